@@ -1,0 +1,109 @@
+"""The `megalite` command: reads its arguments and hands over to the module of the chosen command."""
+
+import argparse
+import importlib
+import math
+import os
+import select
+import sys
+from collections.abc import Sequence
+
+from megalite import __version__
+from megalite.config.errors import InputError
+from megalite.config.load import is_override
+
+COMMANDS = {  # module and summary
+    "train": ("megalite.train.command", "train a model, or continue its training"),
+    "verify": ("megalite.verify", "compare the layout with a single process, step by step in float64"),
+    "show": ("megalite.show", "print the resolved configuration, the layout, sizes and FLOPs"),
+}
+EPILOG = """\
+CONFIG is a YAML file; several are merged, the later over the earlier. KEY=VALUE changes one dotted key, as in
+model.layers=8. Files and overrides may be mixed.
+
+exit codes:
+  0    done
+  1    verify: a difference above the tolerance
+  2    bad input, or a configuration that cannot work
+  3    stopped on request; the run can be resumed
+  4    unhealthy training
+  5    lost contact with other ranks
+  130  interrupted from the keyboard
+  141  the reader of the output has left
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code, documented in `EPILOG`."""
+    args = _parse(argv)
+    try:
+        # By name and only now, so that help and `show` need not wait for torch.
+        code: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        sys.stdout.flush()
+    except InputError as error:
+        print(f"megalite: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megalite: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if not _reader_left():  # then it is a pipe between processes: a fault that must be seen
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
+    return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "megalite",
+        description="Pretrain Llama-class language models on one CPU or on a cluster.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megalite {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command.add_argument("arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="see megalite --help")
+    verify, show = commands.choices["verify"], commands.choices["show"]
+    verify.add_argument("--steps", type=_count, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
+    verify.add_argument(
+        "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
+    )
+    show.add_argument("--world-size", type=_count, metavar="N", help="number of ranks that the job will have")
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments from one side of an option only; the others are left here.
+    if unknown := [argument for argument in rest if argument.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = [*args.arguments, *rest]
+    args.files = [argument for argument in arguments if not is_override(argument)]
+    args.overrides = [argument for argument in arguments if is_override(argument)]
+    return args
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
+    return value
+
+
+def _reader_left() -> bool:
+    """Whether stdout is a pipe that nobody reads any more, as in `megalite show | head`."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are reported without being asked for
+    return bool(poll.poll(0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Between plain containers, as YAML gives them, and the dataclasses of the schema."""
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from keyword import iskeyword
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megalite.config.errors import Problem, listing
+from megalite.config.schema import Config
+
+KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", NoneType: "null"}
+
+
+def from_plain(plain: dict[Any, Any]) -> tuple[Config, list[Problem]]:
+    """The configuration that nested dictionaries and lists describe; keys left out keep their defaults.
+
+    Beside it every unknown key and every value of a wrong type; where there are any, the configuration is
+    not fit for use.
+    """
+    problems: list[Problem] = []
+    return _section(plain, Config, "", problems), problems
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Nested dictionaries and lists under the names that YAML uses; `from_plain` is the inverse."""
+    return asdict(config, dict_factory=lambda pairs: {yaml_name(name): value for name, value in pairs})
+
+
+def yaml_name(field_name: str) -> str:
+    """The YAML key of a dataclass field: `global_` is spelled `global`."""
+    bare = field_name.removesuffix("_")
+    return bare if iskeyword(bare) else field_name
+
+
+@cache
+def keys() -> MappingProxyType[str, Any]:
+    """Type hint of every dotted key, sections included; an item of a list is spelled `data.train[].path`."""
+    return MappingProxyType(dict(_keys(Config, "")))
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Keys that hold other keys and cannot be null."""
+    return frozenset(key for key, hint in keys().items() if is_dataclass(hint))
+
+
+def _keys(cls: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        key = prefix + yaml_name(field.name)
+        yield key, hints[field.name]
+        for option in _options(hints[field.name]):
+            is_list = get_origin(option) is list
+            inner = get_args(option)[0] if is_list else option
+            if is_dataclass(inner):
+                yield from _keys(inner, key + ("[]." if is_list else "."))
+
+
+def _section(value: Any, cls: Any, key: str, problems: list[Problem]) -> Any:
+    names = {yaml_name(field.name): field.name for field in fields(cls)}
+    if not isinstance(value, dict):
+        problems.append(Problem(key, f"must be a section with keys from {listing(list(names))}", value=value))
+        return value
+    hints = get_type_hints(cls)
+    prefix = f"{key}." if key else ""
+    problems += [
+        Problem(f"{prefix}{name}", "unknown key", _hint(f"{prefix}{name}")) for name in value if name not in names
+    ]
+    return cls(
+        **{
+            field: _value(value[name], hints[field], prefix + name, problems)
+            for name, field in names.items()
+            if name in value
+        }
+    )
+
+
+def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
+    options = _options(hint)
+    if value is None and NoneType in options:
+        return None
+    if value == "???":
+        problems.append(Problem(key, "has no value yet", f"set it in a file or with {key}=VALUE"))
+        return value
+    for option in options:
+        if is_dataclass(option):
+            return _section(value, option, key, problems)
+        if get_origin(option) is list and isinstance(value, list):
+            (inner,) = get_args(option)
+            return [_value(item, inner, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+        if _fits(value, option):
+            return float(value) if option is float else value
+    remedy = "put it in quotes" if str in options and isinstance(value, int | float) else ""
+    problems.append(Problem(key, f"must be {listing([_kind(option) for option in options])}", remedy, value))
+    return value
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: Any, option: Any) -> bool:
+    if get_origin(option) is Literal:
+        return value in get_args(option)
+    if isinstance(value, bool):  # Python counts a bool as an int; a configuration must not
+        return option is bool
+    if option is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(option, type) and isinstance(value, option)
+
+
+def _kind(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return listing(get_args(option))
+    if get_origin(option) is list:
+        (inner,) = get_args(option)
+        return f"a list, each item {'a section' if is_dataclass(inner) else _kind(inner)}"
+    return KINDS[option]
+
+
+def _hint(key: str) -> str:
+    """What to say about an unknown key: the nearest name, of the same section if possible."""
+    section, _, leaf = key.rpartition(".")
+    within = re.sub(r"\[\d+\]", "[]", section)
+    known = [name.rpartition(".") for name in keys()]
+    siblings = [name for parent, _, name in known if parent == within]
+    if near := get_close_matches(leaf, siblings, 1):
+        return f"did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
+    elsewhere = {name: f"{parent}.{name}" for parent, _, name in reversed(known) if parent}
+    if near := get_close_matches(leaf, elsewhere, 1):
+        return f"did you mean {elsewhere[near[0]]}?"
+    return f"{section or 'the top level'} has {listing(siblings, 'and')}"

@@ -1,0 +1,44 @@
+"""Mistakes of the user, told so that they can be mended."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT: Any = object()  # marks a problem that has no value to show
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with one configuration key; as text, one line."""
+
+    key: str  # dotted, as in YAML
+    rule: str  # what must hold
+    fix: str = ""  # what to do about it, unless the rule says it already
+    value: Any = ABSENT
+
+    def __str__(self) -> str:
+        shown = "" if self.value is ABSENT else f" = {json.dumps(self.value, ensure_ascii=False, default=str)}"
+        return f"{self.key}{shown}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
+
+
+class InputError(ValueError):
+    """Bad input from the user: shown as one message, exit code 2.
+
+    Made from a message, or from all the problems of a configuration.
+    """
+
+    def __init__(self, what: str | Sequence[Problem]) -> None:
+        self.problems = () if isinstance(what, str) else tuple(what)
+        super().__init__(what if isinstance(what, str) else _listed(self.problems))
+
+
+def _listed(problems: Sequence[Problem]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([f"{count} in the configuration", *map(str, problems)])
+
+
+def listing(items: Sequence[object], last: str = "or") -> str:
+    """The items as words: `1, 2 or 3`."""
+    words = [str(item) for item in items]
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""

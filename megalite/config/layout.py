@@ -1,0 +1,67 @@
+"""The five-dimensional layout of ranks, as pure arithmetic.
+
+Runtime, planner and tests all use the one map between a rank and its coordinates that is written here.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degree of every parallel axis, outermost first.
+
+    The order is the order of ranks: neighbouring ranks differ in `tp`, so tensor parallelism stays on
+    the fastest links, and `pp` crosses nodes.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinates of `rank` along every axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, **coordinates: int) -> int:
+        """Inverse of `coordinates`; an axis left out is at 0."""
+        rank = 0
+        for axis in AXES:
+            size, position = getattr(self, axis), coordinates.pop(axis, 0)
+            if not 0 <= position < size:
+                raise ValueError(f"{axis}={position} is outside an axis of {size}")
+            rank = rank * size + position
+        if coordinates:
+            raise ValueError(f"unknown axis {next(iter(coordinates))!r}; the axes are {', '.join(AXES)}")
+        return rank
+
+    def dp_rank(self, rank: int) -> int:
+        """Which slice of the global batch `rank` reads: 0 to dp − 1."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def __str__(self) -> str:
+        return " · ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True) if size > 1) or "1 rank"
+
+
+AXES = tuple(field.name for field in fields(Layout))

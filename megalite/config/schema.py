@@ -1,0 +1,164 @@
+"""Every configuration key: its type, its default and what it means.
+
+A key that is a Python keyword (`batch.global`) carries a trailing underscore here (`Batch.global_`) and
+none in YAML. Rules that involve several keys are in `validate`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megalite.config.layout import Layout
+
+
+@dataclass
+class Run:
+    name: str = "run"
+    dir: str = "runs"  # run folders are made inside: {dir}/{name}
+    seed: int = 0  # initial weights and data order are pure functions of it
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+
+
+@dataclass
+class RopeScaling:
+    """Llama 3.1's stretching of low RoPE frequencies (arXiv 2407.21783, §3.4.1)."""
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192  # context length before stretching, in tokens
+
+
+@dataclass
+class Model:
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 4  # fewer than heads: grouped-query attention
+    head_width: int | None = None  # null: width / heads
+    ffn: int = 384
+    vocab_size: int = 1024
+    sequence_length: int = 256  # tokens per training sample
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False  # the output layer uses the embedding's weight
+    qk_norm: bool = False  # RMSNorm of every query and key head, as in Qwen3
+    qkv_bias: bool = False
+    init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.head_width or self.width // self.heads
+
+
+@dataclass
+class Pipeline:
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    split: list[int] | None = None  # layers per stage; null: balanced by cost, embedding and head included
+
+
+@dataclass
+class DataParallel:
+    mode: Literal["zero2", "zero3"] = "zero3"  # zero3 frees gathered weights after forward, zero2 keeps them
+    reduce: Literal["step", "micro_batch"] = "step"  # when gradients are reduced: once a step, or sooner to save memory
+
+
+@dataclass
+class Parallel:
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int | Literal["auto"] = "auto"  # auto: what the world size leaves; 1 without a launcher
+    cp: int = 1
+    tp: int = 1
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    data: DataParallel = field(default_factory=DataParallel)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, once `dp_shard` is a number."""
+        if not isinstance(self.dp_shard, int):
+            raise ValueError("parallel.dp_shard is still 'auto'; resolve the world size first")
+        return Layout(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+
+@dataclass
+class Batch:
+    """Sizes in sequences."""
+
+    micro: int = 1  # sequences in one forward pass of one data-parallel rank
+    global_: int = 8  # sequences in one optimizer step of the whole job
+
+
+@dataclass
+class Train:
+    steps: int = 100
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"  # of compute; bf16 keeps parameters and reductions in fp32
+    recompute: Literal["none", "full"] = "none"  # full: keep only each layer's input, run it again in backward
+    compile: bool = False  # torch.compile each layer
+    timeout: float = 600.0  # seconds a rank waits for its peers before it gives up
+
+
+@dataclass
+class Optim:
+    name: Literal["adamw"] = "adamw"
+    lr: float = 3e-4  # peak learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of matrices only; norms and biases are not decayed
+    clip_norm: float = 1.0  # 0: no clipping
+
+
+@dataclass
+class LearningRate:
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    warmup: int = 0  # steps of linear rise to optim.lr
+    decay: int | None = None  # wsd: steps of the final linear decay; null: a tenth of train.steps
+    floor: float = 0.1  # learning rate at the last step, as a share of optim.lr
+
+
+@dataclass
+class Source:
+    path: str = ""  # prefix of a token store: PATH.bin and PATH.idx
+    weight: float = 1.0  # share of tokens, relative to the other sources
+
+
+@dataclass
+class Data:
+    train: list[Source] = field(default_factory=list)
+    valid: list[Source] = field(default_factory=list)
+    tokenizer: str | None = None  # SentencePiece .model or Hugging Face tokenizer.json
+
+
+@dataclass
+class Checkpoint:
+    interval: int = 0  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # newest checkpoints to keep; 0: all
+    resume: str = "auto"  # auto: the newest of this run, if any; never; or the path of a checkpoint
+
+
+@dataclass
+class Log:
+    interval: int = 1  # steps between reports
+    tensorboard: bool = True
+
+
+@dataclass
+class Eval:
+    interval: int = 0  # steps between evaluations; 0: only at the end
+    steps: int = 0  # global batches per evaluation; 0: no evaluation
+
+
+@dataclass
+class Config:
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    batch: Batch = field(default_factory=Batch)
+    train: Train = field(default_factory=Train)
+    optim: Optim = field(default_factory=Optim)
+    schedule: LearningRate = field(default_factory=LearningRate)
+    data: Data = field(default_factory=Data)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    eval: Eval = field(default_factory=Eval)

@@ -1,0 +1,272 @@
+"""Rules between configuration values: every broken one is found and comes with a fix."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megalite.config.convert import to_plain
+from megalite.config.errors import InputError, Problem, listing
+from megalite.config.schema import Batch, Config, LearningRate, Model, Parallel, Run, Source
+
+AT_LEAST = {
+    "run.seed": 0,
+    "model.layers": 1,
+    "model.width": 1,
+    "model.heads": 1,
+    "model.kv_heads": 1,
+    "model.head_width": 1,
+    "model.ffn": 1,
+    "model.vocab_size": 1,
+    "model.sequence_length": 1,
+    "model.rope_scaling.original_length": 1,
+    "parallel.pp": 1,
+    "parallel.dp_replicate": 1,
+    "parallel.dp_shard": 1,
+    "parallel.cp": 1,
+    "parallel.tp": 1,
+    "batch.micro": 1,
+    "batch.global": 1,
+    "train.steps": 1,
+    "optim.weight_decay": 0,
+    "optim.clip_norm": 0,
+    "schedule.warmup": 0,
+    "schedule.decay": 1,
+    "checkpoint.interval": 0,
+    "checkpoint.keep": 0,
+    "log.interval": 1,
+    "eval.interval": 0,
+    "eval.steps": 0,
+}
+POSITIVE = (
+    "model.rope_theta",
+    "model.rope_scaling.factor",
+    "model.rope_scaling.low_frequency_factor",
+    "model.rope_scaling.high_frequency_factor",
+    "model.norm_eps",
+    "model.init_std",
+    "train.timeout",
+    "optim.lr",
+    "optim.eps",
+)
+SEARCHED = 1024  # degrees beyond this are not suggested
+
+
+def check(config: Config, world_size: int | None = None) -> Config:
+    """The configuration with `parallel.dp_shard` resolved to a number, for a job of `world_size` ranks.
+
+    `world_size` is None where no launcher gives one. Raises `InputError` with every broken rule.
+    """
+    if problems := validate(config, world_size):
+        raise InputError(problems)
+    return replace(config, parallel=replace(config.parallel, dp_shard=_dp_shard(config.parallel, world_size)))
+
+
+def validate(config: Config, world_size: int | None = None) -> list[Problem]:
+    """Every broken rule of a configuration, for a job of `world_size` ranks (None: no launcher gives one).
+
+    Looks at no file: see `validate_files`.
+    """
+    return [
+        *_run(config.run),
+        *_ranges(to_plain(config)),
+        *_model(config.model),
+        *_tensor_parallel(config.model, config.parallel.tp),
+        *_pipeline(config.model.layers, config.parallel),
+        *_world(config.parallel, world_size),
+        *_batch(config.batch, config.parallel, world_size),
+        *_betas(config.optim.betas),
+        *_schedule(config.schedule, config.train.steps),
+        *_sources("data.train", config.data.train),
+        *_sources("data.valid", config.data.valid),
+    ]
+
+
+def check_files(config: Config) -> None:
+    """Raises `InputError` with every file that training needs and does not find."""
+    if problems := validate_files(config):
+        raise InputError(problems)
+
+
+def validate_files(config: Config) -> list[Problem]:
+    """Every file that training needs and does not find; relative paths start at the working directory."""
+    data, resume = config.data, config.checkpoint.resume
+    problems = [*_stores("data.train", data.train), *_stores("data.valid", data.valid)]
+    if not data.train:
+        problems.append(Problem("data.train", "is empty", "list token stores, as in data.train=[{path: data/train}]"))
+    if config.eval.steps > 0 and not data.valid:
+        problems.append(
+            Problem("eval.steps", "evaluation needs data.valid", "list token stores there, or use 0", config.eval.steps)
+        )
+    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
+        problems.append(Problem("data.tokenizer", "no such file", "mend the path, or use null", data.tokenizer))
+    if resume not in ("auto", "never") and not Path(resume).exists():
+        problems.append(
+            Problem("checkpoint.resume", "no such checkpoint", "use auto, never or the path of a checkpoint", resume)
+        )
+    return problems
+
+
+def _run(run: Run) -> Iterator[Problem]:
+    if run.name in ("", ".", "..") or not run.name.isprintable() or set(run.name) & set("/\\"):
+        yield Problem("run.name", "must be a plain folder name", "use run.dir for the folder it lies in", run.name)
+
+
+def _ranges(plain: dict[str, Any]) -> Iterator[Problem]:
+    for key, least in AT_LEAST.items():
+        value = _at(plain, key)
+        if isinstance(value, int | float) and value < least:
+            yield Problem(key, f"must be at least {least}", value=value)
+    for key in POSITIVE:
+        value = _at(plain, key)
+        if value is not None and value <= 0:
+            yield Problem(key, "must be greater than 0", value=value)
+
+
+def _at(plain: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key; None inside a section that is null."""
+    section, _, rest = key.partition(".")
+    inner = plain[section]
+    return inner if not rest or inner is None else _at(inner, rest)
+
+
+def _model(model: Model) -> Iterator[Problem]:
+    yield from _divisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
+    if model.head_width is None:
+        yield from _divisible("model.width", model.width, "model.heads", model.heads, ", or set model.head_width")
+        if model.heads >= 1 and model.head_size % 2:
+            rule = f"model.width / model.heads = {model.head_size} must be even, since RoPE turns pairs"
+            yield Problem("model.heads", rule, "set model.head_width, or change the number of heads", model.heads)
+    elif model.head_width % 2:
+        even = [width for width in (model.head_width - 1, model.head_width + 1) if width > 0]
+        yield Problem(
+            "model.head_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.head_width
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.low_frequency_factor >= scaling.high_frequency_factor:
+        rule = f"must be less than model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor}"
+        fix = "Llama 3.1 uses 1 and 4"
+        yield Problem("model.rope_scaling.low_frequency_factor", rule, fix, scaling.low_frequency_factor)
+
+
+def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
+    # The sequence too: between tensor-parallel regions, activations are split along it.
+    for name in ("heads", "kv_heads", "ffn", "vocab_size", "sequence_length"):
+        yield from _divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+
+
+def _pipeline(layers: int, parallel: Parallel) -> Iterator[Problem]:
+    pp, split = parallel.pp, parallel.pipeline.split
+    key = "parallel.pipeline.split"
+    if pp > layers >= 1:
+        yield Problem("parallel.pp", f"must be at most model.layers = {layers}", f"use pp {layers} or fewer", pp)
+    if split is None:
+        return
+    balanced = "use null for a balanced split"
+    if len(split) != pp:
+        yield Problem(key, f"must have one entry for each of the parallel.pp = {pp} stages", balanced, split)
+    if any(count < 0 for count in split) or 0 in split[1:-1]:
+        rule = "only the first stage, which has the embedding, and the last, which has the head, may have 0 layers"
+        yield Problem(key, rule, balanced, split)
+    if sum(split) != layers:
+        yield Problem(key, f"must add up to model.layers = {layers}, not {sum(split)}", balanced, split)
+
+
+def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
+    if parallel.cp > 1:
+        yield Problem("parallel.cp", "context parallelism is not available yet", "use 1", parallel.cp)
+    others, shard = _without_dp_shard(parallel), parallel.dp_shard
+    if world_size is None or others < 1:
+        return
+    if shard == "auto" and world_size % others:
+        rule = f"the other axes make {others} ranks, which must divide the job's {world_size}"
+        yield Problem("parallel.dp_shard", rule, f"start {listing(_multiples(world_size, others))} ranks", shard)
+    elif shard != "auto" and shard >= 1 and shard * others != world_size:
+        rule = f"the layout makes {shard * others} ranks, but the job has {world_size}"
+        fitting = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
+        yield Problem("parallel.dp_shard", rule, f"{fitting}start {shard * others} ranks", shard)
+
+
+def _batch(batch: Batch, parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
+    dp = parallel.dp_replicate * _dp_shard(parallel, world_size)
+    together = batch.micro * dp
+    if together < 1 or batch.global_ < 1 or batch.global_ % together == 0:
+        return
+    rule = f"must be a multiple of batch.micro · data-parallel ranks = {batch.micro} · {dp} = {together}"
+    fix = f"use global {listing(_multiples(batch.global_, together))}"
+    if batch.global_ % dp == 0:
+        fix += f", or micro {listing(_divisors(batch.global_ // dp, batch.micro))}"
+    yield Problem("batch.global", rule, fix, batch.global_)
+
+
+def _betas(betas: list[float]) -> Iterator[Problem]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield Problem("optim.betas", "must be two numbers from 0 to below 1", "[0.9, 0.95] is usual", betas)
+
+
+def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
+    decay = schedule.decay or 0
+    if not 0 <= schedule.floor <= 1:
+        rule = "must be from 0 to 1, a share of optim.lr"
+        yield Problem("schedule.floor", rule, value=schedule.floor)
+    if schedule.warmup > steps:
+        rule = f"must be at most train.steps = {steps}"
+        yield Problem("schedule.warmup", rule, "use fewer steps of warmup or more of training", schedule.warmup)
+    if decay > steps:
+        rule = f"must be at most train.steps = {steps}"
+        yield Problem("schedule.decay", rule, "use fewer steps of decay or more of training", decay)
+    elif schedule.name == "wsd" and schedule.warmup <= steps < schedule.warmup + decay:
+        rule = f"with schedule.warmup = {schedule.warmup} must fit into train.steps = {steps}"
+        yield Problem("schedule.decay", rule, f"use at most {steps - schedule.warmup}", decay)
+
+
+def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
+    for i, source in enumerate(sources):
+        if not source.path:
+            yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")
+        if source.weight <= 0:
+            yield Problem(
+                f"{key}[{i}].weight", "must be greater than 0", "leave the source out to skip it", source.weight
+            )
+
+
+def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
+    for i, source in enumerate(sources):
+        missing = [source.path + end for end in (".bin", ".idx") if not Path(source.path + end).is_file()]
+        if missing:
+            extra = source.path.endswith((".bin", ".idx"))
+            fix = (
+                f"leave out the {source.path[-4:]}" if extra else "mend the path, or make it with megalite-prepare-data"
+            )
+            yield Problem(f"{key}[{i}].path", f"no such file: {listing(missing, 'and')}", fix, source.path)
+
+
+def _divisible(key: str, value: int, by_key: str, by: int, otherwise: str = "") -> Iterator[Problem]:
+    if value < 1 or by < 1 or value % by == 0:
+        return
+    name, by_name = key.rpartition(".")[2], by_key.rpartition(".")[2]
+    fix = f"use {name} {listing(_multiples(value, by))}, or {by_name} {listing(_divisors(value, by))}{otherwise}"
+    yield Problem(key, f"must be divisible by {by_key} = {by}", fix, value)
+
+
+def _multiples(value: int, by: int) -> list[int]:
+    """The positive multiples of `by` next to `value`."""
+    below = value // by * by
+    return [multiple for multiple in (below, below + by) if multiple]
+
+
+def _divisors(value: int, near: int) -> list[int]:
+    """The divisors of `value` nearest to `near`, four at most."""
+    found = [number for number in range(1, min(value, 2 * near, SEARCHED) + 1) if value % number == 0]
+    return sorted(sorted(found, key=lambda number: abs(number - near))[:4])
+
+
+def _without_dp_shard(parallel: Parallel) -> int:
+    return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+
+
+def _dp_shard(parallel: Parallel, world_size: int | None) -> int:
+    """The size of the axis; 0 where the other axes leave nothing."""
+    if isinstance(parallel.dp_shard, int):
+        return parallel.dp_shard
+    return 1 if world_size is None else world_size // max(1, _without_dp_shard(parallel))

@@ -1,0 +1,130 @@
+"""`megalite show`: what a configuration amounts to, without torch, data or a launcher."""
+
+import argparse
+import sys
+from dataclasses import fields
+from math import prod
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megalite.config.layout import AXES, Layout
+from megalite.config.load import dump, load
+from megalite.config.schema import Config, Model
+from megalite.config.validate import check
+from megalite.plan.size import (
+    Attention,
+    Parameters,
+    flops_per_token,
+    head_forward_flops,
+    layer_forward_flops,
+    layer_parameters,
+    model_parameters,
+    stage_parameters,
+)
+from megalite.plan.split import layers_of, split_of
+
+ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
+UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the resolved configuration, the layout, the sizes and the FLOPs per token.
+
+    Takes `args.files`, `args.overrides` and `args.world_size`, the number of ranks or None.
+    """
+    asked = load(args.files, args.overrides)
+    config = check(asked, args.world_size)
+    layout = config.parallel.layout
+    unlaunched = asked.parallel.dp_shard == "auto" and args.world_size is None
+    sections: list[tuple[str, RenderableType]] = [
+        ("Configuration", Text(dump(config))),
+        (f"Layout: {layout}{', with dp_shard: auto as 1 (see --world-size)' * unlaunched}", _layout_table(layout)),
+        ("Parameters", _parameter_table(config.model)),
+        ("Pipeline stages", _stage_table(config)),
+        ("FLOPs per token of training", _flops_table(config.model)),
+        ("Batch", Text(_batch(config))),
+    ]
+    console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
+    with console.capture() as captured:
+        for title, body in sections:
+            console.print(Text(title, style="bold"))
+            console.print(body)
+    # Written by ourselves: rich would end the process where the reader has left.
+    sys.stdout.write(captured.get())
+    return 0
+
+
+def _table(*columns: str, text: tuple[str, ...]) -> Table:
+    """An empty table; the columns named in `text` are aligned left, the others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="left" if column in text else "right")
+    return table
+
+
+def _layout_table(layout: Layout) -> Table:
+    table = _table("axis", "size", "stride", "group of rank 0", text=("axis", "group of rank 0"))
+    for i, axis in enumerate(AXES):
+        size, stride = layout.shape[i], prod(layout.shape[i + 1 :])
+        table.add_row(axis, str(size), str(stride), _steps(size, stride))
+    table.add_row("ranks", str(layout.world_size), "", _span(range(layout.world_size)), style="bold")
+    return table
+
+
+def _parameter_table(model: Model) -> Table:
+    whole, layer = model_parameters(model), layer_parameters(model)
+    table = _table("component", "parameters", "in one layer", "share", text=("component",))
+    for component in (*(field.name for field in fields(Parameters)), "total"):
+        count, inside = getattr(whole, component), getattr(layer, component)
+        name = "head (the embedding's weight)" if component == "head" and model.tie_embeddings else component
+        table.add_row(name, f"{count:,}", f"{inside:,}" if inside else "", f"{count / whole.total:.1%}")
+    return table
+
+
+def _stage_table(config: Config) -> Table:
+    model, layout, split = config.model, config.parallel.layout, split_of(config)
+    costs = [count * layer_forward_flops(model) for count in split]
+    costs[-1] += head_forward_flops(model)
+    table = _table("stage", "ranks", "layers", "also", "parameters", "relative cost", text=("ranks", "layers", "also"))
+    sizes = stage_parameters(model, split)
+    per_stage = layout.world_size // layout.pp
+    for stage, layers in enumerate(layers_of(split)):
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        also = ["embedding"] * (stage == 0) + ["final norm, head"] * (stage == layout.pp - 1)
+        cost = f"{costs[stage] / max(costs):.2f}"
+        table.add_row(str(stage), _span(ranks), _span(layers), ", ".join(also), f"{sizes[stage].total:,}", cost)
+    return table
+
+
+def _flops_table(model: Model) -> Table:
+    table = _table("attention", "FLOPs", "convention", text=("attention", "convention"))
+    for attention, factor in ATTENTION_FACTOR.items():
+        convention = f"6 · weights of matrices, with the head, without the embedding + {factor} · layers · q · s"
+        table.add_row(attention, f"{flops_per_token(model, attention):,}", convention)
+    return table
+
+
+def _batch(config: Config) -> str:
+    batch, length, dp = config.batch, config.model.sequence_length, config.parallel.layout.dp
+    tokens = batch.global_ * length
+    return (
+        f"{batch.global_} sequences of {length:,} tokens make {tokens:,} tokens a step, as "
+        f"{batch.global_ // (batch.micro * dp)} micro-batches of {batch.micro} on {dp} data-parallel ranks.\n"
+        f"{config.train.steps:,} steps see {config.train.steps * tokens:,} tokens."
+    )
+
+
+def _span(numbers: range) -> str:
+    """A contiguous range: `4-7`."""
+    if len(numbers) < 2:
+        return str(numbers[0]) if numbers else "none"
+    return f"{numbers[0]}-{numbers[-1]}"
+
+
+def _steps(size: int, stride: int) -> str:
+    """The ranks of an axis from rank 0: `0, 8, 16, 24`, the middle of a long one left out."""
+    ranks = [str(rank) for rank in range(0, size * stride, stride)]
+    return ", ".join(ranks if size <= 8 else [*ranks[:4], "...", ranks[-1]])

@@ -1,0 +1,246 @@
+import copy
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.errors import InputError
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check, check_files, validate, validate_files
+
+
+def found(*overrides: str, world_size: int | None = None) -> list[str]:
+    return [str(problem) for problem in validate(load([], overrides), world_size)]
+
+
+def test_the_defaults_are_valid() -> None:
+    assert validate(Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["model.heads=6", "model.kv_heads=6", "model.width=132", "parallel.tp=4", "model.ffn=384"],
+            "model.heads = 6: must be divisible by parallel.tp = 4; use heads 4 or 8, or tp 1, 2, 3 or 6",
+        ),
+        (
+            ["model.heads=6", "model.kv_heads=4", "model.width=132"],
+            "model.heads = 6: must be divisible by model.kv_heads = 4; use heads 4 or 8, or kv_heads 1, 2, 3 or 6",
+        ),
+        (
+            ["model.kv_heads=2", "parallel.tp=4"],
+            "model.kv_heads = 2: must be divisible by parallel.tp = 4; use kv_heads 4, or tp 1 or 2",
+        ),
+        (
+            ["model.ffn=383", "parallel.tp=2"],
+            "model.ffn = 383: must be divisible by parallel.tp = 2; use ffn 382 or 384, or tp 1",
+        ),
+        (
+            ["model.vocab_size=1001", "parallel.tp=2"],
+            "model.vocab_size = 1001: must be divisible by parallel.tp = 2; use vocab_size 1000 or 1002, or tp 1",
+        ),
+        (
+            ["model.sequence_length=255", "parallel.tp=2"],
+            "model.sequence_length = 255: must be divisible by parallel.tp = 2; use sequence_length 254 or 256, "
+            "or tp 1 or 3",
+        ),
+        (
+            ["model.width=130"],
+            "model.width = 130: must be divisible by model.heads = 4; use width 128 or 132, or heads 1, 2 or 5, "
+            "or set model.head_width",
+        ),
+        (
+            ["model.width=132"],
+            "model.heads = 4: model.width / model.heads = 33 must be even, since RoPE turns pairs; "
+            "set model.head_width, or change the number of heads",
+        ),
+        (["model.head_width=7"], "model.head_width = 7: must be even, since RoPE turns pairs; use 6 or 8"),
+        (
+            ["model.rope_scaling.low_frequency_factor=4"],
+            "model.rope_scaling.low_frequency_factor = 4.0: must be less than model.rope_scaling.high_frequency_factor "
+            "= 4.0; Llama 3.1 uses 1 and 4",
+        ),
+        (["model.rope_scaling.factor=0"], "model.rope_scaling.factor = 0.0: must be greater than 0"),
+        (["parallel.cp=2"], "parallel.cp = 2: context parallelism is not available yet; use 1"),
+        (["parallel.pp=5"], "parallel.pp = 5: must be at most model.layers = 4; use pp 4 or fewer"),
+        (
+            ["parallel.pp=2", "parallel.pipeline.split=[1, 2, 1]"],
+            "parallel.pipeline.split = [1, 2, 1]: must have one entry for each of the parallel.pp = 2 stages; "
+            "use null for a balanced split",
+        ),
+        (
+            ["parallel.pp=3", "parallel.pipeline.split=[2, 0, 2]"],
+            "parallel.pipeline.split = [2, 0, 2]: only the first stage, which has the embedding, and the last, "
+            "which has the head, may have 0 layers; use null for a balanced split",
+        ),
+        (
+            ["parallel.pp=2", "parallel.pipeline.split=[2, 1]"],
+            "parallel.pipeline.split = [2, 1]: must add up to model.layers = 4, not 3; use null for a balanced split",
+        ),
+        (
+            ["batch.global=10", "batch.micro=2", "parallel.dp_shard=2"],
+            "batch.global = 10: must be a multiple of batch.micro · data-parallel ranks = 2 · 2 = 4; "
+            "use global 8 or 12, or micro 1",
+        ),
+        (
+            ["batch.global=3", "batch.micro=2", "parallel.dp_replicate=2"],
+            "batch.global = 3: must be a multiple of batch.micro · data-parallel ranks = 2 · 2 = 4; use global 4",
+        ),
+        (["optim.lr=0"], "optim.lr = 0.0: must be greater than 0"),
+        (["optim.eps=0"], "optim.eps = 0.0: must be greater than 0"),
+        (["optim.clip_norm=-1"], "optim.clip_norm = -1.0: must be at least 0"),
+        (["optim.betas=[0.9]"], "optim.betas = [0.9]: must be two numbers from 0 to below 1; [0.9, 0.95] is usual"),
+        (
+            ["optim.betas=[0, 1]"],
+            "optim.betas = [0.0, 1.0]: must be two numbers from 0 to below 1; [0.9, 0.95] is usual",
+        ),
+        (["schedule.floor=1.5"], "schedule.floor = 1.5: must be from 0 to 1, a share of optim.lr"),
+        (
+            ["schedule.warmup=101"],
+            "schedule.warmup = 101: must be at most train.steps = 100; use fewer steps of warmup or more of training",
+        ),
+        (
+            ["schedule.decay=101"],
+            "schedule.decay = 101: must be at most train.steps = 100; use fewer steps of decay or more of training",
+        ),
+        (
+            ["schedule.name=wsd", "schedule.warmup=60", "schedule.decay=60"],
+            "schedule.decay = 60: with schedule.warmup = 60 must fit into train.steps = 100; use at most 40",
+        ),
+        (["train.steps=0"], "train.steps = 0: must be at least 1"),
+        (["train.timeout=0"], "train.timeout = 0.0: must be greater than 0"),
+        (["log.interval=0"], "log.interval = 0: must be at least 1"),
+        (["checkpoint.keep=-1"], "checkpoint.keep = -1: must be at least 0"),
+        (["model.head_width=0"], "model.head_width = 0: must be at least 1"),
+        (["model.heads=0"], "model.heads = 0: must be at least 1"),
+        (["parallel.tp=0"], "parallel.tp = 0: must be at least 1"),
+        (["batch.micro=0"], "batch.micro = 0: must be at least 1"),
+        (
+            ["data.train=[{path: a, weight: 0}]"],
+            "data.train[0].weight = 0.0: must be greater than 0; leave the source out to skip it",
+        ),
+        (
+            ["data.valid=[{weight: 1}]"],
+            "data.valid[0].path: is missing; give the prefix of a token store: PATH.bin and PATH.idx",
+        ),
+    ],
+)
+def test_every_rule_names_key_value_and_fix(overrides: list[str], line: str) -> None:
+    assert line in found(*overrides)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/a", "a\nb"])
+def test_a_run_is_named_by_a_plain_folder_name(name: str) -> None:
+    config = Config()
+    config.run.name = name
+    assert [problem.key for problem in validate(config)] == ["run.name"]
+
+
+@pytest.mark.parametrize("split", ["[0, 2, 2]", "[2, 2, 0]", "[0, 4, 0]", "[1, 1, 2]"])
+def test_the_stages_of_embedding_and_head_may_have_no_layer(split: str) -> None:
+    assert found("parallel.pp=3", f"parallel.pipeline.split={split}") == []
+
+
+def test_any_number_of_layers_can_be_balanced() -> None:
+    assert found("model.layers=7", "parallel.pp=4") == []
+
+
+def test_the_layout_must_make_the_world() -> None:
+    assert found("parallel.dp_shard=2", "parallel.tp=2", world_size=4) == []
+    assert found("parallel.dp_shard=2", "parallel.tp=2", world_size=8) == [
+        "parallel.dp_shard = 2: the layout makes 4 ranks, but the job has 8; use dp_shard 4 or auto, or start 4 ranks"
+    ]
+    assert found("parallel.dp_shard=2", "parallel.tp=2", world_size=3) == [
+        "parallel.dp_shard = 2: the layout makes 4 ranks, but the job has 3; start 4 ranks"
+    ]
+    assert found("parallel.pp=2", "parallel.tp=2", world_size=6)[0] == (
+        'parallel.dp_shard = "auto": the other axes make 4 ranks, which must divide the job\'s 6; start 4 or 8 ranks'
+    )
+    assert found("parallel.pp=2", "parallel.tp=2", world_size=2)[0].endswith("start 4 ranks")
+
+
+def test_auto_takes_what_the_world_leaves() -> None:
+    config = load([], ["parallel.pp=2", "parallel.tp=2"])
+    assert check(config).parallel.dp_shard == 1
+    assert check(config, 16).parallel.dp_shard == 4
+    assert check(config, 16).parallel.layout.world_size == 16
+    assert found("parallel.tp=2", world_size=6) == [
+        "batch.global = 8: must be a multiple of batch.micro · data-parallel ranks = 1 · 3 = 3; use global 6 or 9"
+    ]
+
+
+def test_checking_changes_nothing_in_its_argument() -> None:
+    config = load([], ["parallel.tp=2"])
+    before = copy.deepcopy(config)
+    check(config, 4)
+    assert config == before
+
+
+def test_all_broken_rules_are_raised_together() -> None:
+    with pytest.raises(InputError, match="3 problems") as caught:
+        check(load([], ["optim.lr=-1", "model.heads=6", "run.name=a/b", "model.width=132", "model.kv_heads=4"]))
+    assert [problem.key for problem in caught.value.problems] == ["run.name", "optim.lr", "model.heads"]
+
+
+sizes = st.integers(-3, 40)
+
+
+@given(st.tuples(*[sizes] * 14), st.none() | st.integers(1, 64))
+def test_no_sizes_break_the_validator_and_what_passes_divides(numbers: tuple[int, ...], world_size: int | None) -> None:
+    config = Config()
+    model, parallel, batch = config.model, config.parallel, config.batch
+    (model.layers, model.width, model.heads, model.kv_heads, model.head_width, model.ffn, model.vocab_size) = numbers[
+        :7
+    ]
+    (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp) = numbers[7:12]
+    batch.micro, batch.global_ = numbers[12:]
+    if not validate(config, world_size):
+        layout = parallel.layout
+        assert world_size in (None, layout.world_size)
+        assert batch.global_ % (batch.micro * layout.dp) == 0
+        assert model.kv_heads % parallel.tp == model.ffn % parallel.tp == model.vocab_size % parallel.tp == 0
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
+def test_heads_pass_exactly_when_everything_divides(width: int, heads: int, kv_heads: int, tp: int) -> None:
+    config = load([], [f"model.width={width * 4}", f"model.heads={heads}", f"model.kv_heads={kv_heads}"])
+    config.parallel.tp = tp
+    config.model.ffn = config.model.vocab_size = config.model.sequence_length = 12
+    fits = heads % kv_heads == heads % tp == kv_heads % tp == width * 4 % heads == 0 and width * 4 // heads % 2 == 0
+    assert (validate(config) == []) == fits
+
+
+def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
+    (tmp_path / "there.bin").touch()
+    (tmp_path / "there.idx").touch()
+    (tmp_path / "half.bin").touch()
+    there, half = tmp_path / "there", tmp_path / "half"
+    good = load([], [f"data.train=[{{path: {there}}}]", f"data.valid=[{{path: {there}}}]", "eval.steps=1"])
+    assert validate_files(good) == []
+    bad = load(
+        [],
+        [
+            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}]",
+            "eval.steps=1",
+            f"data.tokenizer={tmp_path / 'none.model'}",
+            f"checkpoint.resume={tmp_path / 'none'}",
+        ],
+    )
+    assert validate(bad) == []
+    with pytest.raises(InputError) as caught:
+        check_files(bad)
+    assert [str(problem) for problem in caught.value.problems] == [
+        f'data.train[0].path = "{half}": no such file: {half}.idx; '
+        "mend the path, or make it with megalite-prepare-data",
+        f'data.train[1].path = "{there}.bin": no such file: {there}.bin.bin and {there}.bin.idx; leave out the .bin',
+        "eval.steps = 1: evaluation needs data.valid; list token stores there, or use 0",
+        f'data.tokenizer = "{tmp_path}/none.model": no such file; mend the path, or use null',
+        f'checkpoint.resume = "{tmp_path}/none": no such checkpoint; use auto, never or the path of a checkpoint',
+    ]
+
+
+def test_training_needs_data() -> None:
+    assert [problem.key for problem in validate_files(Config())] == ["data.train"]

@@ -1,0 +1,109 @@
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.load import load
+from megalite.config.schema import Model
+from megalite.plan.size import (
+    Attention,
+    Parameters,
+    flops_per_token,
+    head_forward_flops,
+    layer_forward_flops,
+    layer_parameters,
+    model_parameters,
+    stage_parameters,
+)
+
+PRESETS = Path(__file__).parents[2] / "configs/model"
+COUNTS = {
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "llama3.2_1b": 1_235_814_400,
+    "llama3.2_3b": 3_212_749_824,
+    "mistral_7b": 7_248_023_552,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "smollm2_135m": 134_515_008,
+    "small_60m": 58_073_600,
+    "tiny": 1_115_264,
+    "tiny_gqa": 1_016_960,
+    "tiny_tied": 918_656,
+    "tiny_qwen": 1_115_776,
+}
+
+
+def preset(name: str) -> Model:
+    return load([str(PRESETS / f"{name}.yaml")]).model
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    assert model_parameters(preset(name)).total == COUNTS[name]
+    assert f" {COUNTS[name]:,} parameters" in (PRESETS / f"{name}.yaml").read_text()
+
+
+def test_untied_head_counts_on_its_own() -> None:
+    model = preset("qwen3_0.6b")
+    model.tie_embeddings = False
+    assert model_parameters(model).total == 751_632_384
+
+
+def test_every_weight_of_a_small_model_by_hand() -> None:
+    model = Model(
+        layers=3, width=10, heads=4, kv_heads=2, head_width=6, ffn=7, vocab_size=11, qk_norm=True, qkv_bias=True
+    )
+    layer = layer_parameters(model)
+    assert layer.attention == 10 * 24 + 24 + 2 * (10 * 12 + 12) + 24 * 10
+    assert layer.mlp == 3 * 10 * 7
+    assert layer.norms == 2 * 10 + 2 * 6
+    whole = model_parameters(model)
+    assert (whole.embedding, whole.head, whole.norms) == (110, 110, 3 * 32 + 10)
+    assert whole.total == sum(astuple(whole)) == 3 * layer.total + 230
+
+
+def test_llama3_8b_costs_the_published_flops() -> None:
+    model = preset("llama3_8b")
+    assert flops_per_token(model) == 51_470_401_536
+    assert flops_per_token(model, "full") - flops_per_token(model) == 6 * 32 * 4096 * 8192
+
+
+@given(
+    st.builds(
+        Model,
+        layers=st.integers(1, 9),
+        width=st.integers(1, 64),
+        heads=st.integers(1, 8),
+        kv_heads=st.integers(1, 8),
+        head_width=st.integers(1, 16),
+        ffn=st.integers(1, 99),
+        vocab_size=st.integers(1, 99),
+        sequence_length=st.integers(1, 99),
+        tie_embeddings=st.booleans(),
+        qk_norm=st.booleans(),
+    ),
+    st.integers(0, 9),
+)
+def test_stages_and_layers_add_up_to_the_model(model: Model, first: int) -> None:
+    first = min(first, model.layers)
+    whole = model_parameters(model)
+    (alone,) = stage_parameters(model, [model.layers])
+    assert alone == whole
+    parts = stage_parameters(model, [first, 0, model.layers - first])
+    copy = Parameters(head=model.vocab_size * model.width if model.tie_embeddings else 0)
+    assert parts[0] + parts[1] + parts[2] == whole + copy
+    assert parts[1] == Parameters()
+
+    matrices = layer_parameters(model).attention + layer_parameters(model).mlp
+    factors: dict[Attention, int] = {"causal": 2, "full": 4}
+    for attention, factor in factors.items():
+        scores = factor * model.heads * model.head_size * model.sequence_length
+        assert layer_forward_flops(model, attention) == 2 * matrices + scores
+        forward = model.layers * layer_forward_flops(model, attention) + head_forward_flops(model)
+        assert flops_per_token(model, attention) == 3 * forward

@@ -1,0 +1,166 @@
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megalite import __version__, cli
+from megalite.config.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+
+
+class Spy:
+    """Stands in for the module of a command."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str, effect: BaseException | int = 0) -> None:
+        self.effect = effect
+        fake = ModuleType(module)
+        fake.run = self.run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module, fake)
+
+    def run(self, args: argparse.Namespace) -> int:
+        self.args = args
+        if isinstance(self.effect, int):
+            return self.effect
+        raise self.effect
+
+
+def test_files_and_overrides_may_be_mixed_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch, "megalite.verify", 1)
+    argv = [
+        "verify",
+        "a.yaml",
+        "model.layers=2",
+        "--steps",
+        "5",
+        "dir/b=c.yaml",
+        "x=1",
+        "--tolerance",
+        "1e-6",
+        "y[0]=a=b",
+    ]
+    assert cli.main(argv) == 1
+    assert spy.args.files == ["a.yaml", "dir/b=c.yaml"]
+    assert spy.args.overrides == ["model.layers=2", "x=1", "y[0]=a=b"]
+    assert (spy.args.steps, spy.args.tolerance) == (5, 1e-6)
+
+
+def test_defaults_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, show = Spy(monkeypatch, "megalite.verify"), Spy(monkeypatch, "megalite.show")
+    assert cli.main(["verify"]) == cli.main(["show"]) == 0
+    assert (verify.args.steps, verify.args.tolerance) == (3, 1e-10)
+    assert show.args.world_size is None
+
+
+@pytest.mark.parametrize("code", [0, 3, 4, 5])
+def test_a_command_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    Spy(monkeypatch, "megalite.train.command", code)
+    assert cli.main(["train", "a.yaml"]) == code
+
+
+def test_bad_input_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Spy(monkeypatch, "megalite.train.command", InputError("a.b = 1: must be 2"))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr() == ("", "megalite: error: a.b = 1: must be 2\n")
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Spy(monkeypatch, "megalite.train.command", KeyboardInterrupt())
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr() == ("", "megalite: interrupted\n")
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    Spy(monkeypatch, "megalite.train.command", KeyError("bug"))
+    with pytest.raises(KeyError):
+        cli.main(["train"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["plan"], "invalid choice: 'plan'"),
+        (["show", "--wrold-size", "3"], "unrecognized arguments: --wrold-size"),
+        (
+            ["show", "a.yaml", "--world-size", "2", "b.yaml", "--model.layers=3"],
+            "unrecognized arguments: --model.layers=3",
+        ),
+        (["show", "--world-size", "0"], "'0' must be a whole number of at least 1"),
+        (["show", "--world-size", "x"], "'x' must be a whole number of at least 1"),
+        (["verify", "--steps", "-1"], "'-1' must be a whole number of at least 1"),
+        (["verify", "--tolerance", "nan"], "'nan' must be a number of at least 0"),
+        (["verify", "--tolerance", "x"], "'x' must be a number of at least 0"),
+    ],
+)
+def test_bad_arguments_exit_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_documents_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command}" in shown for command in ("train", "verify", "show"))
+    assert all(f"\n  {code} " in shown for code in (0, 1, 2, 3, 4, 5, 130))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"megalite {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["show"], ["show", "nowhere.yaml"]])
+def test_light_commands_import_neither_torch_nor_numpy(arguments: list[str]) -> None:
+    script = (
+        "import atexit, sys; from megalite.cli import main\n"
+        "heavy = {'torch', 'numpy'}\n"
+        "atexit.register(lambda: print('heavy:', sorted(heavy & set(sys.modules))))\n"
+        f"main({arguments!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+@pytest.mark.parametrize("lines", [10, 100_000])
+def test_a_reader_that_leaves_is_no_error(lines: int) -> None:
+    script = (
+        "import sys, types; from megalite.cli import main\n"
+        "module = types.ModuleType('megalite.show')\n"
+        f"module.run = lambda args: [print('line') for _ in range({lines})] and 0\n"
+        "sys.modules['megalite.show'] = module\n"
+        "sys.stdin.read()\n"
+        "sys.exit(main(['show']))"
+    )
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 141
+
+
+def test_a_broken_pipe_elsewhere_is_a_fault_to_see() -> None:
+    script = (
+        "import sys, types; from megalite.cli import main\n"
+        "module = types.ModuleType('megalite.show')\n"
+        "def run(args): raise BrokenPipeError('worker')\n"
+        "module.run = run\n"
+        "sys.modules['megalite.show'] = module\n"
+        "main(['show'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("BrokenPipeError: worker\n")

@@ -1,0 +1,108 @@
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import main
+from megalite.config.load import load
+from megalite.config.validate import check
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "configs/run/quickstart.yaml")
+LLAMA3_8B = str(ROOT / "configs/model/llama3_8b.yaml")
+
+Show = Callable[..., str]
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Show:
+    def run(*arguments: str) -> str:
+        assert main(["show", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def row(output: str, first: str) -> list[str]:
+    """The cells of the table row that begins with `first`."""
+    (line,) = [line for line in output.splitlines() if line.split(" ")[0] == "" and line.split()[:1] == [first]]
+    return re.split(r"\s{2,}", line.strip())[1:]
+
+
+def test_the_configuration_shown_is_the_resolved_one(show: Show, tmp_path: Path) -> None:
+    output = show(QUICKSTART, "parallel.dp_shard=auto", "--world-size", "16", "optim.lr=0.5", "run.name='[bold]'")
+    path = tmp_path / "shown.yaml"
+    path.write_text(output.partition("Configuration\n")[2].partition("\nLayout: ")[0])
+    expected = check(load([QUICKSTART], ["parallel.dp_shard=auto", "optim.lr=0.5", "run.name='[bold]'"]), 16)
+    assert load([str(path)]) == expected
+    assert expected.run.name == "[bold]"
+
+
+def test_the_mesh_has_sizes_strides_and_groups(show: Show) -> None:
+    output = show(LLAMA3_8B, "parallel.pp=4", "parallel.tp=4", "--world-size", "512", "batch.global=32")
+    assert "\nLayout: pp 4 · dp_shard 32 · tp 4\n" in output
+    assert row(output, "pp") == ["4", "128", "0, 128, 256, 384"]
+    assert row(output, "dp_shard") == ["32", "4", "0, 4, 8, 12, ..., 124"]
+    assert row(output, "tp") == ["4", "1", "0, 1, 2, 3"]
+    assert row(output, "cp") == ["1", "4", "0"]
+    assert row(output, "ranks") == ["512", "0-511"]
+
+
+def test_parameters_by_component_and_stage(show: Show) -> None:
+    output = show(LLAMA3_8B, "parallel.pp=4", "parallel.tp=2")
+    assert row(output, "mlp") == ["5,637,144,576", "176,160,768", "70.2%"]
+    assert row(output, "total") == ["8,030,261,248", "218,112,000", "100.0%"]
+    assert row(output, "0") == ["0-1", "0-7", "embedding", "2,270,232,576", "0.89"]
+    assert row(output, "1") == ["2-3", "8-16", "1,963,008,000", "1.00"]
+    assert row(output, "3") == ["6-7", "26-31", "final norm, head", "1,834,012,672", "0.90"]
+
+
+def test_stages_of_an_explicit_split_may_have_no_layers(show: Show) -> None:
+    output = show("parallel.pp=3", "parallel.pipeline.split=[0, 3, 1]")
+    assert row(output, "0")[:3] == ["0", "none", "embedding"]
+    assert row(output, "1")[:2] == ["1", "0-2"]
+    assert row(output, "2")[:3] == ["2", "3", "final norm, head"]
+
+
+def test_a_tied_head_is_marked(show: Show) -> None:
+    assert "head (the embedding's weight)" in show(str(ROOT / "configs/model/tiny_tied.yaml"))
+    assert "head (the embedding's weight)" not in show(QUICKSTART)
+
+
+def test_flops_come_with_their_convention(show: Show) -> None:
+    output = show(LLAMA3_8B)
+    counted = "6 · weights of matrices, with the head, without the embedding"
+    assert row(output, "causal") == ["51,470,401,536", f"{counted} + 6 · layers · q · s"]
+    assert row(output, "full") == ["57,912,852,480", f"{counted} + 12 · layers · q · s"]
+
+
+def test_auto_without_a_world_is_told(show: Show) -> None:
+    assert "with dp_shard: auto as 1 (see --world-size)" in show()
+    assert "with dp_shard: auto" not in show("--world-size", "2")
+    assert "with dp_shard: auto" not in show("parallel.dp_shard=1")
+
+
+def test_the_batch_in_tokens(show: Show) -> None:
+    output = show("parallel.dp_shard=2", "batch.global=24", "batch.micro=3", "train.steps=10")
+    assert "24 sequences of 256 tokens make 6,144 tokens a step, as 4 micro-batches of 3 on 2 data" in output
+    assert "10 steps see 61,440 tokens." in output
+
+
+def test_a_pipe_gets_plain_whole_lines(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "/".join(["long folder"] * 40)
+    output = show(LLAMA3_8B, f"data.train=[{{path: {path}}}]", "parallel.pp=4")
+    assert "\x1b" not in output
+    assert "…" not in output
+    assert row(output, "3")[-1] == "0.90"
+    assert row(output, "causal")[1].endswith("layers · q · s")
+
+
+def test_a_bad_configuration_is_told_on_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "model.heads=6", "model.laers=2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("megalite: error: 1 problem in the configuration\n  model.laers: unknown key")
+    assert main(["show", "parallel.dp_shard=8", "--world-size", "4"]) == 2
+    assert "the layout makes 8 ranks, but the job has 4" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Whether a pipeline schedule is complete, consistent and free of deadlock, whoever made it."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from megalite.schedule.actions import Action, Exchange, Kind, Table
+
+
+def check(table: Table) -> list[str]:
+    """What is wrong with `table`, one readable line per problem; empty if nothing is.
+
+    Transfers are taken to be unbuffered: a send ends only when its receive has been posted.
+    """
+    return malformed(table) or [*incomplete(table), *too_early(table), *crossed(table), *deadlock(table)]
+
+
+def malformed(table: Table) -> list[str]:
+    """Actions that no rank could run; the other checks rely on there being none."""
+    if not all(0 <= rank < table.ranks for rank in table.placement):
+        return [f"placement {table.placement} names a rank that has no program: there are {table.ranks}"]
+
+    def problem(rank: int, item: Action | Exchange, action: Action) -> str | None:
+        if item == action and not action.is_compute:
+            return "outside an exchange"
+        stages = [action.stage] if action.is_compute else [action.stage, action.peer_stage]
+        if not (all(0 <= stage < table.stages for stage in stages) and 0 <= action.micro < table.micro_batches):
+            return f"in a schedule of {table.stages} stages and {table.micro_batches} micro-batches"
+        return f"whose stage is on rank {table.rank(action)}" if table.rank(action) != rank else None
+
+    return [
+        f"rank {rank} has {action} {found}"
+        for rank, program in enumerate(table.programs)
+        for item in program
+        for action in flat([item])
+        if (found := problem(rank, item, action))
+    ]
+
+
+def incomplete(table: Table) -> list[str]:
+    """Actions that are missing, repeated, or transfers within one rank."""
+    expected = set()
+    for micro in range(table.micro_batches):
+        for stage in range(table.stages):
+            expected |= {Action(Kind.F, stage, micro), Action(Kind.B, stage, micro)}
+        for stage in range(1, table.stages):
+            if table.placement[stage - 1] != table.placement[stage]:
+                expected |= {Action(Kind.SEND_F, stage - 1, micro), Action(Kind.RECV_F, stage, micro)}
+                expected |= {Action(Kind.SEND_B, stage, micro), Action(Kind.RECV_B, stage - 1, micro)}
+    found = Counter(action for program in table.programs for action in flat(program))
+    missing = sorted(expected - found.keys())
+    needless = sorted(found.keys() - expected)
+    repeated = sorted(action for action, times in found.items() if times > 1)
+    return [
+        *(f"rank {table.rank(action)} lacks {action}" for action in missing),
+        *(f"rank {table.rank(action)} has {action}, but both stages are on that rank" for action in needless),
+        *(f"rank {table.rank(action)} has {action} {found[action]} times" for action in repeated),
+    ]
+
+
+def too_early(table: Table) -> list[str]:
+    """Actions that run before their own rank has what they take."""
+
+    def needs(action: Action) -> set[Action]:
+        sources = action.inputs(table.stages)
+        return {source if table.rank(source) == table.rank(action) else source.send.matching for source in sources}
+
+    problems = []
+    for rank, program in enumerate(table.programs):
+        done: set[Action] = set()
+        for item in program:
+            for action in flat([item]):
+                problems += [f"rank {rank} runs {action} before {need}" for need in sorted(needs(action) - done)]
+            done.update(flat([item]))
+    return problems
+
+
+def crossed(table: Table) -> list[str]:
+    """Transfers that two ranks post in different orders: they carry no label, so data would be swapped."""
+    sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)  # (sender, receiver) -> in order of posting
+    received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for program in table.programs:
+        for action in flat(program):
+            if not action.is_compute:
+                transfer = action.transfer
+                posted = sent if action == transfer else received
+                posted[table.rank(transfer), table.peer(transfer)].append(transfer)
+    problems = []
+    for sender, receiver in sorted(sent.keys() & received.keys()):
+        both = set(sent[sender, receiver]) & set(received[sender, receiver])
+        sends, receives = ([t for t in posted[sender, receiver] if t in both] for posted in (sent, received))
+        differing = [(a, b.matching) for a, b in zip(sends, receives, strict=False) if a != b]
+        for send, receive in differing[:1]:
+            problems.append(f"rank {sender} posts {send} where rank {receiver} posts {receive}: data would be swapped")
+    return problems
+
+
+def deadlock(table: Table) -> list[str]:
+    """Where ranks stand and for whom they wait, if they cannot all reach the end of their programs.
+
+    A transfer is done as soon as both its ranks stand at an exchange that contains it; a rank goes on when all
+    transfers of its exchange are done. Compute never blocks.
+    """
+    exchanges = [iter([item for item in program if isinstance(item, Exchange)]) for program in table.programs]
+    undone: list[set[Action]] = [set() for _ in table.programs]  # of the exchange where each rank stands
+    ready = set(range(table.ranks))
+    while ready:
+        rank = ready.pop()
+        exchange = next(exchanges[rank], None)
+        if exchange is None:
+            continue
+        undone[rank] = set(exchange.actions)
+        for action in exchange.actions:
+            peer = table.peer(action)
+            if action.matching in undone[peer]:
+                undone[rank].remove(action)
+                undone[peer].remove(action.matching)
+                if not undone[peer]:
+                    ready.add(peer)
+        if not undone[rank]:
+            ready.add(rank)
+
+    def position(rank: int) -> str:
+        return f"stands at {' and '.join(map(str, sorted(undone[rank])))}" if undone[rank] else "has finished"
+
+    return [
+        f"deadlock: rank {rank} waits at {action} for rank {table.peer(action)}, which {position(table.peer(action))}"
+        for rank, waiting in enumerate(undone)
+        for action in sorted(waiting)[:1]
+    ]
+
+
+def flat(items: Iterable[Action | Exchange]) -> Iterator[Action]:
+    """The actions of a program, inside exchanges and outside."""
+    for item in items:
+        yield from item.actions if isinstance(item, Exchange) else (item,)

@@ -1,0 +1,100 @@
+"""Continue a prompt with a trained model, in one process on the CPU."""
+
+import argparse
+import sys
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint import store
+from megalite.config.errors import InputError
+from megalite.config.layout import Layout
+from megalite.config.load import load
+from megalite.config.schema import Config, Parallel
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.dist.mesh import Mesh
+from megalite.dist.start import start_alone
+from megalite.model.decoder import Decoder
+from megalite.model.generate import sample
+from megalite.train.build import build_stage
+
+COMMAND = "megalite-generate"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: done; 2: bad input."""
+    options = _parser().parse_args(argv)
+    try:
+        _generate(options)
+    except InputError as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
+    parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write (default: 100)")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (default: 0.7)")
+    parser.add_argument("--top-k", type=int, default=40, metavar="K", help="draw among K; 0: all (default: 40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--tokenizer", help="instead of the run's own")
+    return parser
+
+
+def _generate(options: argparse.Namespace) -> None:
+    if options.tokens < 1 or options.temperature < 0 or options.top_k < 0:
+        raise InputError("--tokens must be at least 1, --temperature and --top-k at least 0")
+    folder, checkpoint = find_checkpoint(options.run)
+    config = load([str(folder / "config.yaml")], [])
+    path = options.tokenizer or config.data.tokenizer
+    if path is None:
+        raise InputError(f"{folder / 'config.yaml'}: data.tokenizer is not set; give --tokenizer")
+    tokenizer = load_tokenizer(path)
+    decoder = load_decoder(config, checkpoint)
+    print(options.prompt, end="", flush=True)
+    _write(decoder, tokenizer, options)
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """The run folder and the checkpoint that `path` means: a run's newest, or the one given."""
+    if store.NAME.fullmatch(path.name):
+        return path.parent.parent, path
+    found = store.complete(path / "checkpoints")
+    if not found:
+        raise InputError(f"{path}: no checkpoint; give a run folder, or one of its checkpoints")
+    return path, found[-1]
+
+
+def load_decoder(config: Config, checkpoint: Path) -> Decoder:
+    """The whole model in this process, in float32, from a checkpoint of any layout."""
+    start_alone()
+    alone = replace(config, parallel=replace(Parallel(), dp_shard=1), train=replace(config.train, precision="fp32"))
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    decoder = build_stage(alone, mesh)
+    store.load_weights(checkpoint, decoder, alone)
+    return decoder
+
+
+def _write(decoder: Decoder, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
+    """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole."""
+    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
+    new: list[int] = []
+    shown = ""
+    drawn = sample(decoder, prompt, options.tokens, options.temperature, options.top_k, options.seed)
+    for token in takewhile(lambda token: token != tokenizer.eod, drawn):
+        new.append(token)
+        text = tokenizer.decode(new)
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

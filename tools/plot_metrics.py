@@ -1,0 +1,88 @@
+"""Draw the loss curves of a run, or of several to compare, as a picture."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megalite.config.errors import InputError
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+except ImportError:
+    pyplot = None  # type: ignore[assignment]
+
+COMMAND = "megalite-plot-metrics"
+Curve = list[tuple[int, float]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: drawn; 2: bad input."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--out", type=Path, help="PNG, SVG or PDF to write (default: RUN/loss.png of the first run)")
+    options = parser.parse_args(argv)
+    try:
+        if pyplot is None:
+            raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
+        out = options.out or options.runs[0] / "loss.png"
+        draw({run.name: read_metrics(run / "metrics.jsonl") for run in options.runs}, out)
+    except InputError as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+def read_metrics(path: Path) -> dict[str, Curve]:
+    """Every metric's curve. Where a run was resumed and repeated a step, the later record counts."""
+    curves: dict[str, dict[int, float]] = {}
+    try:
+        lines = path.read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give the folder of a run") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not a metrics file: {error}") from None
+    for record in records:
+        for name, value in record.items():
+            if name not in ("step", "time") and value is not None:
+                curves.setdefault(name, {})[record["step"]] = value
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def draw(runs: dict[str, dict[str, Curve]], out: Path) -> None:
+    """Training and validation loss over steps, and the gradient norm below."""
+    figure, (losses, norms) = pyplot.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    for number, (name, curves) in enumerate(runs.items()):
+        color = f"C{number}"
+        losses.plot(*_axes(curves.get("loss", [])), color=color, alpha=0.6, label=f"{name}, training")
+        losses.plot(*_axes(curves.get("valid_loss", [])), "o-", color=color, label=f"{name}, validation")
+        norms.plot(*_axes(curves.get("grad_norm", [])), color=color)
+        for step, loss in curves.get("valid_loss", [])[-1:]:
+            losses.annotate(f"{loss:.3f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="right")
+    losses.set_ylabel("loss, nats per token")
+    losses.legend(frameon=False)
+    norms.set_ylabel("gradient norm")
+    norms.set_xlabel("step")
+    for axes in (losses, norms):
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{out}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _axes(curve: Curve) -> tuple[list[int], list[float]]:
+    return [step for step, _ in curve], [value for _, value in curve]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

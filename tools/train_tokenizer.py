@@ -1,0 +1,164 @@
+"""Train a SentencePiece tokenizer that gives back text, code included, exactly as it was."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import sentencepiece
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megalite.config.errors import InputError
+from megalite_tools.documents import Skipped, find_files, read_texts
+
+COMMAND = "megalite-train-tokenizer"
+LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
+LINE_BYTES = 4 * LINE_CHARACTERS
+LEAST_LINES = 101  # what SentencePiece accepts as a sample
+THREADS = 16  # fixed: the order of summation, and so the model, may depend on it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: written; 2: bad input; 130: interrupted. Unless it is 0, nothing is written."""
+    options = _parser().parse_args(argv)
+    try:
+        _train(options)
+    except InputError as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{COMMAND}: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) -> bytes:
+    """A serialised SentencePiece model, learnt from a sample of `lines` lines; the same for the same arguments.
+
+    Every byte has a piece, so a newline is one; digits stand alone; runs of spaces and tabs may be pieces; nothing is
+    normalised. One character does not survive a round trip: U+2581, SentencePiece's sign for a space. Raises InputError where the vocabulary does not suit the text, and whatever reading `texts` raises.
+    """
+    model = io.BytesIO()
+    failures: list[BaseException] = []
+    sentencepiece.set_random_generator_seed(0)  # of the sample of lines, where it is drawn at random
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts, failures),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            input_sentence_size=lines,
+            shuffle_input_sentence=True,
+            max_sentence_length=LINE_BYTES,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=False,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
+        reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0]
+        raise InputError(f"--vocab-size {vocab_size}: {reason or error}") from error
+    return model.getvalue()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND,
+        description=__doc__,
+        epilog="Inputs are read as by megalite-prepare-data: text, JSON Lines or Parquet files, by extension.",
+    )
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory that --glob selects from")
+    parser.add_argument("--out", required=True, metavar="FILE.model", help="the tokenizer to write")
+    parser.add_argument("--vocab-size", type=int, required=True, help="pieces, 259 of which are bytes and specials")
+    parser.add_argument("--type", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: %(default)s)")
+    parser.add_argument("--glob", default="**/*.txt", help="files to take from a directory (default: %(default)s)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="field or column with the text (%(default)s)")
+    parser.add_argument(
+        "--lines", type=int, default=2_000_000, help="lines to learn from, sampled from all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at a document that cannot be used: stop, or leave it out and count it",
+    )
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    if out.suffix != ".model":
+        raise InputError(f"--out {out}: the name of a SentencePiece tokenizer must end in .model")
+    if out.exists():
+        raise InputError(f"{out}: exists already; remove it or choose another name")
+    if options.lines < LEAST_LINES:
+        raise InputError(f"--lines {options.lines}: SentencePiece wants at least {LEAST_LINES}")
+    files = find_files(options.inputs, options.glob)
+    skipped = Skipped()
+    with _progress() as progress:
+        reading = progress.track(files, description="reading", task_id=progress.add_task("reading"))
+        texts = read_texts(reading, options.json_key, options.on_error, skipped)
+        first = next(texts, None)
+        if first is None:
+            raise InputError(skipped.nothing_kept())
+        model = train_model(chain([first], texts), options.vocab_size, options.type, options.lines)
+    _write(out, model)
+    print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {len(files):,} files")
+    for line in skipped.lines():
+        print(f"skipped {line}")
+
+
+def _lines(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    """Lines to learn from. What stops them early is kept in `failures`: SentencePiece forgets its type."""
+    try:
+        for text in texts:
+            for line in text.split("\n"):
+                for start in range(0, len(line), LINE_CHARACTERS):
+                    yield line[start : start + LINE_CHARACTERS]
+    except (Exception, KeyboardInterrupt) as error:
+        failures.append(error)
+        raise
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("files"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot write the tokenizer: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

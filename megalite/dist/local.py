@@ -1,0 +1,116 @@
+"""The local launcher: as many processes on this machine as the layout has ranks. Imports no torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
+GRACE = 3.0  # seconds between asking the ranks to end and killing them
+
+
+def error_file(meeting: Path, rank: int) -> Path:
+    """Where a failing rank leaves its last words."""
+    return meeting / f"rank_{rank:04d}.error"
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    """Where a rank that has no terminal writes."""
+    return logs / f"rank_{rank:04d}.log"
+
+
+def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path) -> int:
+    """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
+
+    Rank 0 keeps the terminal, the others write into `logs`. The first rank to fail ends the job: the others
+    are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
+        ranks = [_spawn(module, arguments, rank, world_size, Path(meeting), logs) for rank in range(world_size)]
+        previous = {number: signal.signal(number, _forward_to(ranks)) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            failed = _wait(ranks)
+        finally:
+            _stop(ranks)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return _explain(ranks, failed, Path(meeting), logs) if failed else 0
+
+
+def _spawn(
+    module: str, arguments: Sequence[str], rank: int, world_size: int, meeting: Path, logs: Path
+) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    environment[MEETING] = str(meeting)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    output: IO[bytes] | None = None if rank == 0 else log_file(logs, rank).open("ab")
+    try:
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    finally:
+        if output is not None:
+            output.close()
+
+
+def _forward_to(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-untyped-def]
+    def handler(number: int, frame: object) -> None:
+        for process in ranks:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    return handler
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait until all ranks ended well, or one did not; the ranks seen to have failed by themselves."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed or all(code == 0 for code in codes):
+            return failed
+        time.sleep(0.05)
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    for process in ranks:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _explain(ranks: list[subprocess.Popen[bytes]], failed: list[int], meeting: Path, logs: Path) -> int:
+    """Print why the job ended, and return its exit code.
+
+    A rank that died of a signal could write nothing and its peers complain of its absence, so it is the
+    cause; otherwise the earliest error is, and one that does not merely miss a peer comes first.
+    """
+    killed = [rank for rank in failed if ranks[rank].returncode < 0]
+    reports = [json.loads(path.read_text()) for path in sorted(meeting.glob("rank_*.error"))]
+    if killed:
+        name = signal.Signals(-ranks[killed[0]].returncode).name
+        hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
+        print(
+            f"megalite: rank {killed[0]} was killed by {name}{hint}; see {log_file(logs, killed[0])}", file=sys.stderr
+        )
+        return 5
+    if reports:
+        first = min(reports, key=lambda report: (report["code"] == 5, report["time"]))
+        print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
+        return int(first["code"])
+    print(f"megalite: rank {failed[0]} failed; see {log_file(logs, failed[0])}", file=sys.stderr)
+    return ranks[failed[0]].returncode

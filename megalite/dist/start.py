@@ -1,0 +1,121 @@
+"""Start-up and end of a rank: device, process group, and what is left behind when the rank fails."""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megalite.config.errors import InputError
+from megalite.dist.local import MEETING, error_file
+from megalite.dist.ranks import Place
+
+log = logging.getLogger("megalite")
+
+LOST_PEER = (
+    "closed by peer",
+    "reset by peer",
+    "timed out",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+)
+
+
+def start(place: Place, device: Literal["auto", "cpu", "cuda"], timeout: float) -> torch.device:
+    """Join the job: pick this rank's device and open the default process group.
+
+    timeout: seconds that a rank waits for its peers in one collective. Raises InputError when the device or
+    the address of rank 0 is missing.
+    """
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if place.local_rank >= count:
+            raise InputError(
+                f"run.device={device}: this node runs at least {place.local_rank + 1} ranks but has {count} GPUs; "
+                "start one rank per GPU, or set run.device=cpu"
+            )
+        torch.cuda.set_device(place.local_rank)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        wait = timedelta(seconds=timeout)
+        dist.init_process_group(backend, _address(), wait, place.world_size, place.rank)
+    return torch.device(kind, place.local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+def start_alone() -> None:
+    """A process group of this process alone, for tools that read a model; no launcher, no network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _address() -> str:
+    """Where the ranks meet."""
+    if folder := os.environ.get(MEETING):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        return f"file://{folder}/store"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(f"{' and '.join(missing)} must name the node and port of rank 0; see launch/slurm.sbatch")
+    return "env://"
+
+
+def run_rank(main: Callable[[], int], place: Place) -> int:
+    """Run `main` as one rank and return its exit code; if it fails, report and end the process at once.
+
+    A failing rank must not wait for its peers in some destructor: they notice its death, and fail too.
+    """
+    _die_with_launcher()
+    try:
+        code = main()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure is reported, then ends the process
+        code, text = _explain(error)
+        _report(code, text, place)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message that an error calls for."""
+    if isinstance(error, InputError):
+        return 2, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER):
+        return 5, f"lost a peer: {error}"
+    return 1, "".join(traceback.format_exception(error))
+
+
+def _report(code: int, text: str, place: Place) -> None:
+    """Tell the local launcher, which shows the first error of the job, or else the user.
+
+    A mistake found before the ranks have met is found by all of them; rank 0 speaks.
+    """
+    log.error(text)
+    if MEETING in os.environ:
+        report = {"time": time.time(), "rank": place.rank, "code": code, "error": text}
+        error_file(Path(os.environ[MEETING]), place.rank).write_text(json.dumps(report))
+    elif place.rank == 0 or code != 2 or dist.is_initialized():
+        print(f"megalite: rank {place.rank} on {socket.gethostname()}: {text}", file=sys.stderr)
+
+
+def _die_with_launcher() -> None:
+    """Ranks started by the local launcher must not outlive it, even if it is killed (Linux)."""
+    if MEETING in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,0 +1,135 @@
+"""The Llama family's decoder, as one rank of one pipeline stage computes it.
+
+    s  sequence        h  query heads          f  feed-forward width
+    b  micro-batch     k  key-value heads      v  vocabulary
+    d  model width     e  width of a head      t  tensor-parallel size
+
+Between attention and MLP the sequence is split over tp (sequence parallelism, arXiv 2205.05198): norms and
+residuals are `[s/t, b, d]`. A pipeline stage is the same decoder with the layers of other stages left out,
+so every parameter has one global name.
+"""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from megalite.config.schema import Model
+from megalite.dist.collectives import all_gather, reduce_scatter
+from megalite.model.positions import angles
+from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, parameter, part, whole
+from megalite_kernels import cross_entropy, rms_norm, rope, swiglu
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = parameter((width,), tp, Replicate())
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, whole(self.weight), self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, heads split over tp."""
+
+    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+        super().__init__()
+        e = model.head_size
+        self.head_size = e
+        self.group = tp.get_group()
+        self.q = ColumnLinear(model.width, model.heads * e, tp, model.qkv_bias)
+        self.k = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
+        self.v = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
+        self.o = RowLinear(model.heads * e, model.width, tp)
+        self.q_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
+        self.k_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = all_gather(x, self.group)  # s b d
+        q = self.q(x).unflatten(-1, (-1, self.head_size))  # s b h/t e
+        k = self.k(x).unflatten(-1, (-1, self.head_size))  # s b k/t e
+        v = self.v(x).unflatten(-1, (-1, self.head_size))
+        q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
+        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))  # b h/t s e
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = y.permute(2, 0, 1, 3).flatten(2)  # s b (h/t·e)
+        return reduce_scatter(self.o(y), self.group)  # s/t b d
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward, its width split over tp."""
+
+    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.group = tp.get_group()
+        self.gate = ColumnLinear(model.width, model.ffn, tp)
+        self.up = ColumnLinear(model.width, model.ffn, tp)
+        self.down = RowLinear(model.ffn, model.width, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = all_gather(x, self.group)  # s b d
+        y = swiglu(self.gate(x), self.up(x))  # s b f/t
+        return reduce_scatter(self.down(y), self.group)  # s/t b d
+
+
+class Layer(nn.Module):
+    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model.width, model.norm_eps, tp)
+        self.attention = Attention(model, tp)
+        self.mlp_norm = Norm(model.width, model.norm_eps, tp)
+        self.mlp = MLP(model, tp)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Head(nn.Module):
+    """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → `[s, b, v/t]`."""
+
+    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.group = tp.get_group()
+        self.norm = Norm(model.width, model.norm_eps, tp)
+        self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp)
+
+    def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        x = all_gather(self.norm(x), self.group)  # s b d
+        return linear(x, part(tied if self.output is None else self.output.weight))
+
+
+class Decoder(nn.Module):
+    """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
+
+    A last stage with tied embeddings holds a copy of the embedding under the same name.
+    """
+
+    def __init__(self, model: Model, tp: DeviceMesh, layers: range, first: bool = True, last: bool = True) -> None:
+        super().__init__()
+        self.model, self.first, self.tied = model, first, last and model.tie_embeddings
+        self.group = tp.get_group()
+        self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
+        self.layers = nn.ModuleDict({str(layer): Layer(model, tp) for layer in layers})
+        self.head = Head(model, tp) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits."""
+        if self.first:
+            assert self.embed is not None
+            x = self.embed(x)  # s/t b d
+        cos, sin = angles(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
+        for layer in self.layers.values():
+            x = layer(x, cos, sin)
+        return x if self.head is None else self.head(x, None if self.embed is None else self.embed.weight)
+
+    def gathered_apart(self) -> list[nn.Module]:
+        """The modules whose parameters FSDP2 gathers one after another; a tied embedding is used at both ends."""
+        apart = [*self.layers.values(), self.head] if self.tied else [self.embed, *self.layers.values(), self.head]
+        return [module for module in apart if module is not None]
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy summed over tokens; logits `[s, b, v/t]`, overwritten in backward; targets `[s, b]`."""
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.group)

@@ -1,0 +1,87 @@
+"""Initial values as a pure function of (seed, parameter name, global index).
+
+Every layout, on every device, starts from bit-identical weights, made shard by shard. A counter-based
+generator (SplitMix64: Steele, Lea and Flood 2014) gives each element 64 bits. The upper 16 choose an
+interval between two quantiles of the normal distribution, the next 32 a point in it: only integer
+operations, a look-up and exactly rounded products, so no library's logarithm enters. Values stay within 4.5
+standard deviations.
+"""
+
+import hashlib
+import math
+from functools import cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megalite.config.schema import Model
+
+BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
+
+
+def standard_deviation(model: Model, name: str) -> float:
+    """Of a matrix: smaller for projections into the residual stream (GPT-2's rule)."""
+    residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
+    return model.init_std / math.sqrt(2 * model.layers) if residual else model.init_std
+
+
+@torch.no_grad()
+def initialize(stage: nn.Module, model: Model, seed: int) -> None:
+    """Fill every parameter of a materialized stage: norms 1, biases 0, matrices normal."""
+    for name, param in stage.named_parameters():
+        assert isinstance(param, DTensor)
+        local = param.to_local()
+        if "norm" in name:
+            local.fill_(1)
+        elif name.endswith("bias"):
+            local.zero_()
+        else:
+            _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+            fill_normal(local, param.shape, offset, standard_deviation(model, name), f"{seed}/{name}")
+
+
+def fill_normal(local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str) -> None:
+    """Fill `local`, the box at `offset` of a matrix of `shape`, with its part of the matrix named `key`."""
+    rows, columns = local.shape
+    if local.numel() == 0:
+        return
+    start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+    across = torch.arange(columns, device=local.device) + offset[1]
+    quantiles = _quantiles().to(local.device)
+    step = max(1, BLOCK // columns)
+    for top in range(0, rows, step):
+        down = torch.arange(top, min(top + step, rows), device=local.device) + offset[0]
+        bits = _splitmix(start, down[:, None] * shape[1] + across)
+        bucket, point = (bits >> 48) & 0xFFFF, ((bits >> 16) & 0xFFFFFFFF).double() * 2.0**-32
+        low = quantiles[bucket]
+        local[top : top + step] = ((low + (quantiles[bucket + 1] - low) * point) * std).float()
+
+
+def _splitmix(start: int, index: Tensor) -> Tensor:
+    """The 64-bit hash of every index, in int64 arithmetic that wraps around."""
+    z = (index + 1) * _signed(0x9E3779B97F4A7C15) + start
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """Right shift that fills with zeros; torch's own copies the sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+@cache
+def _quantiles() -> Tensor:
+    """The normal distribution's quantiles at i / 65536; the two ends at a quarter of a step, not at infinity."""
+    count = 1 << 16
+    inverse = NormalDist().inv_cdf
+    inner = [inverse(i / count) for i in range(1, count)]
+    end = inverse(0.25 / count)
+    return torch.tensor([end, *inner, -end], dtype=torch.float64)

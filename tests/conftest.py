@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests."""
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import pytest
+from hypothesis import settings
+from ranks import Ranks
+
+settings.register_profile("megalite", deadline=None, max_examples=50)
+settings.load_profile("megalite")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Eight gloo ranks, shared by the whole session."""
+    pool = Ranks()
+    yield pool
+    pool.stop()

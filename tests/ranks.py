@@ -1,0 +1,86 @@
+"""Eight gloo ranks that stay up for the whole test session: starting them takes longer than most tests.
+
+Every task has a time limit. When a rank fails or hangs, all are killed and the next task gets new ones.
+"""
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 8
+
+
+class Ranks:
+    """Runs functions of this test suite on all ranks at once."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """What `function(*args)` returns on every rank. Raises what went wrong first."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < SIZE:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(SIZE)) - results.keys())
+                self.stop()
+                raise TimeoutError(f"{function.__name__}: ranks {missing} not done after {timeout} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    failed, results[rank] = pipe.recv()
+                except EOFError:
+                    failed, results[rank] = True, "died"
+                if failed:
+                    self.stop()
+                    raise RuntimeError(f"rank {rank}: {results[rank]}")
+        return [results[rank] for rank in range(SIZE)]
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        meeting = tempfile.mkdtemp(prefix="megalite-test-")
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, Path(meeting) / "rendezvous", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, meeting: Path, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{meeting}", timedelta(seconds=60), SIZE, rank)
+    with suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                pipe.send((False, function(*args)))
+            except Exception:  # noqa: BLE001 - whatever happened is reported to the test
+                pipe.send((True, traceback.format_exc()))

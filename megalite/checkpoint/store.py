@@ -1,0 +1,118 @@
+"""Saving and resuming a run: a PyTorch Distributed Checkpoint of global tensors under global names.
+
+A checkpoint is written under a temporary name and renamed when every rank has written its part, so a folder
+named `step-XXXXXXXX` is complete. The newest is found by looking.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from megalite.config.errors import InputError, Problem
+from megalite.config.schema import Config
+
+NAME = re.compile(r"step-(\d{8,})")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. `samples` is the whole data state."""
+
+    step: int  # optimizer steps taken
+    samples: int  # sequences consumed
+    model: dict[str, object]  # the model section of the configuration
+
+
+def save(folder: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+    """Write a checkpoint into `folder` and return its path. Collective over all ranks."""
+    final = folder / f"step-{progress.step:08d}"
+    partial = folder / f"{final.name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_tensors(stage, optimizer), checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        (partial / PROGRESS).write_text(json.dumps(asdict(progress), indent=2))
+        partial.rename(final)
+    dist.barrier()
+    return final
+
+
+def load(path: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Progress:
+    """Fill the weights and the optimizer's state from the checkpoint at `path`, whatever layout wrote it.
+
+    Raises InputError for a checkpoint of another model.
+    """
+    progress = read_progress(path)
+    _refuse_other_model(path, progress, config)
+    dcp.load(_tensors(stage, optimizer), checkpoint_id=path)
+    for param in stage.parameters():
+        optimizer.state[param]["step"].fill_(progress.step)
+    return progress
+
+
+def load_weights(path: Path, stage: nn.Module, config: Config) -> Progress:
+    """Fill the weights alone."""
+    progress = read_progress(path)
+    _refuse_other_model(path, progress, config)
+    dcp.load(_weights(stage), checkpoint_id=path)
+    return progress
+
+
+def read_progress(path: Path) -> Progress:
+    try:
+        return Progress(**json.loads((path / PROGRESS).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} is not a complete checkpoint: {error}") from None
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first."""
+    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def retain(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what interrupted saves left; 0 keeps all."""
+    for path in complete(folder)[:-keep] if keep else []:
+        shutil.rmtree(path)
+    for path in folder.glob("step-*.partial"):
+        shutil.rmtree(path)
+
+
+def _tensors(stage: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and moments by global name; moments that do not exist yet are made as zeros."""
+    tensors = _weights(stage)
+    for name, param in stage.named_parameters():
+        state = optimizer.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state |= {moment: torch.zeros_like(param) for moment in MOMENTS}
+        tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
+    return tensors
+
+
+def _weights(stage: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": param.detach() for name, param in stage.named_parameters()}
+
+
+def _refuse_other_model(path: Path, progress: Progress, config: Config) -> None:
+    free = {"sequence_length", "init_std"}  # no tensor's shape or meaning depends on them
+    here = asdict(config.model)
+    problems = [
+        Problem(f"model.{key}", f"the checkpoint {path} has {progress.model.get(key)!r}", value=value)
+        for key, value in here.items()
+        if key not in free and progress.model.get(key) != value
+    ]
+    if problems:
+        raise InputError(problems)

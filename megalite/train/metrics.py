@@ -1,0 +1,42 @@
+"""What a run reports: one record per report, with the same names on the console, in metrics.jsonl and TensorBoard."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.schema import Model
+from megalite.plan.size import flops_per_token
+
+# Dense bf16 peak in FLOP/s, from the makers' data sheets.
+PEAK = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "MI300X": 1307e12,
+}
+CONVENTION = "MFU: model FLOPs with causal attention, recompute not counted, over the dense bf16 peak"
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed of the whole job over some steps."""
+
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None  # None where the peak of the device is not known
+
+
+def throughput(model: Model, tokens: int, seconds: float, ranks: int, device: torch.device) -> Throughput:
+    """Speed from `tokens` trained on by `ranks` devices in `seconds`."""
+    rate = tokens / seconds
+    flops = rate * flops_per_token(model, "causal") / ranks
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Throughput(rate, flops / 1e12, None if peak is None else flops / peak)
+
+
+def peak_flops(device: str) -> float | None:
+    """Peak of a device by its marketing name; the longest matching name decides."""
+    matching = [name for name in PEAK if all(word in device for word in name.split())]
+    return PEAK[max(matching, key=len)] if matching else None

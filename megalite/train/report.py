@@ -1,0 +1,128 @@
+"""Where a run's numbers go: the console, metrics.jsonl and TensorBoard, under the same names."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from megalite.config.load import dump
+from megalite.config.schema import Config
+
+FORMATS = {
+    "loss": "{:.4f}",
+    "valid_loss": "{:.4f}",
+    "valid_perplexity": "{:.4g}",
+    "grad_norm": "{:.3f}",
+    "learning_rate": "{:.2e}",
+    "tokens_per_second": "{:,.0f}",
+    "tflops_per_device": "{:.4g}",
+    "mfu": "{:.1%}",
+}
+TITLES = {
+    "valid_loss": "valid loss",
+    "valid_perplexity": "perplexity",
+    "grad_norm": "grad norm",
+    "learning_rate": "lr",
+    "tokens_per_second": "tokens/s",
+    "tflops_per_device": "TFLOP/s",
+    "mfu": "MFU",
+}
+Record = dict[str, float]
+
+
+class Report:
+    """Reports a run from its one reporting rank; a context manager that leaves whole files behind."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+        self.steps = config.train.steps
+        self.console = Console()
+        self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.board = SummaryWriter(str(folder / "tensorboard")) if config.log.tensorboard else None
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.progress.add_task(config.run.name, total=self.steps, completed=first_step)
+        self.began, self.first_step = time.monotonic(), first_step
+
+    def __enter__(self) -> "Report":
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.progress.stop()
+        self.metrics.close()
+        if self.board is not None:
+            self.board.close()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def stepped(self, step: int) -> None:
+        self.progress.update(self.task, completed=step)
+
+    def record(self, step: int, values: Record) -> None:
+        """Report `values` as of `step` optimizer steps."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.metrics.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+        shown = [f"{TITLES.get(name, name)} {FORMATS[name].format(value)}" for name, value in values.items()]
+        self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
+
+    def _remaining(self, step: int) -> str:
+        done = step - self.first_step
+        if done <= 0 or step >= self.steps:
+            return ""
+        seconds = (time.monotonic() - self.began) / done * (self.steps - step)
+        return f"  ETA {timedelta(seconds=round(seconds))}"
+
+
+def write_environment(folder: Path, config: Config, ranks: int, device: str) -> None:
+    """Leave in the run folder what is needed to know what was run: config.yaml and environment.json."""
+    (folder / "config.yaml").write_text(dump(config))
+    packages = ("megalite", "torch", "numpy", "triton", "sentencepiece", "omegaconf")
+    environment = {
+        "command": sys.orig_argv,
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "platform": platform.platform(),
+        "device": device,
+        "ranks": ranks,
+        "layout": asdict(config.parallel.layout),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs, marked if it was edited; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

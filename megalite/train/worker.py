@@ -1,0 +1,126 @@
+"""One rank of `megalite train`: from start-up to the end of the run."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megalite.checkpoint import store
+from megalite.config.errors import InputError
+from megalite.config.load import is_override, load
+from megalite.config.schema import Source
+from megalite.config.validate import check, check_files
+from megalite.data.loader import Loader
+from megalite.data.samples import Samples
+from megalite.dist.local import log_file
+from megalite.dist.mesh import Mesh
+from megalite.dist.ranks import Place, find_place
+from megalite.dist.start import run_rank, start
+from megalite.train.build import Job, build
+from megalite.train.folder import Folder
+from megalite.train.loop import Batches, train
+from megalite.train.metrics import CONVENTION
+from megalite.train.report import Report, write_environment
+
+log = logging.getLogger("megalite")
+
+
+def run(place: Place, files: Sequence[str], overrides: Sequence[str]) -> int:
+    """Train as the rank at `place`; the exit code."""
+    return run_rank(lambda: _train(place, files, overrides), place)
+
+
+def _train(place: Place, files: Sequence[str], overrides: Sequence[str]) -> int:
+    config = check(load(files, overrides), place.world_size)
+    check_files(config)
+    folder = Folder.of(config)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=log_file(folder.logs, place.rank),
+        level=logging.INFO,
+        format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s",
+        force=True,
+    )
+    device = start(place, config.run.device, config.train.timeout)
+    mesh = Mesh.build(config.parallel.layout, device)
+    assert mesh is not None, "validation has compared the layout with the world size"
+    job = build(config, mesh)
+    at = "  ".join(f"{axis} {position}" for axis, position in mesh.coordinates.items())
+    log.info("at %s: layers %s, %d parameters here", at, ", ".join(job.stage.layers), _parameters_here(job))
+    progress = resume(job, folder.checkpoints)
+    batches = open_data(job)
+    if place.rank != 0:
+        train(job, batches, progress, folder.checkpoints, None)
+        return 0
+    write_environment(folder.path, config, place.world_size, _device_name(device))
+    with Report(folder.path, config, progress.step) as report:
+        announce(report, job, batches, progress)
+        train(job, batches, progress, folder.checkpoints, report)
+        report.say(f"done: {config.train.steps} steps, run folder {folder.path}")
+    return 0
+
+
+def resume(job: Job, checkpoints: Path) -> store.Progress:
+    """Continue as `checkpoint.resume` says; where the run stands then."""
+    wanted = job.config.checkpoint.resume
+    found = store.complete(checkpoints)
+    path = Path(wanted) if wanted not in ("auto", "never") else found[-1] if found and wanted == "auto" else None
+    if path is None:
+        if found:
+            raise InputError(
+                f"checkpoint.resume = never, but {checkpoints} holds {found[-1].name}; "
+                "give run.name another name, or resume with checkpoint.resume=auto"
+            )
+        return store.Progress(0, 0, asdict(job.config.model))
+    progress = store.load(path, job.stage, job.optimizer, job.config)
+    log.info("resumed from %s", path)
+    return progress
+
+
+def open_data(job: Job) -> Batches:
+    """Loaders of this rank's share of the training and validation data."""
+
+    def loader(sources: list[Source]) -> Loader:
+        config, mesh = job.config, job.mesh
+        samples = Samples(sources, config.run.seed, config.model.sequence_length, config.model.vocab_size)
+        pin = mesh.device.type == "cuda"
+        return Loader(samples, config.batch.global_, config.batch.micro, mesh.layout.dp, mesh.dp_rank, pin)
+
+    data = job.config.data
+    return Batches(loader(data.train), loader(data.valid) if data.valid else None)
+
+
+def announce(report: Report, job: Job, batches: Batches, progress: store.Progress) -> None:
+    """Say what is about to be trained, on what."""
+    config = job.config
+    report.say(f"{config.run.name}: {config.parallel.layout}, schedule {config.parallel.pipeline.schedule}")
+    for part, epochs in zip(
+        batches.train.samples.parts,
+        batches.train.samples.epochs(config.train.steps * config.batch.global_),
+        strict=True,
+    ):
+        report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
+    if job.mesh.device.type == "cuda":
+        report.say(CONVENTION)
+    if progress.step:
+        report.say(f"resuming at step {progress.step}, sample {progress.samples}")
+
+
+def _parameters_here(job: Job) -> int:
+    return sum(param.to_local().numel() for param in job.stage.parameters() if isinstance(param, DTensor))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+if __name__ == "__main__":
+    here = find_place()
+    assert here is not None, "started by `megalite train`"
+    arguments = sys.argv[1:]
+    overrides = [argument for argument in arguments if is_override(argument)]
+    sys.exit(run(here, [argument for argument in arguments if argument not in overrides], overrides))

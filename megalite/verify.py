@@ -1,0 +1,238 @@
+"""`megalite verify`: the configured layout against one process, in float64 on CPU.
+
+Both train a shrunken copy of the model for a few steps on the same random tokens. Nothing but the order of
+sums may differ, so losses, gradient norms, gradients and weights agree to rounding, or something is wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megalite.config.layout import Layout
+from megalite.config.load import is_override, load
+from megalite.config.schema import Config, Model, Parallel
+from megalite.config.validate import check
+from megalite.dist.local import launch
+from megalite.dist.mesh import Mesh
+from megalite.dist.ranks import Place, find_place
+from megalite.dist.start import run_rank, start
+from megalite.train.build import Job, build
+from megalite.train.step import gradients, mean_loss, train_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a tensor: where it lies in the global tensor, and what is there."""
+
+    box: tuple[slice, ...]
+    values: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor | None) -> "Part":
+        assert isinstance(tensor, DTensor)
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        return Part(box, tensor.to_local().detach().clone())
+
+
+Parts = dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What training for a few steps leaves on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: Parts
+    gradients: Parts  # of the first step
+    weights: Parts  # after the last step
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity, relative to the largest value of what it is compared with."""
+
+    quantity: str
+    value: float
+    tolerance: float
+    where: str  # the step or parameter that differs most
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.tolerance  # false for nan
+
+
+def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
+    """Train `config` in its layout and on one process; how far they are apart, told to every rank.
+
+    Collective over all processes, of which there may be more than the layout needs. tolerance: of weights;
+    gradients, which no optimizer has divided by their size yet, must agree 10 times better, losses and
+    norms 100 times, initial weights exactly.
+    """
+    alone = Mesh.build(Layout(), CPU)
+    single = replace(config, parallel=replace(Parallel(), dp_shard=1))
+    told = [None if alone is None else trace(single, alone, steps)]
+    dist.broadcast_object_list(told, src=0)
+    mesh = Mesh.build(config.parallel.layout, CPU)
+    found = None
+    if mesh is not None and told[0] is not None:
+        found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
+    answer = [found]
+    dist.broadcast_object_list(answer, src=0)
+    assert answer[0] is not None
+    return answer[0][0]
+
+
+def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
+    """Train from the beginning, on random tokens."""
+    job = build(config, mesh)
+    initial = _parameters(job)
+    gradients(job, random_batch(job, 0))
+    first = {name: Part.of(param.grad) for name, param in job.stage.named_parameters()}
+    job.optimizer.zero_grad()
+    results = [train_step(job, random_batch(job, step), step) for step in range(steps)]
+    losses = [mean_loss(job, loss) for loss, _ in results]
+    return Trace(losses, [norm.item() for _, norm in results], initial, first, _parameters(job))
+
+
+def random_batch(job: Job, step: int) -> Tensor:
+    """This rank's micro-batches `[m, b, s + 1]` of tokens that depend on nothing but the step."""
+    model, batch = job.config.model, job.config.batch
+    generator = torch.Generator().manual_seed(step)
+    everything = torch.randint(model.vocab_size, (batch.global_, model.sequence_length + 1), generator=generator)
+    mine = everything.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
+    return mine.unflatten(0, (-1, batch.micro))
+
+
+def _parameters(job: Job) -> Parts:
+    return {name: Part.of(param) for name, param in job.stage.named_parameters()}
+
+
+def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:
+    def numbers(quantity: str, expected: list[float], got: list[float]) -> Difference:
+        each = [abs(a - b) / abs(a) for a, b in zip(expected, got, strict=True)]
+        return _largest(quantity, {f"step {step}": value for step, value in enumerate(each)}, tolerance / 100, mesh)
+
+    def tensors(quantity: str, expected: Parts, got: Parts, limit: float) -> Difference:
+        each = {name: _distance(expected[name].values, part) for name, part in got.items()}
+        return _largest(quantity, each, limit, mesh)
+
+    return [
+        numbers("loss", reference.losses, found.losses),
+        numbers("gradient norm", reference.norms, found.norms),
+        tensors("initial weights", reference.initial, found.initial, 0.0),
+        tensors("gradients", reference.gradients, found.gradients, tolerance / 10),
+        tensors(f"weights after {steps} steps", reference.weights, found.weights, tolerance),
+    ]
+
+
+def _distance(expected: Tensor, part: Part) -> float:
+    if part.values.numel() == 0:
+        return 0.0
+    apart, largest = (expected[part.box] - part.values).abs().max().item(), expected.abs().max().item()
+    return apart / largest if largest else apart
+
+
+def _largest(quantity: str, each: dict[str, float], limit: float, mesh: Mesh) -> Difference:
+    """The worst over all ranks of the mesh; nan is worse than any number."""
+    where = max(each, key=lambda name: (each[name] != each[name], each[name]))
+    found: list[tuple[float, str]] = [(0.0, "")] * mesh.layout.world_size
+    dist.all_gather_object(found, (each[where], where), group=mesh.world)
+    value, where = max(found, key=lambda entry: (entry[0] != entry[0], entry[0]))
+    return Difference(quantity, value, limit, where)
+
+
+def shrink(config: Config) -> Config:
+    """The same layout and kind of model, as small as they allow, in float64."""
+    parallel, batch = config.parallel, config.batch
+    split = parallel.pipeline.split
+    if split is not None:
+        split = [min(layers, 2) for layers in split]
+    layers = sum(split) if split is not None else min(config.model.layers, 2 * parallel.pp + 1)
+    micro = min(batch.micro, 2)
+    dp = parallel.layout.dp
+    micro_batches = min(batch.global_ // (batch.micro * dp), 2 * parallel.pp + 1)
+    return replace(
+        config,
+        model=_shrink_model(config.model, layers, parallel.tp),
+        parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
+        batch=replace(batch, micro=micro, global_=micro * dp * micro_batches),
+        train=replace(config.train, precision="fp64", compile=False),
+    )
+
+
+def _shrink_model(model: Model, layers: int, tp: int) -> Model:
+    kv_heads = tp if model.kv_heads > 1 else 1
+    heads = kv_heads * min(model.heads // model.kv_heads, 4)
+    return replace(
+        model,
+        layers=layers,
+        width=8 * heads,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=None if model.head_width is None else 12,
+        ffn=24 * tp,
+        vocab_size=48 * tp,
+        sequence_length=12 * tp,
+    )
+
+
+def show(config: Config, differences: Iterable[Difference], console: Console) -> None:
+    """Print the comparison as a table."""
+    table = Table(title=f"{config.parallel.layout} against one process, float64", title_justify="left")
+    for column, justify in (("quantity", "left"), ("difference", "right"), ("tolerance", "right"), ("", "left")):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    table.add_column("largest in")
+    for row in differences:
+        verdict = "[green]ok[/]" if row.passed else "[red]differs[/]"
+        table.add_row(row.quantity, f"{row.value:.1e}", f"{row.tolerance:.0e}", verdict, row.where)
+    console.print(table)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command: start the ranks that the layout needs on this machine, and compare."""
+    config = check(load(args.files, args.overrides))
+    flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
+    with TemporaryDirectory(prefix="megalite-verify-") as logs:
+        world_size = config.parallel.layout.world_size
+        return launch("megalite.verify", [*flags, *args.files, *args.overrides], world_size, Path(logs))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank of the comparison, started by `run`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--tolerance", type=float)
+    parser.add_argument("inputs", nargs="*")
+    args = parser.parse_args(arguments)
+    place = find_place()
+    assert place is not None
+    return run_rank(lambda: _rank(place, args), place)
+
+
+def _rank(place: Place, args: argparse.Namespace) -> int:
+    overrides = [item for item in args.inputs if is_override(item)]
+    config = shrink(check(load([item for item in args.inputs if item not in overrides], overrides)))
+    start(place, "cpu", config.train.timeout)
+    differences = compare(config, args.steps, args.tolerance)
+    if place.rank == 0:
+        show(config, differences, Console())
+    return 0 if all(difference.passed for difference in differences) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -62,10 +62,9 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path) -> None:
     for number, (name, curves) in enumerate(runs.items()):
         color = f"C{number}"
         losses.plot(*_axes(curves.get("loss", [])), color=color, alpha=0.6, label=f"{name}, training")
-        losses.plot(*_axes(curves.get("valid_loss", [])), "o-", color=color, label=f"{name}, validation")
+        if valid := curves.get("valid_loss"):
+            losses.plot(*_axes(valid), "o-", color=color, label=f"{name}, validation: {valid[-1][1]:.3f} at the end")
         norms.plot(*_axes(curves.get("grad_norm", [])), color=color)
-        for step, loss in curves.get("valid_loss", [])[-1:]:
-            losses.annotate(f"{loss:.3f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="right")
     losses.set_ylabel("loss, nats per token")
     losses.legend(frameon=False)
     norms.set_ylabel("gradient norm")

@@ -1,0 +1,40 @@
+# Every target works on a bare machine with Python 3.11 or newer, make and a C++ compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install quickstart test check bench gpu clean
+
+install: $(VENV)/installed-dev
+
+$(VENV)/installed-run: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[plot]'
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@ $(VENV)/installed-run
+
+quickstart: $(VENV)/installed-run
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/quickstart.sh
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/megalite-bench-step
+
+gpu: install
+	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'
+	$(BIN)/python -m pytest tests/gpu
+
+clean:
+	rm -rf $(VENV) build *.egg-info

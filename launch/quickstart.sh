@@ -9,8 +9,8 @@ mapfile -t sources < <(find "$library" -name '*.py' -size +1k \
     -not -path '*/site-packages/*' -not -path '*/dist-packages/*' -not -path '*/test/*' -not -path '*/tests/*' | LC_ALL=C sort)
 echo "Quick start: ${#sources[@]} Python files of $library"
 
+rm -rf data/quickstart runs/quickstart
 mkdir -p data/quickstart
-rm -rf runs/quickstart
 
 echo; echo "1/5  Train a tokenizer"
 megalite-train-tokenizer "${sources[@]}" --out data/quickstart/tokenizer.model --vocab-size 1024 --on-error skip

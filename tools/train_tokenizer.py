@@ -40,7 +40,8 @@ def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) ->
     """A serialised SentencePiece model, learnt from a sample of `lines` lines; the same for the same arguments.
 
     Every byte has a piece, so a newline is one; digits stand alone; runs of spaces and tabs may be pieces; nothing is
-    normalised. One character does not survive a round trip: U+2581, SentencePiece's sign for a space. Raises InputError where the vocabulary does not suit the text, and whatever reading `texts` raises.
+    normalised. One character does not survive a round trip: U+2581, SentencePiece's sign for a space.
+    Raises InputError where the vocabulary does not suit the text, and whatever reading `texts` raises.
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
@@ -59,7 +60,7 @@ def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) ->
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=False,
+            allow_whitespace_only_pieces=True,
             unk_id=0,
             bos_id=1,
             eos_id=2,

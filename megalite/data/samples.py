@@ -1,0 +1,79 @@
+"""Training samples: sample i is a pure function of (sources, seed, i), whatever the layout of the run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Source
+from megalite.data.order import integer_weights, mixture, mixture_counts, order_key, permute
+from megalite.data.store import TokenStore
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source, cut into samples of `sequence_length` tokens and the target after the last of them."""
+
+    path: str
+    tokens: int
+    samples: int  # in one epoch
+    unused: int  # tokens at the tail that no sample reaches
+
+
+class Samples:
+    """A weighted mixture of token stores as an endless sequence of samples.
+
+    Every epoch of a source visits each of its samples once, in a fresh order. Sources are drawn in exact proportion
+    to their weights, counted in tokens. Raises InputError for a source too small for one sample, for weights that
+    are no proportions and, when a sample is read, for a token outside the vocabulary.
+    """
+
+    def __init__(self, sources: Sequence[Source], seed: int, sequence_length: int, vocab_size: int) -> None:
+        self.seed = seed
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self._weights = integer_weights(_checked_weights(sources))
+        self._stores = [TokenStore(source.path) for source in sources]
+        self.parts = tuple(self._cut(store) for store in self._stores)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Sample `index`, from 0 without end: [sequence_length + 1]; inputs and targets are shifted by one."""
+        source, nth = mixture(index, self._weights)
+        samples = self.parts[source].samples
+        epoch, within = divmod(nth, samples)
+        position = permute(within, samples, order_key(self.seed, source, epoch))
+        start = position * self.sequence_length
+        tokens = self._stores[source].read(start, self.sequence_length + 1).astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            worst = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise InputError(
+                f"{self.parts[source].path}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
+                f" is outside model.vocab_size = {self.vocab_size}; was the store made with another tokenizer?"
+            )
+        return tokens
+
+    def epochs(self, count: int) -> list[float]:
+        """How many times each source is read by the first `count` samples."""
+        counts = mixture_counts(count, self._weights)
+        return [taken / part.samples for taken, part in zip(counts, self.parts, strict=True)]
+
+    def _cut(self, store: TokenStore) -> Part:
+        samples = (store.tokens - 1) // self.sequence_length
+        if samples < 1:
+            raise InputError(
+                f"{store.prefix}.bin: {store.tokens} tokens are too few for one sample, which needs"
+                f" model.sequence_length + 1 = {self.sequence_length + 1}"
+            )
+        return Part(store.prefix, store.tokens, samples, store.tokens - samples * self.sequence_length - 1)
+
+
+def _checked_weights(sources: Sequence[Source]) -> list[float]:
+    if not sources:
+        raise InputError("no data: give at least one source, as in `data: {train: [{path: PREFIX}]}`")
+    for source in sources:
+        if not (math.isfinite(source.weight) and source.weight > 0):
+            raise InputError(f"data source {source.path}: weight {source.weight} is not a positive number")
+    return [source.weight for source in sources]

@@ -1,0 +1,275 @@
+"""Token stores: Megatron-Core's IndexedDataset, a `.bin` of raw tokens beside an `.idx` of lengths.
+
+The `.idx`, little-endian and unpadded: 9 bytes magic · u64 version · u8 dtype code · u64 sequences S ·
+u64 boundaries D · i32[S] lengths in tokens · i64[S] byte offsets · i64[D] document boundaries, in sequences.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from megalite.config.errors import InputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+
+_CHUNK = 1 << 22  # entries verified at a time
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron picks for a vocabulary: uint16 below 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+def store_files(prefix: str | Path) -> tuple[Path, Path]:
+    """The `.bin` and the `.idx` of a store; the prefix may contain dots."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+class TokenStore:
+    """A memory-mapped store, read as one stream of tokens.
+
+    Opening costs the same for any corpus: only the header and the ends of the tables are read. `verify` reads
+    everything. Raises InputError where the files are missing or do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._bin, self._idx = store_files(prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise InputError(f"{path}: no such file; a token store is the pair PREFIX.bin and PREFIX.idx")
+        try:
+            self._open()
+        except OSError as error:
+            raise InputError(f"{self.prefix}: cannot read the token store: {error}") from error
+
+    def read(self, start: int, count: int) -> NDArray[np.integer]:
+        """Tokens `start` to `start + count` of the concatenated stream, without a copy."""
+        if not 0 <= start <= start + count <= self.tokens:
+            raise ValueError(f"{self.prefix}: tokens {start} to {start + count} of a store of {self.tokens}")
+        return np.asarray(self._stream[start : start + count])
+
+    def document(self, index: int) -> NDArray[np.integer]:
+        """All tokens of one document."""
+        if not 0 <= index < self.documents:
+            raise ValueError(f"{self.prefix}: document {index} of a store of {self.documents}")
+        start, end = (self._token_of_sequence(int(self._boundaries[at])) for at in (index, index + 1))
+        return self.read(start, end - start)
+
+    def verify(self, vocab_size: int | None = None) -> int:
+        """Read everything; return the largest token id (−1 if empty).
+
+        Raises InputError unless the sequences lie back to back, the boundaries ascend, and every id is at least 0
+        and, if `vocab_size` is given, below it.
+        """
+        self._verify_sequences()
+        self._verify_boundaries()
+        return self._verify_ids(vocab_size)
+
+    def _open(self) -> None:
+        self.dtype, self.sequences, boundaries = self._header()
+        self.documents = boundaries - 1
+        lengths_end = HEADER.size + 4 * self.sequences
+        offsets_end = lengths_end + 8 * self.sequences
+        self.lengths = self._table("<i4", HEADER.size, self.sequences)  # tokens in each sequence
+        self._offsets = self._table("<i8", lengths_end, self.sequences)  # bytes into the .bin
+        self._boundaries = self._table("<i8", offsets_end, boundaries)
+        self.tokens = self._bin.stat().st_size // self.dtype.itemsize
+        self._check_ends()
+        self._stream = np.memmap(self._bin, self.dtype, "r") if self.tokens else np.empty(0, self.dtype)
+
+    def _verify_sequences(self) -> None:
+        start = 0
+        for at in range(0, self.sequences, _CHUNK):
+            lengths = self.lengths[at : at + _CHUNK]
+            offsets = self._offsets[at : at + _CHUNK]
+            ends = start + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            expected = np.concatenate([[start], ends[:-1]])
+            if (bad := _first_false(lengths >= 0)) is not None:
+                raise self._broken(self._idx, f"length {lengths[bad]} of sequence {at + bad}", "0 or more")
+            if (bad := _first_false(offsets == expected)) is not None:
+                raise self._broken(self._idx, f"offset {offsets[bad]} of sequence {at + bad}", str(expected[bad]))
+            start = int(ends[-1])
+
+    def _verify_boundaries(self) -> None:
+        for at in range(0, self.documents, _CHUNK):
+            boundaries = self._boundaries[at : at + _CHUNK + 1]
+            if (bad := _first_false(np.diff(boundaries) >= 0)) is not None:
+                found = f"document {at + bad} from sequence {boundaries[bad]} to {boundaries[bad + 1]}"
+                raise self._broken(self._idx, found, "boundaries that ascend")
+
+    def _verify_ids(self, vocab_size: int | None) -> int:
+        limit = vocab_size if vocab_size is not None else np.iinfo(np.int64).max
+        largest = -1
+        for at in range(0, self.tokens, _CHUNK):
+            ids = self.read(at, min(_CHUNK, self.tokens - at))
+            largest = max(largest, int(ids.max()))
+            if ids.min() < 0 or largest >= limit:
+                bad = int(np.argmax((ids < 0) | (ids >= limit)))
+                raise InputError(f"{self._bin}: token {at + bad} is {ids[bad]}, outside a vocabulary of {limit}")
+        return largest
+
+    def _header(self) -> tuple[np.dtype, int, int]:
+        with self._idx.open("rb") as file:
+            raw = file.read(HEADER.size)
+        if len(raw) < HEADER.size:
+            raise self._broken(self._idx, f"{len(raw)} bytes", f"a header of {HEADER.size}")
+        magic, version, code, sequences, boundaries = HEADER.unpack(raw)
+        if magic != MAGIC:
+            raise self._broken(self._idx, f"magic {magic!r}", f"{MAGIC!r}: not a Megatron index")
+        if version != VERSION:
+            raise self._broken(self._idx, f"version {version}", f"version {VERSION}")
+        if code not in DTYPES:
+            known = ", ".join(f"{key} {dtype.name}" for key, dtype in DTYPES.items())
+            raise self._broken(self._idx, f"dtype code {code}", f"an integer type ({known})")
+        if boundaries < 1:
+            raise self._broken(self._idx, "0 document boundaries", "at least 1")
+        size, expected = self._idx.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
+        if size != expected:
+            counts = f"{sequences} sequences and {boundaries} document boundaries"
+            raise self._broken(self._idx, f"{size} bytes", f"{expected} for {counts}")
+        return DTYPES[code], sequences, boundaries
+
+    def _check_ends(self) -> None:
+        """Check what is cheap: that both ends of every table agree with each other and with the `.bin`."""
+        first, last = int(self._boundaries[0]), int(self._boundaries[-1])
+        if (first, last) != (0, self.sequences):
+            raise self._broken(self._idx, f"document boundaries {first} to {last}", f"0 to {self.sequences}")
+        if self.sequences and self._offsets[0] != 0:
+            raise self._broken(self._idx, f"first offset {self._offsets[0]}", "0")
+        end = int(self._offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if self.sequences else 0
+        size = self._bin.stat().st_size
+        if size != end:
+            raise self._broken(self._bin, f"{size} bytes", f"{end} according to {self._idx.name}")
+        if size % self.dtype.itemsize:
+            raise self._broken(self._bin, f"{size} bytes", f"a multiple of {self.dtype.itemsize} ({self.dtype.name})")
+
+    def _table(self, dtype: str, offset: int, count: int) -> NDArray[np.integer]:
+        return np.memmap(self._idx, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
+
+    def _token_of_sequence(self, sequence: int) -> int:
+        if sequence == self.sequences:
+            return self.tokens
+        return int(self._offsets[sequence]) // self.dtype.itemsize
+
+    @staticmethod
+    def _broken(path: Path, found: str, expected: str) -> InputError:
+        return InputError(f"{path}: found {found}, expected {expected}; the store is damaged or incomplete")
+
+
+class StoreWriter:
+    """Writes a store document by document; it appears under its name only when complete.
+
+    Use as a context manager: leaving it normally publishes the store, leaving it by an exception removes every
+    trace. Raises InputError for an existing store and for what the file system refuses, such as a full disk.
+    Memory: 4 bytes per document.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        self.prefix = Path(prefix)
+        self.tokens = 0
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._lengths = array("i")
+        if not self.prefix.name:
+            raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
+        self._final = store_files(self.prefix)
+        self._temporary = store_files(self.prefix.with_name(f".{self.prefix.name}.tmp-{os.getpid()}"))
+        self._sealed = False
+
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The `.bin` and the `.idx`, as they are called once published."""
+        return self._final
+
+    def __enter__(self) -> Self:
+        for path in self._final:
+            if path.exists():
+                raise InputError(f"{path}: exists already; remove it or choose another name")
+        with self._explained():
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._tokens = self._temporary[0].open("wb", buffering=1 << 20)
+        return self
+
+    def add(self, document: ArrayLike) -> None:
+        """Append one document: a one-dimensional array of token ids that fit the store's dtype."""
+        tokens = np.asarray(document)
+        limits = np.iinfo(self._dtype)
+        if tokens.size and (tokens.min() < 0 or tokens.max() > limits.max):
+            raise ValueError(f"token ids {tokens.min()} to {tokens.max()} in a store of {self._dtype.name}")
+        with self._explained():
+            self._tokens.write(tokens.astype(self._dtype, copy=False).tobytes())
+        self._lengths.append(tokens.size)
+        self.tokens += tokens.size
+
+    def seal(self) -> None:
+        """Put everything on disk without publishing it, so that several stores can appear together."""
+        lengths = np.array(self._lengths, "<i4")
+        offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
+        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
+        with self._explained():
+            _durable_close(self._tokens)
+            with self._temporary[1].open("wb") as index:
+                index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+                for table in (lengths, offsets, np.arange(len(lengths) + 1, dtype="<i8")):
+                    index.write(table.tobytes())
+                _durable_close(index)
+        self._sealed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if not self._sealed:
+                    self.seal()
+                self._publish()
+        finally:
+            self._discard()
+
+    def _publish(self) -> None:
+        with self._explained():
+            for temporary, final in zip(self._temporary, self._final, strict=True):  # .idx last: readers need it
+                temporary.replace(final)
+            folder = os.open(self.prefix.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def _discard(self) -> None:
+        for temporary in self._temporary:
+            temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a full disk refuses the buffered tokens once more
+            self._tokens.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"{self.prefix}: cannot write the store: {error.strerror}") from error
+
+
+def _durable_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _first_false(holds: NDArray[np.bool_]) -> int | None:
+    return None if holds.all() else int(np.argmin(holds))

@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
             part = torch.exp(logits[rows].to(lse.dtype) - lse[rows, None])
             part.scatter_add_(1, local[rows, None], -owned[rows, None].to(part.dtype))
             logits[rows] = part.mul_(grad)
-        return logits, None, None
+        return logits.detach(), None, None
 
 
 def _blocks(count: int) -> list[slice]:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads on tensors this small only wait for each other
 
 import pytest
 from hypothesis import settings

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.dist.mesh import Mesh
+
 SIZE = 8
+START = 120.0  # seconds allowed for new ranks to import PyTorch and meet, on a busy machine
 
 
 class Ranks:
@@ -30,12 +34,13 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """What `function(*args)` returns on every rank. Raises what went wrong first."""
+        deadline = time.monotonic() + timeout
         if not self._processes:
             self._start()
+            deadline += START
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
         while len(results) < SIZE:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
@@ -77,6 +82,7 @@ def _serve(rank: int, meeting: Path, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", timedelta(seconds=60), SIZE, rank)
+    Mesh.build = staticmethod(cache(Mesh.build))  # a group of gloo holds its threads for good: make each once
     with suppress(EOFError):
         while True:
             function, args = pipe.recv()

@@ -123,7 +123,10 @@ class Decoder(nn.Module):
         cos, sin = angles(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
         for layer in self.layers.values():
             x = layer(x, cos, sin)
-        return x if self.head is None else self.head(x, None if self.embed is None else self.embed.weight)
+        if self.head is None:
+            return x
+        # Untied, the embedding stays out: FSDP2 hooks into every argument, and this one's gradient is not the head's.
+        return self.head(x, self.embed.weight if self.tied and self.embed is not None else None)
 
     def gathered_apart(self) -> list[nn.Module]:
         """The modules whose parameters FSDP2 gathers one after another; a tied embedding is used at both ends."""

@@ -8,9 +8,9 @@ from torch import Tensor
 from megalite.config.schema import Model
 
 
-def frequencies(model: Model) -> Tensor:
+def frequencies(model: Model, device: torch.device | None = None) -> Tensor:
     """Radians per position of every pair of features, `[e/2]` in float64."""
-    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64) / model.head_size
+    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
     plain = model.rope_theta**-exponents
     scaling = model.rope_scaling
     if scaling is None:
@@ -23,6 +23,6 @@ def frequencies(model: Model) -> Tensor:
 
 def angles(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine `[s, e/2]` of every position's angles, in float32 or the wider `dtype`."""
-    turns = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(model)
+    turns = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies(model, device)
     wide = torch.promote_types(dtype, torch.float32)
-    return turns.cos().to(device, wide), turns.sin().to(device, wide)
+    return turns.cos().to(wide), turns.sin().to(wide)

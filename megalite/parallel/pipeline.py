@@ -95,7 +95,8 @@ class Pipeline:
             x = tokens[action.micro]
         else:
             x = self._received(Action(Kind.RECV_F, action.stage, action.micro), flight)
-            flight.inputs[action] = x.requires_grad_(torch.is_grad_enabled())
+            if torch.is_grad_enabled():
+                flight.inputs[action] = x.requires_grad_()
         y = stage(x)
         if action.stage < self.table.stages - 1:
             flight.outbox[action.send] = y.detach()

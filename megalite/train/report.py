@@ -1,5 +1,6 @@
 """Where a run's numbers go: the console, metrics.jsonl and TensorBoard, under the same names."""
 
+import importlib
 import json
 import math
 import os
@@ -12,10 +13,10 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 from megalite.config.load import dump
 from megalite.config.schema import Config
@@ -49,7 +50,7 @@ class Report:
         self.steps = config.train.steps
         self.console = Console()
         self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self.board = SummaryWriter(str(folder / "tensorboard")) if config.log.tensorboard else None
+        self.board = _board(folder / "tensorboard") if config.log.tensorboard else None
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -93,6 +94,11 @@ class Report:
             return ""
         seconds = (time.monotonic() - self.began) / done * (self.steps - step)
         return f"  ETA {timedelta(seconds=round(seconds))}"
+
+
+def _board(folder: Path) -> Any:
+    """A TensorBoard writer; by name, because its import takes seconds that only the reporting rank need spend."""
+    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
 
 def write_environment(folder: Path, config: Config, ranks: int, device: str) -> None:

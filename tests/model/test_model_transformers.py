@@ -1,0 +1,176 @@
+"""One process with the same weights computes what Hugging Face's models compute, in float64."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megalite.config.schema import Model, RopeScaling
+from megalite.dist.mesh import Mesh
+from megalite.model.decoder import Decoder
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-10  # float64 rounding through two layers is near 1e-15; one float32 rounding anywhere is near 1e-7
+LENGTH, BATCH = 24, 3
+
+LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=48, vocab_size=61, sequence_length=LENGTH, rope_theta=500.0)
+# Of the 4 pairs of features of a head: one left alone, one interpolated, two stretched.
+SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
+MODELS = {
+    "llama": ("Llama", LLAMA),
+    "llama_grouped_queries": ("Llama", replace(LLAMA, kv_heads=2)),
+    "llama_one_kv_head": ("Llama", replace(LLAMA, kv_heads=1)),
+    "llama_tied": ("Llama", replace(LLAMA, tie_embeddings=True)),
+    "llama_head_width": ("Llama", replace(LLAMA, head_width=12)),
+    "llama_rope_scaling": ("Llama", replace(LLAMA, rope_scaling=SCALING)),
+    "llama_large_eps": ("Llama", replace(LLAMA, norm_eps=0.1)),
+    "qwen2_bias": ("Qwen2", replace(LLAMA, kv_heads=2, qkv_bias=True)),
+    "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
+    "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
+}
+NAMES = (
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^model\.norm\.", "head.norm."),
+    (r"^lm_head\.", "head.output."),
+    (r"^model\.layers\.", "layers."),
+    (r"\.input_layernorm\.", ".attention_norm."),
+    (r"\.post_attention_layernorm\.", ".mlp_norm."),
+    (r"\.self_attn\.", ".attention."),
+    (r"_proj\.", "."),
+)
+
+
+class Float64Everywhere(TorchFunctionMode):
+    """Turns every mention of float32 into float64.
+
+    transformers computes norms, rotary angles, softmax and loss in float32 whatever the model's data type.
+    In bfloat16 that is an upcast; in float64 it rounds, which would hide differences below 1e-7.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
+        return function(*map(_widened, args), **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@dataclass(frozen=True)
+class Answer:
+    logits: Tensor  # b s v
+    loss: Tensor  # summed over tokens
+    gradients: dict[str, Tensor]  # under our names
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_decoder_equals_transformers(case: str, alone: Mesh) -> None:
+    family, model = MODELS[case]
+    oracle = _oracle(family, model)
+    tokens = torch.randint(model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    expected = _their_answer(oracle, tokens)
+    found = _our_answer(_decoder(model, alone, oracle), tokens)
+
+    _assert_equal(found.logits, expected.logits)
+    _assert_equal(found.loss, expected.loss)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        _assert_equal(found.gradients[name], gradient)
+
+
+def test_the_oracle_without_the_mode_is_not_float64() -> None:
+    """Else the mode would be superfluous, or the tolerance too wide to notice a float32 rounding."""
+    oracle = _oracle("Llama", LLAMA)
+    tokens = torch.arange(LENGTH)[None]
+    rounded = oracle(input_ids=tokens).logits
+    with Float64Everywhere():
+        exact = oracle(input_ids=tokens).logits
+    assert _distance(rounded, exact) > 100 * TOLERANCE
+
+
+def _oracle(family: str, model: Model) -> Any:
+    """transformers' model with random weights, norms included."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling.factor,
+            "low_freq_factor": model.rope_scaling.low_frequency_factor,
+            "high_freq_factor": model.rope_scaling.high_frequency_factor,
+            "original_max_position_embeddings": model.rope_scaling.original_length,
+        }
+    config = getattr(transformers, f"{family}Config")(
+        num_hidden_layers=model.layers,
+        hidden_size=model.width,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_size,
+        intermediate_size=model.ffn,
+        vocab_size=model.vocab_size,
+        max_position_embeddings=4 * LENGTH,
+        rope_parameters=rope,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_embeddings,
+        attn_implementation="eager",
+    )
+    with Float64Everywhere():
+        oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in oracle.named_parameters():
+            param.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+    return oracle
+
+
+def _decoder(model: Model, mesh: Mesh, oracle: Any) -> Decoder:
+    """Our model with the oracle's weights."""
+    decoder = Decoder(model, mesh.tp, range(model.layers)).to(torch.float64).to_empty(device="cpu")
+    weights = {_our_name(name): param for name, param in oracle.named_parameters()}
+    ours = dict(decoder.named_parameters())
+    assert ours.keys() == weights.keys()
+    with torch.no_grad():
+        for name, param in ours.items():
+            param.to_local().copy_(weights[name])
+    return decoder
+
+
+def _our_name(name: str) -> str:
+    for pattern, ours in NAMES:
+        name = re.sub(pattern, ours, name)
+    return name
+
+
+def _their_answer(oracle: Any, tokens: Tensor) -> Answer:
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    with Float64Everywhere():
+        output = oracle(input_ids=inputs, labels=targets, shift_labels=targets)
+    loss = output.loss * targets.numel()
+    loss.backward()
+    gradients = {_our_name(name): param.grad for name, param in oracle.named_parameters()}
+    return Answer(output.logits.detach(), loss.detach(), gradients)
+
+
+def _our_answer(decoder: Decoder, tokens: Tensor) -> Answer:
+    logits = decoder(tokens[:, :-1].T)
+    kept = logits.detach().transpose(0, 1).clone()  # backward overwrites the logits
+    loss = decoder.loss(logits, tokens[:, 1:].T)
+    loss.backward()
+    gradients = {name: param.grad.full_tensor() for name, param in decoder.named_parameters()}
+    return Answer(kept, loss.detach(), gradients)
+
+
+def _assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype == torch.float64
+    assert _distance(found, expected) <= TOLERANCE
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return ((found - expected).abs().max() / expected.abs().max()).item()

@@ -72,6 +72,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
     )
     show.add_argument("--world-size", type=_count, metavar="N", help="number of ranks that the job will have")
+    show.add_argument(
+        "--schedule",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="print the pipeline schedule's timeline instead, and write it to FILE: a picture (.svg) or a schedule "
+        "file (.yaml)",
+    )
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one side of an option only; the others are left here.
     if unknown := [argument for argument in rest if argument.startswith("-")]:

@@ -1,15 +1,19 @@
 """`megalite show`: what a configuration amounts to, without torch, data or a launcher."""
 
 import argparse
+import os
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from math import prod
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megalite.config.errors import InputError
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
@@ -25,18 +29,25 @@ from megalite.plan.size import (
     stage_parameters,
 )
 from megalite.plan.split import layers_of, split_of
+from megalite.schedule.draw import draw_svg, draw_text, title
+from megalite.schedule.file import SUFFIXES, write
+from megalite.schedule.generate import build
+from megalite.schedule.simulate import simulate
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the resolved configuration, the layout, the sizes and the FLOPs per token.
+    """Prints the resolved configuration, the layout, the sizes and the FLOPs per token; or the pipeline schedule.
 
-    Takes `args.files`, `args.overrides` and `args.world_size`, the number of ranks or None.
+    Takes `args.files`, `args.overrides`, `args.world_size`, the number of ranks or None, and `args.schedule`: the
+    file to write the schedule to, "" for none, or None to show everything else.
     """
     asked = load(args.files, args.overrides)
     config = check(asked, args.world_size)
+    if args.schedule is not None:
+        return _show_schedule(config, args.schedule)
     layout = config.parallel.layout
     unlaunched = asked.parallel.dp_shard == "auto" and args.world_size is None
     sections: list[tuple[str, RenderableType]] = [
@@ -47,14 +58,53 @@ def run(args: argparse.Namespace) -> int:
         ("FLOPs per token of training", _flops_table(config.model)),
         ("Batch", Text(_batch(config))),
     ]
-    console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
+    _print(_console(), sections)
+    return 0
+
+
+def _show_schedule(config: Config, path: str) -> int:
+    """Prints the timeline of the pipeline schedule, and writes it to `path` unless that is empty."""
+    if path and not path.endswith((".svg", *SUFFIXES)):
+        rule = "must end in .svg for a picture or .yaml for a schedule file; CONFIG goes before --schedule"
+        raise InputError(f"--schedule {path}: {rule}")
+    if path.endswith(SUFFIXES) and Path(path).exists():  # it may be a CONFIG that the option has taken for its file
+        raise InputError(f"--schedule {path}: there is such a file already; CONFIG goes before --schedule")
+    batch, layout = config.batch, config.parallel.layout
+    table = build(config.parallel.pipeline.schedule, layout.pp, batch.global_ // (batch.micro * layout.dp))
+    timeline = simulate(table)
+    console = _console()
+    _print(console, [(title(table, timeline), draw_text(timeline, console.width))])
+    if path:
+        _write(Path(path), draw_svg(table, timeline) if path.endswith(".svg") else write(table))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a whole file or none."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else UNBOUNDED)
+
+
+def _print(console: Console, sections: list[tuple[str, RenderableType]]) -> None:
     with console.capture() as captured:
-        for title, body in sections:
-            console.print(Text(title, style="bold"))
+        for heading, body in sections:
+            console.print(Text(heading, style="bold"))
             console.print(body)
     # Written by ourselves: rich would end the process where the reader has left.
     sys.stdout.write(captured.get())
-    return 0
 
 
 def _table(*columns: str, text: tuple[str, ...]) -> Table:

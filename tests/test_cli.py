@@ -53,6 +53,7 @@ def test_defaults_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["verify"]) == cli.main(["show"]) == 0
     assert (verify.args.steps, verify.args.tolerance) == (3, 1e-10)
     assert show.args.world_size is None
+    assert show.args.schedule is None
 
 
 @pytest.mark.parametrize("code", [0, 3, 4, 5])

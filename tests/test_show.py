@@ -7,6 +7,7 @@ import pytest
 from megalite.cli import main
 from megalite.config.load import load
 from megalite.config.validate import check
+from megalite.schedule.generate import build
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs/run/quickstart.yaml")
@@ -106,3 +107,44 @@ def test_a_bad_configuration_is_told_on_stderr_only(capsys: pytest.CaptureFixtur
     assert err.startswith("megalite: error: 1 problem in the configuration\n  model.laers: unknown key")
     assert main(["show", "parallel.dp_shard=8", "--world-size", "4"]) == 2
     assert "the layout makes 8 ranks, but the job has 4" in capsys.readouterr().err
+
+
+SCHEDULE = ("parallel.pp=4", "batch.global=8")
+
+
+def test_the_timeline_of_the_schedule(show: Show) -> None:
+    output = show(*SCHEDULE, "--schedule").splitlines()
+    assert output[0] == "1f1b: ranks 4, stages 4, micro-batches 8, makespan 33, bubble 27.3%"
+    assert output[4].startswith("rank 3 ·········F0 B0    F1 B1    F2")
+    assert output[1].endswith(" bubble 27.3%, peak 4")
+    assert "Parameters" not in "".join(output)
+    assert show(*SCHEDULE, "parallel.pipeline.schedule=gpipe", "--schedule").startswith("gpipe: ")
+
+
+def test_the_schedule_is_drawn_or_written_to_a_file(show: Show, tmp_path: Path) -> None:
+    svg, yaml = tmp_path / "out.svg", tmp_path / "out.yaml"
+    show(*SCHEDULE, "--schedule", str(svg))
+    assert "bubble 27.3%" in svg.read_text()
+    show(*SCHEDULE, "--schedule", str(yaml))
+    assert build(str(yaml), 4, 8) == build("1f1b", 4, 8)
+    assert sorted(tmp_path.iterdir()) == [svg, yaml]
+
+
+def test_a_config_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {layers: 2}\n")
+    assert main(["show", "--schedule", str(config)]) == 2
+    assert "there is such a file already; CONFIG goes before --schedule" in capsys.readouterr().err
+    assert config.read_text() == "model: {layers: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("out.png", "--schedule out.png: must end in .svg for a picture or .yaml for a schedule file; CONFIG goes"),
+        ("nowhere/out.svg", "nowhere/out.svg: cannot be written: No such file or directory"),
+    ],
+)
+def test_a_schedule_that_cannot_be_written(file: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *SCHEDULE, "--schedule", file]) == 2
+    assert message in capsys.readouterr().err

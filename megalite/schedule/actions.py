@@ -3,16 +3,23 @@
 Stages are numbered through the whole model, 0 to stages − 1. For stage s and micro-batch i:
 
     F(s, i)       forward: takes the output of F(s − 1, i)
-    B(s, i)       backward: takes what F(s, i) kept, and the gradient made by B(s + 1, i)
+    B(s, i)       backward: takes what F(s, i) kept, and the gradient made by stage s + 1
+    I(s, i)       the half of B that makes the gradient of the stage's input, which stage s − 1 waits for
+    W(s, i)       the other half, the gradients of the stage's weights: any time after I(s, i)
     SEND_F(s, i)  sends the output of stage s                    and meets RECV_F(s + 1, i)
     RECV_F(s, i)  receives the input of stage s                  and meets SEND_F(s − 1, i)
     SEND_B(s, i)  sends the gradient of the input of stage s     and meets RECV_B(s − 1, i)
     RECV_B(s, i)  receives the gradient of the output of stage s and meets SEND_B(s + 1, i)
 
-`stage` is thus always a stage of the rank that runs the action.
+`stage` is thus always a stage of the rank that runs the action. A table may also say when the data-parallel
+ranks put together and take apart the parameters of a stage; `micro` is then that of the compute it is for:
+
+    GATHER(s, i)   starts to gather the weights of stage s; compute on s waits for them
+    RESHARD(s, i)  frees the gathered weights
+    REDUCE(s, i)   starts to reduce and scatter the gradients that stage s has accumulated
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megalite.config.errors import InputError
@@ -23,13 +30,20 @@ class Kind(StrEnum):
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741 - with W, the letters of torch's schedules; the paper's B is our I
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    GATHER = "GATHER"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE"
 
 
-SENT_BY = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+SHARDING = (Kind.GATHER, Kind.RESHARD, Kind.REDUCE)
+SENT_BY = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 OTHER_SIDE = {  # of a transfer: the kind there, and where its stage is relative to this one
     Kind.SEND_F: (Kind.RECV_F, +1),
     Kind.RECV_F: (Kind.SEND_F, -1),
@@ -48,25 +62,38 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        return self.kind in SENT_BY
+        return self.kind in COMPUTE
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.kind in OTHER_SIDE
+
+    @property
+    def makes_weight_gradients(self) -> bool:
+        return self.kind in (Kind.B, Kind.W)
+
+    @property
+    def result(self) -> "Action":
+        """The name of what a compute action makes: B and I make the same gradient, which is named after B."""
+        return replace(self, kind=Kind.B) if self.kind is Kind.I else self
 
     def inputs(self, stages: int) -> tuple["Action", ...]:
-        """The compute actions, on whatever rank, that must have run before this one can."""
+        """The results, on whatever rank, that must be there before this action can run."""
         sources: tuple[tuple[Kind, int], ...] = ()
         match self.kind:
             case Kind.F:
                 sources = ((Kind.F, self.stage - 1),)
-            case Kind.B:
+            case Kind.B | Kind.I:
                 sources = ((Kind.F, self.stage), (Kind.B, self.stage + 1))
             case Kind.SEND_F:
                 sources = ((Kind.F, self.stage),)
-            case Kind.SEND_B:
+            case Kind.W | Kind.SEND_B:
                 sources = ((Kind.B, self.stage),)
         return tuple(Action(kind, stage, self.micro) for kind, stage in sources if 0 <= stage < stages)
 
     @property
     def send(self) -> "Action":
-        """The transfer that carries the result of a compute action."""
+        """The transfer that carries the result of F, B or I."""
         return Action(SENT_BY[self.kind], self.stage, self.micro)
 
     @property
@@ -95,26 +122,28 @@ class Exchange:
     Posting together is what keeps neighbours that send to each other at the same time (1F1B's steady state)
     from waiting for each other's receive. Transfers between two ranks carry no label, they match in the order
     of posting; so `actions` is sorted by `transfer`, which is the same order on both sides. Raises InputError
-    for a compute action.
+    for an action that is no transfer.
     """
 
     actions: tuple[Action, ...]
 
     def __post_init__(self) -> None:
-        compute = [str(action) for action in self.actions if action.is_compute]
-        if compute:
-            raise InputError(f"an exchange holds only transfers, not {' and '.join(compute)}")
+        others = [str(action) for action in self.actions if not action.is_transfer]
+        if others:
+            raise InputError(f"an exchange holds only transfers, not {' and '.join(others)}")
         object.__setattr__(self, "actions", tuple(sorted(self.actions, key=lambda action: action.transfer)))
 
 
 Program = tuple[Action | Exchange, ...]
+Orders = tuple[tuple[Action, ...], ...]  # the compute actions of every rank
 
 
 @dataclass(frozen=True)
 class Table:
     """A pipeline schedule: what every pipeline rank does, in order.
 
-    Compute actions stand in a program by themselves, transfers only inside exchanges.
+    Compute and sharding stand in a program by themselves, transfers only inside exchanges. For every stage and
+    micro-batch there is an F, and either a B or an I and a W.
     """
 
     name: str
@@ -129,6 +158,13 @@ class Table:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def orders(self) -> Orders:
+        """What every rank computes, in order."""
+        return tuple(
+            tuple(item for item in program if isinstance(item, Action) and item.is_compute) for program in self.programs
+        )
 
     def rank(self, action: Action) -> int:
         """The rank that runs `action`."""

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from megalite.schedule.actions import Action, Exchange, Kind, Table
+from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
 
 
 def check(table: Table) -> list[str]:
@@ -11,7 +11,14 @@ def check(table: Table) -> list[str]:
 
     Transfers are taken to be unbuffered: a send ends only when its receive has been posted.
     """
-    return malformed(table) or [*incomplete(table), *too_early(table), *crossed(table), *deadlock(table)]
+    return malformed(table) or [
+        *uncomputed(table),
+        *untransferred(table),
+        *too_early(table),
+        *crossed(table),
+        *deadlock(table),
+        *unsharded(table),
+    ]
 
 
 def malformed(table: Table) -> list[str]:
@@ -20,9 +27,9 @@ def malformed(table: Table) -> list[str]:
         return [f"placement {table.placement} names a rank that has no program: there are {table.ranks}"]
 
     def problem(rank: int, item: Action | Exchange, action: Action) -> str | None:
-        if item == action and not action.is_compute:
+        if item == action and action.is_transfer:
             return "outside an exchange"
-        stages = [action.stage] if action.is_compute else [action.stage, action.peer_stage]
+        stages = [action.stage, action.peer_stage] if action.is_transfer else [action.stage]
         if not (all(0 <= stage < table.stages for stage in stages) and 0 <= action.micro < table.micro_batches):
             return f"in a schedule of {table.stages} stages and {table.micro_batches} micro-batches"
         return f"whose stage is on rank {table.rank(action)}" if table.rank(action) != rank else None
@@ -36,33 +43,51 @@ def malformed(table: Table) -> list[str]:
     ]
 
 
-def incomplete(table: Table) -> list[str]:
-    """Actions that are missing, repeated, or transfers within one rank."""
+def uncomputed(table: Table) -> list[str]:
+    """Compute that is missing, repeated, or both whole and split."""
+    found = Counter(action for order in table.orders for action in order)
     expected = set()
     for micro in range(table.micro_batches):
         for stage in range(table.stages):
-            expected |= {Action(Kind.F, stage, micro), Action(Kind.B, stage, micro)}
-        for stage in range(1, table.stages):
-            if table.placement[stage - 1] != table.placement[stage]:
+            forward, whole, *halves = (Action(kind, stage, micro) for kind in COMPUTE)
+            expected |= {forward, *(halves if any(half in found for half in halves) else [whole])}
+    return _differences(table, found, expected, "but also I or W of it")
+
+
+def untransferred(table: Table) -> list[str]:
+    """Transfers that are missing, repeated, or within one rank."""
+    expected = set()
+    for stage in range(1, table.stages):
+        if table.placement[stage - 1] != table.placement[stage]:
+            for micro in range(table.micro_batches):
                 expected |= {Action(Kind.SEND_F, stage - 1, micro), Action(Kind.RECV_F, stage, micro)}
                 expected |= {Action(Kind.SEND_B, stage, micro), Action(Kind.RECV_B, stage - 1, micro)}
-    found = Counter(action for program in table.programs for action in flat(program))
-    missing = sorted(expected - found.keys())
-    needless = sorted(found.keys() - expected)
-    repeated = sorted(action for action, times in found.items() if times > 1)
+    found = Counter(action for program in table.programs for action in flat(program) if action.is_transfer)
+    return _differences(table, found, expected, "but both stages are on that rank")
+
+
+def _differences(table: Table, found: Counter[Action], expected: set[Action], needless: str) -> list[str]:
     return [
-        *(f"rank {table.rank(action)} lacks {action}" for action in missing),
-        *(f"rank {table.rank(action)} has {action}, but both stages are on that rank" for action in needless),
-        *(f"rank {table.rank(action)} has {action} {found[action]} times" for action in repeated),
+        *(f"rank {table.rank(action)} lacks {action}" for action in sorted(expected - found.keys())),
+        *(f"rank {table.rank(action)} has {action}, {needless}" for action in sorted(found.keys() - expected)),
+        *(
+            f"rank {table.rank(action)} has {action} {found[action]} times"
+            for action in sorted(found)
+            if found[action] > 1
+        ),
     ]
 
 
 def too_early(table: Table) -> list[str]:
     """Actions that run before their own rank has what they take."""
+    makers = {action.result: action for order in table.orders for action in order}
 
     def needs(action: Action) -> set[Action]:
         sources = action.inputs(table.stages)
-        return {source if table.rank(source) == table.rank(action) else source.send.matching for source in sources}
+        return {
+            makers.get(source, source) if table.rank(source) == table.rank(action) else source.send.matching
+            for source in sources
+        }
 
     problems = []
     for rank, program in enumerate(table.programs):
@@ -80,7 +105,7 @@ def crossed(table: Table) -> list[str]:
     received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for program in table.programs:
         for action in flat(program):
-            if not action.is_compute:
+            if action.is_transfer:
                 transfer = action.transfer
                 posted = sent if action == transfer else received
                 posted[table.rank(transfer), table.peer(transfer)].append(transfer)
@@ -127,6 +152,39 @@ def deadlock(table: Table) -> list[str]:
         for rank, waiting in enumerate(undone)
         for action in sorted(waiting)[:1]
     ]
+
+
+def unsharded(table: Table) -> list[str]:
+    """Compute on weights that are not gathered, and gradients not reduced; none in a table without sharding."""
+    if not any(action.kind in SHARDING for program in table.programs for action in flat(program)):
+        return []
+    return [
+        f"rank {rank} {problem}" for rank, program in enumerate(table.programs) for problem in _unsharded(flat(program))
+    ]
+
+
+def _unsharded(program: Iterable[Action]) -> Iterator[str]:
+    gathered: dict[int, Action] = {}  # by stage
+    unreduced: dict[int, Action] = {}  # the newest gradient, by stage
+    for action in program:
+        stage = action.stage
+        if action.is_compute and stage not in gathered:
+            yield f"runs {action} on weights that are not gathered"
+        if action.makes_weight_gradients:
+            unreduced[stage] = action
+        match action.kind:
+            case Kind.GATHER:
+                if stage in gathered:
+                    yield f"has {action} on weights that {gathered[stage]} has gathered"
+                gathered[stage] = action
+            case Kind.RESHARD:
+                if gathered.pop(stage, None) is None:
+                    yield f"has {action} on weights that are not gathered"
+            case Kind.REDUCE:
+                if unreduced.pop(stage, None) is None:
+                    yield f"has {action} without a new gradient"
+    yield from (f"never frees what {action} has gathered" for action in gathered.values())
+    yield from (f"never reduces the gradients up to {action}" for action in unreduced.values())
 
 
 def flat(items: Iterable[Action | Exchange]) -> Iterator[Action]:

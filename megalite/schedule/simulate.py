@@ -5,18 +5,19 @@ Fractions give exact results.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
 from megalite.config.errors import InputError
-from megalite.schedule.actions import Action, Exchange, Kind, Table
+from megalite.schedule.actions import SENT_BY, SHARDING, Action, Exchange, Kind, Table
 
 Time = float | Fraction
 Cost = Callable[[Action], Time]
 
-LIVE = {Kind.F: +1, Kind.B: -1}  # how many more stage-activations a rank holds after the action
+UNIT: Mapping[Kind, Time] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # both halves of backward cost a forward
+LIVE = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
 
 
 @dataclass(frozen=True)
@@ -33,81 +34,120 @@ class Timeline:
     """When every action of a table runs, and what that costs; times in the unit of the costs."""
 
     spans: tuple[tuple[Span, ...], ...]  # of every rank, in the order of its program
-    peak_live: tuple[int, ...]  # of every rank: most stage-activations held at once, from the end of F to the end of B
+    peak_live: tuple[int, ...]  # of every rank: most stage-activations held at once, from F to the end of B or W
 
     @property
     def makespan(self) -> Time:
         return max(span.end for rank in self.spans for span in rank)
 
     @property
+    def busy(self) -> tuple[Time, ...]:
+        """Time in which each rank computes."""
+        return tuple(sum(span.end - span.start for span in rank if span.action.is_compute) for rank in self.spans)
+
+    @property
     def bubbles(self) -> tuple[Time, ...]:
         """Share of the makespan in which each rank computes nothing."""
-        busy = [sum(span.end - span.start for span in rank if span.action.is_compute) for rank in self.spans]
         makespan = self.makespan
-        return tuple((makespan - time) / makespan for time in busy)
+        return tuple((makespan - time) / makespan for time in self.busy)
 
     @property
     def bubble(self) -> Time:
         """Share of all ranks' time in which they compute nothing."""
         return sum(self.bubbles) / len(self.bubbles)
 
+    @property
+    def stalls(self) -> tuple[Time, ...]:
+        """Time each rank computes nothing between its first and its last compute.
 
-def simulate(table: Table, cost: Mapping[Kind, Time] | Cost, transfer: Time = 0) -> Timeline:
+        What the zero-bubble papers call the bubble (arXiv 2401.10241 §2.2): it leaves out the ramps at both ends of
+        a step, which are only free where ranks may start the next step at different times.
+        """
+        compute = [[span for span in rank if span.action.is_compute] for rank in self.spans]
+        return tuple(
+            spans[-1].end - spans[0].start - busy if spans else 0
+            for spans, busy in zip(compute, self.busy, strict=True)
+        )
+
+
+def simulate(table: Table, cost: Mapping[Kind, Time] | Cost = UNIT, transfer: Time = 0) -> Timeline:
     """Runs `table` on ranks that compute without waiting for their own transfers.
 
-    cost: time of a compute action, by kind or by a function of the action (where stages differ).
+    cost: time of an action, by kind or by a function of the action (where stages differ). By kind, sharding is
+        free unless it is given.
     transfer: time from the end of an action until its result is on another rank; overlaps with compute.
     Raises InputError if the order of compute actions cannot make progress.
     """
+    costs = cost if callable(cost) else {**dict.fromkeys(SHARDING, 0), **cost}
     orders = [[item for item in program if isinstance(item, Action)] for program in table.programs]
-    computed = execute(orders, table.placement, cost if callable(cost) else lambda action: cost[action.kind], transfer)
-    sent = {action.send: span.end for action, span in computed.items()}
+    done = execute(orders, table.placement, costs if callable(costs) else lambda action: costs[action.kind], transfer)
+    sent = {span.action.send: span.end for rank in done for span in rank if span.action.kind in SENT_BY}
 
-    def spans(item: Action | Exchange) -> list[Span]:
-        if isinstance(item, Action):
-            return [computed[item]]
-        starts = [sent[action.transfer] for action in item.actions]
-        return [Span(action, start, start + transfer) for action, start in zip(item.actions, starts, strict=True)]
+    def spans(rank: int) -> Iterator[Span]:
+        ran = iter(done[rank])
+        for item in table.programs[rank]:
+            if isinstance(item, Exchange):
+                for action in item.actions:
+                    start = sent[action.transfer]
+                    yield Span(action, start, start + transfer)
+            else:
+                yield next(ran)
 
     return Timeline(
-        spans=tuple(tuple(span for item in program for span in spans(item)) for program in table.programs),
-        peak_live=tuple(max(accumulate((LIVE[action.kind] for action in order), initial=0)) for order in orders),
+        spans=tuple(tuple(spans(rank)) for rank in range(table.ranks)),
+        peak_live=tuple(max(accumulate((LIVE.get(a.kind, 0) for a in order), initial=0)) for order in orders),
     )
 
 
 def execute(
     orders: Sequence[Sequence[Action]], placement: Sequence[int], cost: Cost, transfer: Time = 0
-) -> dict[Action, Span]:
-    """When each compute action runs, if every rank keeps to its order and starts as soon as its inputs are there.
+) -> list[list[Span]]:
+    """When each action runs, if every rank keeps to its order and starts as soon as its inputs are there.
 
-    orders: compute actions of every rank. Raises InputError where ranks wait for each other.
+    orders: compute and sharding actions of every rank. Sharding starts when the compute before it has ended and
+    runs beside the compute after it, one collective at a time; only compute on a stage that is being gathered
+    waits. Raises InputError where ranks wait for each other.
     """
-    spans: dict[Action, Span] = {}
-    free: list[Time] = [0] * len(orders)
+    spans: list[list[Span]] = [[] for _ in orders]
+    ended: dict[Action, Time] = {}  # by result
+    gathered: dict[int, Time] = {}  # by stage
+    compute_free: list[Time] = [0] * len(orders)
+    network_free: list[Time] = [0] * len(orders)
     queues = [deque(order) for order in orders]
 
     def missing(action: Action) -> list[Action]:
-        return [source for source in action.inputs(len(placement)) if source not in spans]
+        return [source for source in action.inputs(len(placement)) if source not in ended]
 
     def arrival(source: Action, rank: int) -> Time:
-        return spans[source].end + (0 if placement[source.stage] == rank else transfer)
+        return ended[source] + (0 if placement[source.stage] == rank else transfer)
+
+    def run(action: Action, rank: int) -> Span:
+        if action.is_compute:
+            arrivals = [arrival(source, rank) for source in action.inputs(len(placement))]
+            start = max([compute_free[rank], gathered.get(action.stage, 0), *arrivals])
+            compute_free[rank] = ended[action.result] = start + cost(action)
+        else:
+            start = max(compute_free[rank], network_free[rank])
+            network_free[rank] = start + cost(action)
+            if action.kind is Kind.GATHER:
+                gathered[action.stage] = network_free[rank]
+        return Span(action, start, start + cost(action))
 
     moving = True
     while moving:
         moving = False
         for rank, queue in enumerate(queues):
             while queue and not missing(queue[0]):
-                action = queue.popleft()
-                start = max([free[rank], *(arrival(source, rank) for source in action.inputs(len(placement)))])
-                spans[action] = Span(action, start, start + cost(action))
-                free[rank] = spans[action].end
+                spans[rank].append(run(queue.popleft(), rank))
                 moving = True
 
-    stuck = [
-        f"rank {rank} is stuck at {queue[0]}, which needs {' and '.join(map(str, missing(queue[0])))}"
-        for rank, queue in enumerate(queues)
-        if queue
-    ]
-    if stuck:
+    if any(queues):
+        makers = {action.result: action for order in orders for action in order}
+        stuck = [
+            f"rank {rank} is stuck at {queue[0]}, which needs "
+            + " and ".join(str(makers.get(source, source)) for source in missing(queue[0]))
+            for rank, queue in enumerate(queues)
+            if queue
+        ]
         raise InputError("the pipeline schedule cannot make progress: " + "; ".join(stuck))
     return spans

@@ -6,16 +6,26 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from megalite.schedule.actions import Action, Exchange, Kind, Table
-from megalite.schedule.generate import build, communicate
+from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
+from megalite.schedule.generate import NAMES, V_SHAPED, build
+from megalite.schedule.place import communicate, place_sharding
 
 Item = Action | Exchange
-COMPUTE = {Kind.F, Kind.B}
 
 ranks = st.integers(1, 8)
 micro_batches = st.integers(1, 32)
-names = st.sampled_from(["gpipe", "1f1b"])
+names = st.sampled_from(["gpipe", "1f1b"])  # one stage per rank, backward whole
 randoms = st.integers(0, 2**32).map(Random)
+
+
+def tables(ranks: int = 8, micro_batches: int = 32, stages: int = 4) -> st.SearchStrategy[Table]:
+    """Every generated schedule of up to these sizes."""
+
+    def sized(name: str) -> st.SearchStrategy[Table]:
+        v = st.integers(1, stages) if name == "interleaved_1f1b" else st.sampled_from([None, 1 + (name in V_SHAPED)])
+        return st.builds(build, st.just(name), st.integers(1, ranks), st.integers(1, micro_batches), v)
+
+    return st.sampled_from(NAMES).flatmap(sized)
 
 
 def actions_of(item: Item) -> tuple[Action, ...]:
@@ -35,19 +45,20 @@ def free_table(random: Random) -> Table:
     while ready:
         action = ready.pop(random.randrange(len(ready)))
         orders[placement[action.stage]].append(action)
+        backward = random.choice([Kind.B, Kind.I])
         if action.kind == Kind.F and action.stage < stages - 1:
             ready.append(replace(action, stage=action.stage + 1))
         elif action.kind == Kind.F:
-            ready.append(replace(action, kind=Kind.B))
-        elif action.stage > 0:
-            ready.append(replace(action, stage=action.stage - 1))
+            ready.append(replace(action, kind=backward))
+        elif action.kind in (Kind.B, Kind.I) and action.stage > 0:
+            ready.append(replace(action, kind=backward, stage=action.stage - 1))
+        if action.kind == Kind.I:
+            ready.append(replace(action, kind=Kind.W))
     return Table("free", m, tuple(placement), communicate(orders, placement))
 
 
-small_tables = st.one_of(
-    st.builds(build, names, st.integers(1, 4), st.integers(1, 6)),
-    randoms.map(free_table),
-)
+small_tables = st.one_of(tables(4, 6, 3), randoms.map(free_table))
+sharded_tables = st.builds(place_sharding, small_tables, reshard=st.booleans(), reduce_each=st.booleans())
 
 
 def mutate(table: Table, random: Random) -> Table:
@@ -55,7 +66,7 @@ def mutate(table: Table, random: Random) -> Table:
     rank = random.choice([rank for rank, program in enumerate(table.programs) if program])
     program = list(table.programs[rank])
     at, to = random.randrange(len(program)), random.randrange(len(program))
-    transfers = [action for action in actions_of(program[at]) if action.kind not in COMPUTE]
+    transfers = [action for action in actions_of(program[at]) if action.is_transfer]
     following = program[at + 1] if at + 1 < len(program) else None
     match random.choice(["drop", "repeat", "swap", "move", "move away", "drop transfer", "split", "merge"]):
         case "drop":
@@ -88,7 +99,12 @@ def runs(table: Table) -> bool:
 
     As with NCCL, a transfer carries no label: the n-th send from one rank to another meets its n-th receive.
     """
-    Value = tuple[str, int, int]  # the output ("F") of a stage, or the gradient ("B") of its input
+    Value = tuple[str, int, int]  # the output ("F") of a stage, the gradient ("B") of its input or ("W") its weights
+    sharded = any(
+        action.kind in SHARDING for program in table.programs for item in program for action in actions_of(item)
+    )
+    whole: list[set[int]] = [set() for _ in table.programs]  # stages whose weights are gathered
+    unreduced: list[set[int]] = [set() for _ in table.programs]  # stages with gradients
     held: list[set[Value]] = [set() for _ in table.programs]
     wires: defaultdict[tuple[int, int], tuple[deque[Value], deque[Value]]] = defaultdict(lambda: (deque(), deque()))
     waiting = [0] * table.ranks
@@ -99,13 +115,26 @@ def runs(table: Table) -> bool:
         if table.placement[stage] != rank:
             return False
         if action.kind in COMPUTE:
-            made = (str(action.kind), stage, micro)
+            needed: set[Value] = set()
             if action.kind == Kind.F:
-                needed = {("F", stage - 1, micro)} if stage > 0 else set()
+                made, needed = {("F", stage, micro)}, {("F", stage - 1, micro)} if stage > 0 else set()
+            elif action.kind == Kind.W:
+                made, needed = {("W", stage, micro)}, {("B", stage, micro)}
             else:
+                made = {(what, stage, micro) for what in ("BW" if action.kind == Kind.B else "B")}
                 needed = {("F", stage, micro)} | ({("B", stage + 1, micro)} if stage < last else set())
-            fine = needed <= held[rank] and made not in held[rank]
-            held[rank].add(made)
+            fine = needed <= held[rank] and not made & held[rank] and (not sharded or stage in whole[rank])
+            held[rank] |= made
+            if ("W", stage, micro) in made:
+                unreduced[rank].add(stage)
+            return fine
+        if action.kind in SHARDING:
+            fine = stage in (unreduced if action.kind == Kind.REDUCE else whole)[rank]
+            if action.kind == Kind.GATHER:
+                fine = not fine
+                whole[rank].add(stage)
+            else:
+                (unreduced if action.kind == Kind.REDUCE else whole)[rank].discard(stage)
             return fine
         waiting[rank] += 1
         direction, what = action.kind.split("_")
@@ -134,7 +163,7 @@ def runs(table: Table) -> bool:
                 waiting[sender] -= 1
                 waiting[receiver] -= 1
 
-    everything = {(what, s, i) for what in "FB" for s in range(table.stages) for i in range(table.micro_batches)}
+    everything = {(what, s, i) for what in "FBW" for s in range(table.stages) for i in range(table.micro_batches)}
     computed = {value for rank, values in enumerate(held) for value in values if table.placement[value[1]] == rank}
     finished = position == [len(program) for program in table.programs] and not any(waiting)
-    return finished and computed == everything
+    return finished and computed == everything and not any(whole) and not (sharded and any(unreduced))

@@ -8,30 +8,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import (
-    COMPUTE,
     Item,
     actions_of,
     free_table,
-    micro_batches,
     mutate,
     names,
     randoms,
-    ranks,
     runs,
+    sharded_tables,
     small_tables,
+    tables,
     with_program,
 )
 
-from megalite.schedule.actions import Action, Exchange, Kind, Table
+from megalite.schedule.actions import COMPUTE, Action, Exchange, Kind, Table
 from megalite.schedule.check import check
-from megalite.schedule.generate import build
+from megalite.schedule.generate import NAMES, build
 
 
-@given(names, ranks, micro_batches)
-def test_generated_tables_are_fine(name: str, p: int, m: int) -> None:
-    table = build(name, p, m)
+@settings(max_examples=60, deadline=None)
+@given(tables())
+def test_generated_tables_are_fine(table: Table) -> None:
     assert check(table) == []
     assert runs(table)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_generated_schedule_is_fine(name: str) -> None:
+    for p, m in ((1, 1), (1, 5), (2, 1), (3, 2), (4, 7), (8, 3)):
+        assert check(build(name, p, m)) == []
 
 
 @given(randoms)
@@ -42,7 +47,7 @@ def test_any_order_on_any_placement_gets_correct_transfers(random: Random) -> No
 
 
 @settings(max_examples=500)
-@given(small_tables, randoms)
+@given(st.one_of(small_tables, sharded_tables), randoms)
 def test_check_agrees_with_running_the_table(table: Table, random: Random) -> None:
     mutant = mutate(table, random)
     assert (check(mutant) == []) == runs(mutant)
@@ -64,7 +69,7 @@ def pick(table: Table, random: Random, kinds: set[Kind]) -> tuple[int, int]:
 
 
 def drop_compute(table: Table, random: Random) -> Table:
-    rank, index = pick(table, random, COMPUTE)
+    rank, index = pick(table, random, set(COMPUTE))
     program = list(table.programs[rank])
     del program[index]
     return with_program(table, rank, program)

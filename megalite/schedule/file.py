@@ -1,0 +1,106 @@
+"""Schedules as text: what each rank computes, in order; transfers and sharding are placed when it is read.
+
+name: my 1f1b
+micro_batches: 2
+placement: [0, 1]        # stage -> the pipeline rank that owns it
+ranks:                   # of each rank KIND STAGE.MICRO-BATCH, the kinds F, and B or I and W
+  - F0.0 F0.1 B0.0 B0.1
+  - F1.0 B1.0 F1.1 I1.1 W1.1
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.config.errors import InputError
+from megalite.schedule.actions import COMPUTE, Action, Kind, Table
+from megalite.schedule.check import malformed, uncomputed
+from megalite.schedule.place import communicate
+
+SUFFIXES = (".yaml", ".yml")
+KEYS = {
+    "name": "a text",
+    "micro_batches": "a whole number above 0",
+    "placement": "a list of ranks",
+    "ranks": "a list of texts",
+}
+ACTION = re.compile(rf"([{''.join(COMPUTE)}])([0-9]{{1,6}})\.([0-9]{{1,6}})")
+SHOWN = 8  # problems told of one file
+
+
+def read(path: Path) -> Table:
+    """The schedule in the file `path`. Raises InputError, naming the file, with all that is wrong with it."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
+        raise InputError(f"{path}: {reason}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def parse(text: str) -> Table:
+    """The schedule written as `text`, complete and able to run. Raises InputError with all that is wrong with it."""
+    content = _content(text)
+    name, m, placement = content["name"], content["micro_batches"], tuple(content["placement"])
+    words = [order.split() for order in content["ranks"]]
+    actions = {word: _action(word) for order in words for word in order}
+    _refuse(
+        f"rank {rank} has {word!r}, which is not a kind of {', '.join(COMPUTE)} with STAGE.MICRO-BATCH, as in F0.3"
+        for rank, order in enumerate(words)
+        for word in order
+        if actions[word] is None
+    )
+    _refuse(["micro_batches is more than all actions of the ranks"] * (m > sum(map(len, words))))
+    orders = tuple(tuple(action for word in order if (action := actions[word])) for order in words)
+    table = Table(name, m, placement, orders)
+    idle = [f"rank {rank} has no stage in placement" for rank in range(table.ranks) if rank not in placement]
+    _refuse(idle or malformed(table) or uncomputed(table))
+    return Table(name, m, placement, communicate(orders, placement))
+
+
+def write(table: Table) -> str:
+    """The text that `parse` reads as an equal table; sharding is left out."""
+    head = yaml.safe_dump({"name": table.name, "micro_batches": table.micro_batches}, sort_keys=False)
+    ranks = [" ".join(f"{a.kind}{a.stage}.{a.micro}" for a in order) for order in table.orders]
+    return f"{head}placement: {list(table.placement)}\nranks:\n" + "".join(f"  - {rank}\n" for rank in ranks)
+
+
+def _content(text: str) -> dict[str, Any]:
+    """The keys of the file, each of its type."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InputError(f"is not valid YAML{where}") from error
+    if not isinstance(content, dict) or content.keys() != KEYS.keys():
+        raise InputError(f"must have the keys {', '.join(KEYS)} and no others")
+    right = {
+        "name": isinstance(content["name"], str),
+        "micro_batches": _is_number(content["micro_batches"]) and content["micro_batches"] > 0,
+        "placement": isinstance(content["placement"], list) and all(map(_is_number, content["placement"])),
+        "ranks": isinstance(content["ranks"], list) and all(isinstance(order, str) for order in content["ranks"]),
+    }
+    _refuse(f"{key} must be {KEYS[key]}, not {content[key]!r:.80}" for key, fine in right.items() if not fine)
+    return content
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _action(word: str) -> Action | None:
+    match = ACTION.fullmatch(word)
+    return Action(Kind(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    """Raises InputError if there are problems."""
+    listed = list(problems)
+    if listed:
+        more = [f"and {len(listed) - SHOWN} more"] if len(listed) > SHOWN else []
+        raise InputError("; ".join([*listed[:SHOWN], *more]))

@@ -1,0 +1,76 @@
+"""What an order of compute calls for: transfers between ranks, and sharding of weights and gradients."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
+from megalite.schedule.simulate import UNIT, Time, execute
+
+NEAR = 2  # computes from one use of a stage to the next that are too few to reshard: the gather would start at once
+
+
+def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> tuple[Program, ...]:
+    """Programs that add to compute `orders` the transfers between ranks that they call for.
+
+    The orders run on a clock: compute takes its UNIT of time, a transfer none, and a result is sent when it is
+    ready. All that a rank sends or receives at one time is one exchange. The ranks thus meet in exchanges in the
+    order of one common clock, so they cannot deadlock even if every exchange blocks until its last transfer is
+    done; nor, if the clock is right, does an exchange that is not ready keep back one that is. Raises InputError
+    if the orders themselves cannot make progress.
+    """
+    spans = execute(orders, placement, cost=lambda action: UNIT[action.kind])
+    ended = {span.action.result: span.end for rank in spans for span in rank}
+    transfers: list[defaultdict[Time, list[Action]]] = [defaultdict(list) for _ in orders]
+    for rank, order in enumerate(orders):
+        for source in (source for action in order for source in action.inputs(len(placement))):
+            sender = placement[source.stage]
+            if sender != rank:
+                transfers[sender][ended[source]].append(source.send)
+                transfers[rank][ended[source]].append(source.send.matching)
+
+    def program(rank: int) -> Program:
+        timed: list[tuple[Time, Action | Exchange]] = [(span.end, span.action) for span in spans[rank]]
+        timed += [(tick, Exchange(tuple(actions))) for tick, actions in transfers[rank].items()]
+        # The sort is stable: at one tick, compute that ends comes before the exchange that sends its result.
+        return tuple(item for _, item in sorted(timed, key=lambda entry: entry[0]))
+
+    return tuple(program(rank) for rank in range(len(orders)))
+
+
+def place_sharding(table: Table, reshard: bool, reduce_each: bool) -> Table:
+    """`table`, which has no sharding yet, with the sharding that FSDP2 would do by hooks as actions of its own.
+
+    A stage is gathered one compute action before its first use, so that the gather overlaps with compute, and
+    freed after its last. reshard: also free it wherever it rests long enough, to gather it again (ZeRO-3).
+    reduce_each: reduce gradients after every backward, which frees them sooner, not once a step.
+    """
+    programs = zip(table.programs, table.orders, strict=True)
+    return replace(
+        table, programs=tuple(_with_sharding(program, order, reshard, reduce_each) for program, order in programs)
+    )
+
+
+def _with_sharding(program: Program, order: Sequence[Action], reshard: bool, reduce_each: bool) -> Program:
+    before: defaultdict[Action, list[Action]] = defaultdict(list)
+    after: defaultdict[Action, list[Action]] = defaultdict(list)
+
+    def rests(earlier: int | None, later: int | None) -> bool:
+        return earlier is None or later is None or (reshard and later - earlier > NEAR)
+
+    for stage in dict.fromkeys(action.stage for action in order):
+        uses = [index for index, action in enumerate(order) if action.stage == stage]
+        last_gradient = max((index for index in uses if order[index].makes_weight_gradients), default=None)
+        for previous, index, following in zip([None, *uses], uses, [*uses[1:], None], strict=False):
+            action = order[index]
+            if rests(previous, index):
+                before[order[max(0, index - 1)]].append(replace(action, kind=Kind.GATHER))
+            if rests(index, following):
+                after[action].append(replace(action, kind=Kind.RESHARD))
+            if action.makes_weight_gradients and (reduce_each or index == last_gradient):
+                after[action].append(replace(action, kind=Kind.REDUCE))
+    return tuple(
+        part
+        for item in program
+        for part in ((*before[item], item, *after[item]) if isinstance(item, Action) else (item,))
+    )

@@ -1,0 +1,98 @@
+"""Schedules as files."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import free_table, randoms, tables
+
+from megalite.config.errors import InputError
+from megalite.schedule.actions import Table
+from megalite.schedule.check import check
+from megalite.schedule.file import parse, read, write
+from megalite.schedule.place import communicate
+
+GOOD = """\
+name: mine
+micro_batches: 2
+placement: [0, 1]
+ranks:
+  - F0.0 F0.1 B0.0 B0.1
+  - F1.0 B1.0 F1.1 I1.1 W1.1
+"""
+
+
+@settings(deadline=None)
+@given(st.one_of(tables(5, 9), randoms.map(free_table).filter(lambda table: all(table.programs))), st.text())
+def test_what_is_written_is_read(table: Table, name: str) -> None:
+    named = Table(name, table.micro_batches, table.placement, table.programs)
+    again = parse(write(named))
+    assert (again.name, again.micro_batches, again.placement) == (name, table.micro_batches, table.placement)
+    assert again.orders == table.orders
+    assert again.programs == communicate(table.orders, table.placement)
+    assert check(again) == []
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD.replace("[0, 1]", "[0, 1]  # a comment"))
+    table = read(path)
+    assert (table.name, table.micro_batches, table.ranks, table.stages) == ("mine", 2, 2, 2)
+    assert write(table) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("F0.1", "F0,1", "rank 0 has 'F0,1', which is not a kind of F, B, I, W with STAGE.MICRO-BATCH, as in F0.3"),
+        (" F0.1", "", "rank 0 lacks F(stage 0, micro-batch 1)"),
+        ("I1.1 W1.1", "I1.1", "rank 1 lacks W(stage 1, micro-batch 1)"),
+        ("W1.1", "W1.1 B1.1", "rank 1 has B(stage 1, micro-batch 1), but also I or W of it"),
+        ("F0.1", "F0.1 F0.1", "rank 0 has F(stage 0, micro-batch 1) 2 times"),
+        ("F0.1", "F0.2", "rank 0 has F(stage 0, micro-batch 2) in a schedule of 2 stages and 2 micro-batches"),
+        ("F0.1", "F1.1", "rank 0 has F(stage 1, micro-batch 1) whose stage is on rank 1"),
+        ("[0, 1]", "[0, 0]", "rank 1 has no stage in placement"),
+        ("[0, 1]", "[0, 2]", "rank 1 has no stage in placement"),
+        ("[0, 1]", "[0, 1, 2]", "placement (0, 1, 2) names a rank that has no program: there are 2"),
+        ("[0, 1]", "[0, yes]", "placement must be a list of ranks, not [0, True]"),
+        ("batches: 2", "batches: 0", "micro_batches must be a whole number above 0, not 0"),
+        ("batches: 2", "batches: 999999999", "micro_batches is more than all actions of the ranks"),
+        ("mine", "7", "name must be a text, not 7"),
+        ("name: mine\n", "", "must have the keys name, micro_batches, placement, ranks and no others"),
+        ("mine", "[mine", "is not valid YAML: line 2, column 14"),
+        ("mine", "!!python/object/apply:os.getcwd []", "is not valid YAML: line 1, column 7"),
+        (
+            "F1.0 B1.0",
+            "B1.0 F1.0",
+            "the pipeline schedule cannot make progress: rank 0 is stuck at B(stage 0, micro-batch 0), which needs "
+            "B(stage 1, micro-batch 0); rank 1 is stuck at B(stage 1, micro-batch 0), which needs F(stage 1, "
+            "micro-batch 0)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_the_file(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    assert old in GOOD
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(InputError) as caught:
+        read(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+def test_all_problems_are_told_up_to_a_point() -> None:
+    with pytest.raises(InputError) as caught:
+        parse(GOOD.replace("F0.0 F0.1 B0.0 B0.1", "").replace("- \n", '- ""\n').replace("es: 2", "es: 3"))
+    assert str(caught.value).startswith(
+        "rank 0 lacks B(stage 0, micro-batch 0); rank 0 lacks B(stage 0, micro-batch 1)"
+    )
+    assert str(caught.value).endswith("; rank 1 lacks F(stage 1, micro-batch 2)")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+def test_an_unreadable_file(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=r"mine\.yaml: (is not UTF-8 text|cannot be read: No such file or directory)"):
+        read(path)

@@ -1,0 +1,120 @@
+"""Where transfers, gathers, reshards and reductions stand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import runs, tables
+
+from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
+from megalite.schedule.check import check
+from megalite.schedule.generate import build, build_forward
+from megalite.schedule.place import place_sharding
+from megalite.schedule.simulate import simulate
+
+GATHER, RESHARD, REDUCE = SHARDING
+
+
+def short(table: Table, rank: int = 0) -> str:
+    """`GATHER0 F0 B0 RESHARD0`: kinds and stages, without exchanges."""
+    return " ".join(f"{item.kind}{item.stage}" for item in table.programs[rank] if isinstance(item, Action))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables())
+def test_exchanges_done_in_order_hold_nothing_back(table: Table) -> None:
+    """At unit costs the transfers of an exchange are ready at one time, and no later than those of the next."""
+    for program, spans in zip(table.programs, simulate(table).spans, strict=True):
+        starts = {span.action: span.start for span in spans}
+        times = [{starts[action] for action in item.actions} for item in program if isinstance(item, Exchange)]
+        assert all(len(ready) == 1 for ready in times)
+        assert times == sorted(times, key=min)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables(6, 16), st.booleans(), st.booleans())
+def test_sharding_is_complete_and_leaves_the_rest_alone(table: Table, reshard: bool, reduce_each: bool) -> None:
+    sharded = place_sharding(table, reshard, reduce_each)
+    assert check(sharded) == []
+    assert runs(sharded)
+    bare = [
+        tuple(i for i in program if not (isinstance(i, Action) and i.kind in SHARDING)) for program in sharded.programs
+    ]
+    assert tuple(bare) == table.programs
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables(6, 16), st.booleans(), st.booleans())
+def test_how_often(table: Table, reshard: bool, reduce_each: bool) -> None:
+    for program in place_sharding(table, reshard, reduce_each).programs:
+        kinds = [item.kind for item in program if isinstance(item, Action)]
+        stages = len({item.stage for item in program if isinstance(item, Action)})
+        assert kinds.count(GATHER) == kinds.count(RESHARD) >= stages
+        assert reshard or kinds.count(GATHER) == stages
+        assert kinds.count(REDUCE) == stages * (table.micro_batches if reduce_each else 1)
+
+
+def test_a_gather_overlaps_with_the_compute_before_the_use() -> None:
+    table = build("interleaved_1f1b", 2, 4)
+    assert short(place_sharding(table, reshard=True, reduce_each=False), rank=1) == (
+        "GATHER1 F1 GATHER3 F1 RESHARD1 F3 B3 F3 GATHER1 B3 RESHARD3 F1 B1 F1 GATHER3 B1 RESHARD1 "
+        "F3 B3 F3 GATHER1 B3 RESHARD3 REDUCE3 B1 B1 RESHARD1 REDUCE1"
+    )
+    assert short(place_sharding(build("interleaved_1f1b", 2, 2), reshard=False, reduce_each=True)) == (
+        "GATHER0 F0 GATHER2 F0 F2 F2 B2 REDUCE2 B2 RESHARD2 REDUCE2 B0 REDUCE0 B0 RESHARD0 REDUCE0"
+    )
+
+
+def test_a_stage_that_never_rests_is_gathered_once() -> None:
+    assert short(place_sharding(build("zb_h1", 1, 2), True, True)) == (
+        "GATHER0 F0 I0 W0 REDUCE0 F0 I0 W0 RESHARD0 REDUCE0"
+    )
+
+
+def test_stages_in_turn_stay_gathered() -> None:
+    """Freeing one would gather it again at once."""
+    table = place_sharding(build_forward((0, 0), 4), reshard=True, reduce_each=False)
+    assert short(table) == "GATHER0 F0 GATHER1 F0 F1 F0 F1 F0 RESHARD0 F1 F1 RESHARD1"
+
+
+@pytest.mark.parametrize(
+    ("order", "problems"),
+    [
+        ("GATHER F B RESHARD REDUCE", []),
+        ("GATHER F RESHARD GATHER B REDUCE RESHARD", []),
+        ("GATHER F I REDUCE W REDUCE RESHARD", ["has REDUCE(stage 0, micro-batch 0) without a new gradient"]),
+        (
+            "F GATHER B RESHARD REDUCE",
+            ["runs F(stage 0, micro-batch 0) on weights that are not gathered"],
+        ),
+        (
+            "GATHER F RESHARD I W REDUCE",
+            [
+                "runs I(stage 0, micro-batch 0) on weights that are not gathered",
+                "runs W(stage 0, micro-batch 0) on weights that are not gathered",
+            ],
+        ),
+        (
+            "GATHER GATHER F B REDUCE",
+            [
+                "has GATHER(stage 0, micro-batch 0) on weights that GATHER(stage 0, micro-batch 0) has gathered",
+                "never frees what GATHER(stage 0, micro-batch 0) has gathered",
+            ],
+        ),
+        (
+            "RESHARD GATHER F B RESHARD",
+            [
+                "has RESHARD(stage 0, micro-batch 0) on weights that are not gathered",
+                "never reduces the gradients up to B(stage 0, micro-batch 0)",
+            ],
+        ),
+    ],
+)
+def test_misplaced_sharding_is_reported(order: str, problems: list[str]) -> None:
+    actions = tuple(Action(Kind(kind), 0, 0) for kind in order.split())
+    assert check(Table("hand-made", 1, (0,), (actions,))) == [f"rank 0 {problem}" for problem in problems]
+
+
+def test_sharding_is_optional() -> None:
+    table = build("zbv", 2, 3)
+    assert not {item.kind for item in table.programs[0] if isinstance(item, Action)} - set(COMPUTE)
+    assert check(table) == []

@@ -13,7 +13,7 @@ rm -rf data/quickstart runs/quickstart
 mkdir -p data/quickstart
 
 echo; echo "1/5  Train a tokenizer"
-megalite-train-tokenizer "${sources[@]}" --out data/quickstart/tokenizer.model --vocab-size 1024 --on-error skip
+megalite-train-tokenizer "${sources[@]}" --out data/quickstart/tokenizer.model --vocab-size 2048 --on-error skip
 
 echo; echo "2/5  Tokenize"
 megalite-prepare-data "${sources[@]}" --tokenizer data/quickstart/tokenizer.model --out data/quickstart/python \

@@ -29,10 +29,9 @@ def log_file(logs: Path, rank: int) -> Path:
 def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path) -> int:
     """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
 
-    Rank 0 keeps the terminal, the others write into `logs`. The first rank to fail ends the job: the others
+    Rank 0 keeps the terminal, the others write into the folder `logs`. The first rank to fail ends the job: the others
     are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5.
     """
-    logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
         ranks = [_spawn(module, arguments, rank, world_size, Path(meeting), logs) for rank in range(world_size)]
         previous = {number: signal.signal(number, _forward_to(ranks)) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -110,7 +109,8 @@ def _explain(ranks: list[subprocess.Popen[bytes]], failed: list[int], meeting: P
         return 5
     if reports:
         first = min(reports, key=lambda report: (report["code"] == 5, report["time"]))
-        print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
+        if first["error"]:
+            print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
         return int(first["code"])
     print(f"megalite: rank {failed[0]} failed; see {log_file(logs, failed[0])}", file=sys.stderr)
     return ranks[failed[0]].returncode

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from megalite.config.errors import InputError
 from megalite.dist.local import MEETING, error_file
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import Place, let_others_speak
 
 log = logging.getLogger("megalite")
+log.addHandler(logging.NullHandler())  # until the rank's log file is open, nothing is logged
 
 LOST_PEER = (
     "closed by peer",
@@ -62,8 +63,10 @@ def start_alone() -> None:
 
 def _address() -> str:
     """Where the ranks meet."""
-    if folder := os.environ.get(MEETING):
+    folder = os.environ.get(MEETING)
+    if folder or os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if folder:
         return f"file://{folder}/store"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -74,17 +77,22 @@ def _address() -> str:
 def run_rank(main: Callable[[], int], place: Place) -> int:
     """Run `main` as one rank and return its exit code; if it fails, report and end the process at once.
 
-    A failing rank must not wait for its peers in some destructor: they notice its death, and fail too.
+    What `main` returns is the verdict of the whole job, the same on every rank. A failing rank must not wait for
+    its peers in some destructor: they notice its death, and fail too.
     """
     _die_with_launcher()
     try:
         code = main()
+        if dist.is_initialized():
+            dist.barrier()  # the first rank to end with another code than 0 ends the job: let all say their last words
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure is reported, then ends the process
         code, text = _explain(error)
         _report(code, text, place)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if code != 0 and MEETING in os.environ:
+        _tell_launcher(code, "", place)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
@@ -102,20 +110,34 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 
 def _report(code: int, text: str, place: Place) -> None:
-    """Tell the local launcher, which shows the first error of the job, or else the user.
+    """Tell the launcher, if it shows the first error of the job, or else the user.
 
-    A mistake found before the ranks have met is found by all of them; rank 0 speaks.
+    Bad input is mostly found by all ranks, and rank 0 speaks; who misses a peer lets that one speak.
     """
     log.error(text)
     if MEETING in os.environ:
-        report = {"time": time.time(), "rank": place.rank, "code": code, "error": text}
-        error_file(Path(os.environ[MEETING]), place.rank).write_text(json.dumps(report))
-    elif place.rank == 0 or code != 2 or dist.is_initialized():
+        _tell_launcher(code, text, place)
+        return
+    if code == 5 or (code == 2 and place.rank != 0):
+        let_others_speak(code)
+    if torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        Path(torchrun).write_text(json.dumps({"message": report}))
+    else:
         print(f"megalite: rank {place.rank} on {socket.gethostname()}: {text}", file=sys.stderr)
 
 
+def _tell_launcher(code: int, text: str, place: Place) -> None:
+    """Leave the local launcher a report; without text, `code` is a verdict that needs no explanation."""
+    report = {"time": time.time(), "rank": place.rank, "code": code, "error": text}
+    path = error_file(Path(os.environ[MEETING]), place.rank)
+    partial = path.with_suffix(".partial")  # the launcher may stop this process at any moment
+    partial.write_text(json.dumps(report))
+    partial.rename(path)
+
+
 def _die_with_launcher() -> None:
-    """Ranks started by the local launcher must not outlive it, even if it is killed (Linux)."""
-    if MEETING in os.environ and sys.platform == "linux":
+    """Ranks started by the local launcher or by torchrun must not outlive it, even if it is killed (Linux)."""
+    if {MEETING, "TORCHELASTIC_RUN_ID"} & os.environ.keys() and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -3,21 +3,30 @@
 import argparse
 import importlib
 
+from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.validate import check, check_files
 from megalite.dist.local import launch
-from megalite.dist.ranks import find_place
+from megalite.dist.ranks import find_place, let_others_speak
 from megalite.train.folder import Folder
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code."""
     place = find_place()
+    try:
+        config = check(load(args.files, args.overrides), place.world_size if place else None)
+        check_files(config)
+        folder = Folder.of(config)
+        folder.make()
+    except InputError:
+        if place is not None and place.rank != 0:
+            let_others_speak(2)
+        raise
     if place is not None:
-        # By name and only now: the local launcher below answers bad input without waiting for torch.
-        code: int = importlib.import_module("megalite.train.worker").run(place, args.files, args.overrides)
+        # By name and only now: bad input is answered without waiting for torch.
+        code: int = importlib.import_module("megalite.train.worker").run(place, config)
         return code
-    config = check(load(args.files, args.overrides))
-    check_files(config)
-    logs = Folder.of(config).logs
-    return launch("megalite.train.worker", [*args.files, *args.overrides], config.parallel.layout.world_size, logs)
+    return launch(
+        "megalite.cli", ["train", *args.files, *args.overrides], config.parallel.layout.world_size, folder.logs
+    )

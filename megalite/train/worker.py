@@ -1,8 +1,6 @@
 """One rank of `megalite train`: from start-up to the end of the run."""
 
 import logging
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,14 +9,12 @@ from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint import store
 from megalite.config.errors import InputError
-from megalite.config.load import is_override, load
-from megalite.config.schema import Source
-from megalite.config.validate import check, check_files
+from megalite.config.schema import Config, Source
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.dist.local import log_file
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place, find_place
+from megalite.dist.ranks import Place
 from megalite.dist.start import run_rank, start
 from megalite.train.build import Job, build
 from megalite.train.folder import Folder
@@ -29,16 +25,13 @@ from megalite.train.report import Report, write_environment
 log = logging.getLogger("megalite")
 
 
-def run(place: Place, files: Sequence[str], overrides: Sequence[str]) -> int:
-    """Train as the rank at `place`; the exit code."""
-    return run_rank(lambda: _train(place, files, overrides), place)
+def run(place: Place, config: Config) -> int:
+    """Train as the rank at `place`, in a run folder that is there; the exit code."""
+    return run_rank(lambda: _train(place, config), place)
 
 
-def _train(place: Place, files: Sequence[str], overrides: Sequence[str]) -> int:
-    config = check(load(files, overrides), place.world_size)
-    check_files(config)
+def _train(place: Place, config: Config) -> int:
     folder = Folder.of(config)
-    folder.logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         filename=log_file(folder.logs, place.rank),
         level=logging.INFO,
@@ -77,6 +70,11 @@ def resume(job: Job, checkpoints: Path) -> store.Progress:
             )
         return store.Progress(0, 0, asdict(job.config.model))
     progress = store.load(path, job.stage, job.optimizer, job.config)
+    if found and store.step_of(found[-1]) > progress.step:
+        raise InputError(
+            f"checkpoint.resume = {wanted}, but {checkpoints} already holds {found[-1].name}, which is newer; "
+            "continue from that with checkpoint.resume=auto, or give run.name another name"
+        )
     log.info("resumed from %s", path)
     return progress
 
@@ -116,11 +114,3 @@ def _parameters_here(job: Job) -> int:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-if __name__ == "__main__":
-    here = find_place()
-    assert here is not None, "started by `megalite train`"
-    arguments = sys.argv[1:]
-    overrides = [argument for argument in arguments if is_override(argument)]
-    sys.exit(run(here, [argument for argument in arguments if argument not in overrides], overrides))

@@ -1,0 +1,69 @@
+"""launch/slurm.sbatch on a cluster of two nodes, with Slurm's own daemons on this machine."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from slurm_cluster import Cluster, missing
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sbatch"
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(scope="module")
+def cluster(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm"), work.environment) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def submit(work: SimpleNamespace, cluster: Cluster) -> Callable[..., str]:
+    """Submits a job of two nodes with two ranks each; its number."""
+
+    def submit(*arguments: str) -> str:
+        size = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0")
+        place = (f"--chdir={work.folder}", f"--output={work.folder}/%j.log", "--parsable")
+        return cluster.run("sbatch", *size, *place, str(SCRIPT), "config.yaml", *arguments)
+
+    return submit
+
+
+def test_trains_as_the_local_launcher_does(work, cluster, submit, expected: list[float]) -> None:
+    job = submit("run.name=slurm")
+    ended = cluster.wait(job)
+    log = (work.folder / f"{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert ended["NodeList"] == "127.0.0.[1-2]"
+    assert work.losses("slurm") == expected
+    assert "done: 4 steps" in log
+
+
+def test_a_killed_rank_ends_the_job(work, cluster, submit) -> None:
+    job = submit("run.name=killed", "train.steps=1000000")
+    metrics = work.folder / "runs" / "killed" / "metrics.jsonl"
+    cluster.until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
+    (rank,) = cluster.processes(SLURM_JOB_ID=job, SLURM_PROCID="3", SLURM_STEP_ID="0")
+    os.kill(rank, signal.SIGKILL)
+    ended = cluster.wait(job, timeout=30)
+    log = (work.folder / f"{job}.log").read_text()
+    assert ended["JobState"] == "FAILED", log
+    assert "task 3: Killed" in log
+    assert "lost a peer" not in log
+    assert not cluster.processes(SLURM_JOB_ID=job)
+
+
+def test_bad_configuration_is_told_once(work, cluster, submit) -> None:
+    job = submit("model.heads=3")
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0")
+    log = (work.folder / f"{job}.log").read_text()
+    assert log.count("model.heads = 3: must be divisible by parallel.tp = 2") == 1
+
+
+def test_what_only_ranks_can_find_is_told_once(work, cluster, submit) -> None:
+    job = submit("data.train=[{path: lost}]")
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    assert (work.folder / f"{job}.log").read_text().count("no such file: lost.bin and lost.idx") == 1

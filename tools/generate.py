@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,7 @@ from megalite.checkpoint import store
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import Config, Parallel
+from megalite.config.schema import Config, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
@@ -55,15 +56,23 @@ def _generate(options: argparse.Namespace) -> None:
     if path is None:
         raise InputError(f"{folder / 'config.yaml'}: data.tokenizer is not set; give --tokenizer")
     tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise InputError(
+            f"{path}: has {tokenizer.vocab_size} tokens, but the model of {folder} knows {config.model.vocab_size}; "
+            "give the tokenizer that it was trained with"
+        )
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt and tokenizer.eod is None:
+        raise InputError(f"{path}: has no end-of-document token to start from; give --prompt")
     decoder = load_decoder(config, checkpoint)
     print(options.prompt, end="", flush=True)
-    _write(decoder, tokenizer, options)
+    _write(decoder, tokenizer, prompt or [tokenizer.eod], options)
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """The run folder and the checkpoint that `path` means: a run's newest, or the one given."""
     if store.NAME.fullmatch(path.name):
-        return path.parent.parent, path
+        return path.resolve().parent.parent, path
     found = store.complete(path / "checkpoints")
     if not found:
         raise InputError(f"{path}: no checkpoint; give a run folder, or one of its checkpoints")
@@ -73,7 +82,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 def load_decoder(config: Config, checkpoint: Path) -> Decoder:
     """The whole model in this process, in float32, from a checkpoint of any layout."""
     start_alone()
-    alone = replace(config, parallel=replace(Parallel(), dp_shard=1), train=replace(config.train, precision="fp32"))
+    alone = replace(config, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     decoder = build_stage(alone, mesh)
@@ -81,12 +90,13 @@ def load_decoder(config: Config, checkpoint: Path) -> Decoder:
     return decoder
 
 
-def _write(decoder: Decoder, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
+def _write(decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> None:
     """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole."""
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
     new: list[int] = []
     shown = ""
-    drawn = sample(decoder, prompt, options.tokens, options.temperature, options.top_k, options.seed)
+    drawn = sample(
+        decoder, prompt, options.tokens, tokenizer.vocab_size, options.temperature, options.top_k, options.seed
+    )
     for token in takewhile(lambda token: token != tokenizer.eod, drawn):
         new.append(token)
         text = tokenizer.decode(new)

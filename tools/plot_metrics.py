@@ -16,6 +16,7 @@ except ImportError:
     pyplot = None  # type: ignore[assignment]
 
 COMMAND = "megalite-plot-metrics"
+CURVES = ("loss", "valid_loss", "grad_norm")
 Curve = list[tuple[int, float]]
 
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         if pyplot is None:
             raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
         out = options.out or options.runs[0] / "loss.png"
-        draw({run.name: read_metrics(run / "metrics.jsonl") for run in options.runs}, out)
+        draw({str(run): read_metrics(run / "metrics.jsonl") for run in options.runs}, out)
     except InputError as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
@@ -38,19 +39,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
-    """Every metric's curve. Where a run was resumed and repeated a step, the later record counts."""
+    """The curves that are drawn. Where a run was resumed and repeated a step, the later record counts."""
     curves: dict[str, dict[int, float]] = {}
     try:
         lines = path.read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give the folder of a run") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not a metrics file: {error}") from None
-    for record in records:
-        for name, value in record.items():
-            if name not in ("step", "time") and value is not None:
-                curves.setdefault(name, {})[record["step"]] = value
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}; give the folder of a run") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            values = {name: float(record[name]) for name in CURVES if record.get(name) is not None}
+            for name, value in values.items():
+                curves.setdefault(name, {})[int(record["step"])] = value
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise InputError(f"{path}: line {number} is no record of a run: {line[:80]}") from None
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 

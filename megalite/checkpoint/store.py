@@ -7,6 +7,8 @@ named `step-XXXXXXXX` is complete. The newest is found by looking.
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
@@ -21,6 +24,7 @@ from megalite.config.schema import Config
 NAME = re.compile(r"step-(\d{8,})")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PROGRESS = "progress.json"
+METADATA = ".metadata"  # DCP's own index, written last
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ def save(folder: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, progr
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(stage, optimizer), checkpoint_id=partial)
+    with _explained(f"{partial}: cannot be written"):
+        dcp.save(_tensors(stage, optimizer), checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / PROGRESS).write_text(json.dumps(asdict(progress), indent=2))
         partial.rename(final)
@@ -55,7 +60,8 @@ def load(path: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, config:
     """
     progress = read_progress(path)
     _refuse_other_model(path, progress, config)
-    dcp.load(_tensors(stage, optimizer), checkpoint_id=path)
+    with _explained(f"{path}: cannot be read"):
+        dcp.load(_tensors(stage, optimizer), checkpoint_id=path)
     for param in stage.parameters():
         optimizer.state[param]["step"].fill_(progress.step)
     return progress
@@ -65,21 +71,30 @@ def load_weights(path: Path, stage: nn.Module, config: Config) -> Progress:
     """Fill the weights alone."""
     progress = read_progress(path)
     _refuse_other_model(path, progress, config)
-    dcp.load(_weights(stage), checkpoint_id=path)
+    with _explained(f"{path}: cannot be read"):
+        dcp.load(_weights(stage), checkpoint_id=path)
     return progress
 
 
 def read_progress(path: Path) -> Progress:
     try:
-        return Progress(**json.loads((path / PROGRESS).read_text()))
+        progress = Progress(**json.loads((path / PROGRESS).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} is not a complete checkpoint: {error}") from None
+    if not (path / METADATA).is_file():
+        raise InputError(f"{path} is not a complete checkpoint: it has no {METADATA}")
+    return progress
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint tells."""
+    return int(path.name.removeprefix("step-"))
 
 
 def retain(folder: Path, keep: int) -> None:
@@ -104,6 +119,16 @@ def _tensors(stage: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def _weights(stage: nn.Module) -> dict[str, Tensor]:
     return {f"model.{name}": param.detach() for name, param in stage.named_parameters()}
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """DCP's exception is not an `Exception`, and buries the cause under the traceback of every rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise InputError(f"{what}: rank {rank}: {cause!r}") from error
 
 
 def _refuse_other_model(path: Path, progress: Progress, config: Config) -> None:

@@ -27,7 +27,7 @@ def learning_rate(schedule: LearningRate, peak: float, steps: int, step: int) ->
             return _between(peak, schedule.floor, (1 - math.cos(math.pi * progress)) / 2)
         case "wsd":  # warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395
             decay = max(1, steps // 10) if schedule.decay is None else schedule.decay
-            return _between(peak, schedule.floor, _progress(step, last - decay, last))
+            return _between(peak, schedule.floor, _progress(step, max(schedule.warmup, last - decay), last))
 
 
 def _progress(step: int, start: int, end: int) -> float:
@@ -36,4 +36,4 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _between(peak: float, floor: float, progress: float) -> float:
-    return peak * (1 - (1 - floor) * progress)
+    return peak * (floor + (1 - floor) * (1 - progress))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
@@ -13,6 +14,7 @@ from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
 from megalite.parallel.pipeline import Activation, Pipeline
 from megalite.parallel.recompute import recompute_in_backward
 from megalite.plan.split import layers_of, split_of
+from megalite.schedule.check import check
 from megalite.schedule.generate import build as build_table
 
 
@@ -34,18 +36,17 @@ class Job:
 
 
 def build(config: Config, mesh: Mesh) -> Job:
-    """Build this rank's stage with its initial weights, its pipelines and its optimizer."""
+    """Build this rank's stage with its initial weights, its pipelines and its optimizer.
+
+    Raises InputError for a schedule that would deadlock or leave work undone.
+    """
     stage = build_stage(config, mesh)
     micro_batches = config.batch.global_ // (config.batch.micro * mesh.layout.dp)
-    schedule = config.parallel.pipeline.schedule
-    return Job(
-        config,
-        mesh,
-        stage,
-        build_pipeline(schedule, micro_batches, config, mesh, stage),
-        build_pipeline("forward", micro_batches, config, mesh, stage),
-        build_optimizer(stage, config.optim),
-    )
+    training = build_pipeline(config.parallel.pipeline.schedule, micro_batches, config, mesh, stage)
+    evaluation = build_pipeline("forward", micro_batches, config, mesh, stage)
+    if problems := check(training.table):
+        raise InputError(f"parallel.pipeline.schedule={training.table.name}: " + "; ".join(problems[:8]))
+    return Job(config, mesh, stage, training, evaluation, build_optimizer(stage, config.optim))
 
 
 def build_stage(config: Config, mesh: Mesh) -> Decoder:
@@ -73,11 +74,6 @@ def build_pipeline(schedule: str, micro_batches: int, config: Config, mesh: Mesh
     """The runner of `schedule` for this rank."""
     model, pp = config.model, mesh.coordinates["pp"]
     shape = (model.sequence_length // mesh.layout.tp, config.batch.micro, model.width)
-    return Pipeline(
-        build_table(schedule, mesh.layout.pp, micro_batches),
-        {pp: stage},
-        pp,
-        mesh.group("pp"),
-        Activation(shape, compute_dtype(config.train.precision), mesh.device),
-        config.parallel.data,
-    )
+    activation = Activation(shape, compute_dtype(config.train.precision), mesh.device)
+    table = build_table(schedule, mesh.layout.pp, micro_batches)
+    return Pipeline(table, {pp: stage}, pp, mesh.group("pp"), activation, config.parallel.data)

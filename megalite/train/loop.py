@@ -1,6 +1,8 @@
 """The training loop: what happens in a run, in order."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,15 +44,15 @@ def train(job: Job, batches: Batches, start: store.Progress, checkpoints: Path, 
             if report is not None:
                 report.record(step, record)
         if _due(step, config.eval.interval, last):
-            _validate(job, batches, step, report)
-            meter.restart()
+            with meter.paused():
+                _validate(job, batches, step, report)
         if _due(step, config.checkpoint.interval, last):
-            progress = store.Progress(step, samples, asdict(config.model))
-            path = store.save(checkpoints, job.stage, job.optimizer, progress)
-            if report is not None:
-                store.retain(checkpoints, config.checkpoint.keep)
-                report.say(f"saved {path}")
-            meter.restart()
+            with meter.paused():
+                progress = store.Progress(step, samples, asdict(config.model))
+                path = store.save(checkpoints, job.stage, job.optimizer, progress)
+                if report is not None:
+                    store.retain(checkpoints, config.checkpoint.keep)
+                    report.say(f"saved {path}")
 
 
 def _due(step: int, interval: int, last: int) -> bool:
@@ -72,11 +74,20 @@ class Meter:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.restart()
+        self._restart()
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         self.losses: list[Tensor] = []
         self.since = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in here is no training: its time does not count."""
+        if self.job.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.job.mesh.device)  # steps still under way are training
+        began = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - began
 
     def add(self, loss: Tensor) -> None:
         self.losses.append(loss)
@@ -89,7 +100,7 @@ class Meter:
         speed = throughput(
             job.config.model, steps * job.tokens_per_step, seconds, job.mesh.layout.world_size, job.mesh.device
         )
-        self.restart()
+        self._restart()
         record = {
             "loss": loss,
             "grad_norm": norm.item(),

@@ -1,5 +1,6 @@
 """What a run reports: one record per report, with the same names on the console, in metrics.jsonl and TensorBoard."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from megalite.plan.size import flops_per_token
 PEAK = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "B200": 2250e12,
     "MI300X": 1307e12,
@@ -37,6 +40,7 @@ def throughput(model: Model, tokens: int, seconds: float, ranks: int, device: to
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak of a device by its marketing name; the longest matching name decides."""
-    matching = [name for name in PEAK if all(word in device for word in name.split())]
+    """Peak of a device by its marketing name; the longest name of which it has every word decides."""
+    words = set(re.split(r"\W+", device))
+    matching = [name for name in PEAK if words.issuperset(name.split())]
     return PEAK[max(matching, key=len)] if matching else None

@@ -1,0 +1,214 @@
+"""`megalite-generate`: text from a run folder."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from toy_jobs import make, one_rank
+
+from megalite.checkpoint import store
+from megalite.config.load import dump
+from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
+from megalite.data.tokenizer import load_tokenizer
+from megalite.model.generate import sample
+from megalite_tools.generate import find_checkpoint, main
+
+# Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
+MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=16, init_std=1.0)
+Generate = Callable[..., tuple[int, str, str]]
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    """A run folder with two checkpoints of different weights."""
+    folder = tmp_path_factory.mktemp("run")
+    config = Config(
+        model=MODEL,
+        parallel=Parallel(pp=1, dp_shard=1),
+        batch=Batch(1, 1),
+        train=Train(precision="fp32"),
+        data=Data(tokenizer=str(tokenizer_file)),
+    )
+    with one_rank():
+        for step in (1, 2):
+            job = make(replace(config, run=replace(config.run, seed=step)))
+            store.save(folder / "checkpoints", job.stage, job.optimizer, store.Progress(step, step, asdict(MODEL)))
+    trained = replace(config, parallel=Parallel(pp=2, tp=2, dp_shard=2), train=Train(precision="bf16", compile=True))
+    (folder / "config.yaml").write_text(dump(trained))
+    return folder
+
+
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+    """Runs the command; its exit code and what it printed to stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        finally:
+            if dist.is_initialized():  # the command leaves that to the end of its process
+                dist.destroy_process_group()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_text_begins_with_the_prompt_and_is_the_same_every_time(generate: Generate, run: Path) -> None:
+    code, text, errors = generate(run, "--prompt", PROMPT, "--tokens", 12)
+    assert (code, errors) == (0, "")
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT) + 1
+    assert text.endswith("\n")
+    assert generate(run, "--prompt", PROMPT, "--tokens", 12)[1] == text
+
+
+def test_seeds_draw_different_texts(generate: Generate, run: Path) -> None:
+    texts = {generate(run, "--prompt", PROMPT, "--temperature", 2, "--top-k", 0, "--seed", n)[1] for n in range(3)}
+    assert len(texts) == 3
+
+
+def test_temperature_0_and_top_1_take_the_likeliest(generate: Generate, run: Path) -> None:
+    greedy = generate(run, "--prompt", PROMPT, "--temperature", 0)[1]
+    for seed in (1, 2):
+        assert generate(run, "--prompt", PROMPT, "--temperature", 3, "--top-k", 1, "--seed", seed)[1] == greedy
+        assert generate(run, "--prompt", PROMPT, "--temperature", 0, "--seed", seed)[1] == greedy
+
+
+def test_a_run_means_its_newest_checkpoint(generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = generate(run, "--prompt", PROMPT)
+    checkpoints = run / "checkpoints"
+    assert generate(checkpoints / "step-00000002", "--prompt", PROMPT) == newest
+    older = generate(checkpoints / "step-00000001", "--prompt", PROMPT)
+    assert older[0] == 0
+    assert older != newest
+    monkeypatch.chdir(checkpoints)
+    assert generate("step-00000001", "--prompt", PROMPT) == older
+
+
+def test_a_prompt_longer_than_the_models_sequence(generate: Generate, run: Path) -> None:
+    code, text, _ = generate(run, "--prompt", PROMPT * 10, "--tokens", 3)
+    assert code == 0
+    assert text.startswith(PROMPT * 10)
+
+
+def test_no_prompt_starts_a_document(generate: Generate, run: Path) -> None:
+    code, _, errors = generate(run, "--tokens", 3)
+    assert (code, errors) == (0, "")
+
+
+def test_the_text_ends_with_its_document(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    ids = tokenizer.encode("fox jumps")
+    drawn = [*ids, tokenizer.eod, *ids]
+    monkeypatch.setattr("megalite_tools.generate.sample", lambda *_: iter(drawn))
+    assert generate(run, "--prompt", "")[1] == "fox jumps\n"
+
+
+def test_a_character_of_several_tokens_appears_whole(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = load_tokenizer(tokenizer_file).encode("a€b")
+    assert len(ids) >= 5  # the euro sign is in pieces of single bytes
+    monkeypatch.setattr("megalite_tools.generate.sample", lambda *_: iter(ids))
+    assert generate(run, "--prompt", "")[1].strip() == "a€b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: no checkpoint"),
+        (["nowhere/checkpoints/step-00000001"], "nowhere/config.yaml"),
+        (["{run}/checkpoints"], "no checkpoint; give a run folder"),
+        (["{run}/checkpoints/step-00000009"], "step-00000009 is not a complete checkpoint"),
+        (["{run}", "--tokenizer", "nowhere.model"], "nowhere.model"),
+        (["{run}", "--tokens", "0"], "--tokens must be at least 1"),
+        (["{run}", "--temperature", "-1"], "--temperature"),
+        (["{run}", "--top-k", "-1"], "--top-k"),
+    ],
+)
+def test_bad_input_exits_with_2(generate: Generate, run: Path, arguments: list[str], message: str) -> None:
+    code, text, errors = generate(*[argument.format(run=run) for argument in arguments])
+    assert code == 2
+    assert text == ""
+    assert errors.startswith("megalite-generate: error: ")
+    assert message in errors
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_refused(generate: Generate, run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("vocab_size: 512", "vocab_size: 256"))
+    code, _, errors = generate(copy)
+    assert code == 2
+    assert "has 320 tokens, but the model" in errors
+
+
+def test_a_run_without_tokenizer_needs_one(generate: Generate, run: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace(f"tokenizer: {tokenizer_file}", "tokenizer: null"))
+    code, _, errors = generate(copy)
+    assert code == 2
+    assert "give --tokenizer" in errors
+    assert generate(copy, "--tokenizer", tokenizer_file)[0] == 0
+
+
+def test_a_tokenizer_without_end_of_document_needs_a_prompt(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    tokenizer.eod = None
+    monkeypatch.setattr("megalite_tools.generate.load_tokenizer", lambda _: tokenizer)
+    code, _, errors = generate(run)
+    assert code == 2
+    assert "give --prompt" in errors
+    assert generate(run, "--prompt", PROMPT)[0] == 0
+
+
+def test_find_checkpoint_passes_over_interrupted_saves(tmp_path: Path) -> None:
+    for name in ("step-00000001", "step-00000002.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert find_checkpoint(tmp_path) == (tmp_path, tmp_path / "checkpoints/step-00000001")
+
+
+class Constant(nn.Module):
+    """Predicts the same distribution whatever came before."""
+
+    def __init__(self, chances: list[float]) -> None:
+        super().__init__()
+        self.model = Model(sequence_length=4)
+        self.logits = torch.tensor(chances).log()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert len(tokens) <= self.model.sequence_length
+        return self.logits.expand(*tokens.shape, -1)
+
+
+CHANCES = [0.1, 0.4, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "temperature", "top_k", "expected"),
+    [
+        (4, 1.0, 0, [0.1, 0.4, 0.2, 0.3]),
+        (4, 1.0, 9, [0.1, 0.4, 0.2, 0.3]),
+        (4, 1.0, 2, [0, 4 / 7, 0, 3 / 7]),
+        (3, 1.0, 0, [1 / 7, 4 / 7, 2 / 7, 0]),
+        (4, 0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        (4, 0.0, 0, [0, 1, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(
+    vocabulary: int, temperature: float, top_k: int, expected: list[float]
+) -> None:
+    drawn = Counter(sample(Constant(CHANCES), [0], 4000, vocabulary, temperature, top_k, seed=0))  # type: ignore[arg-type]
+    assert [drawn[token] / 4000 for token in range(4)] == pytest.approx(expected, abs=0.03)

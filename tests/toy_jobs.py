@@ -1,0 +1,114 @@
+"""Jobs on the ranks of the test suite, and the global tensors they hold, put together from parts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.checkpoint import store
+from megalite.config.layout import Layout
+from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
+from megalite.dist.mesh import Mesh
+from megalite.train.build import Job, build
+from megalite.train.step import mean_loss, train_step
+from megalite.verify import Part, random_batch
+
+CPU = torch.device("cpu")
+MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, sequence_length=8, qkv_bias=True)
+Parts = dict[str, Part]
+
+
+def config_of(layout: Layout, model: Model = MODEL) -> Config:
+    """Two micro-batches a step, one for eight data-parallel ranks; of four stages, the ends have no layer."""
+    pipeline = Pipeline(split=[0, 1, 1, 0] if layout.pp == 4 else None)
+    return Config(
+        model=model,
+        parallel=Parallel(layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, pipeline),
+        batch=Batch(micro=max(1, 4 // layout.dp), global_=8),
+        train=Train(steps=6, precision="fp64"),
+        optim=Optim(lr=0.01),
+        schedule=LearningRate("cosine", warmup=2),
+    )
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """This process as a job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make(config: Config) -> Job:
+    mesh = Mesh.build(config.parallel.layout, CPU)
+    assert mesh is not None, "checkpoints are collective over all ranks, so the layout must take them all"
+    return build(config, mesh)
+
+
+def advance(job: Job, first: int, last: int) -> list[float]:
+    """Take steps `first` to `last` − 1, each on tokens of its own; their losses."""
+    return [mean_loss(job, train_step(job, random_batch(job, step), step)[0]) for step in range(first, last)]
+
+
+def parts(job: Job) -> Parts:
+    """This rank's parts of all weights and moments."""
+    found = {name: Part.of(param) for name, param in job.stage.named_parameters()}
+    for name, param in job.stage.named_parameters():
+        found |= {f"{name} {moment}": Part.of(job.optimizer.state[param][moment]) for moment in store.MOMENTS}
+    return found
+
+
+def save(job: Job, folder: Path, step: int) -> Path:
+    progress = store.Progress(step, step * job.config.batch.global_, asdict(job.config.model))
+    return store.save(folder, job.stage, job.optimizer, progress)
+
+
+def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tuple[list[float], Parts]:
+    """Train from the beginning, save after step `at`, and go on up to `steps`."""
+    job = make(config)
+    losses = advance(job, 0, at)
+    save(job, folder, at)
+    return losses + advance(job, at, steps), parts(job)
+
+
+def load_and_train(config: Config, path: Path, steps: int) -> tuple[store.Progress, Parts, list[float], Parts]:
+    """Load into a job that has other weights and `steps` steps taken; what was loaded, and what comes of it."""
+    job = make(replace(config, run=replace(config.run, seed=99)))
+    progress = store.load(path, job.stage, job.optimizer, config)
+    loaded = parts(job)
+    counts = {job.optimizer.state[param]["step"].item() for param in job.stage.parameters()}
+    assert counts == {progress.step}
+    losses = advance(job, progress.step, steps)
+    return progress, loaded, losses, parts(job)
+
+
+def load_weights(config: Config, path: Path) -> tuple[Parts, bool]:
+    """The weights alone, and whether the optimizer was left untouched."""
+    job = make(replace(config, run=replace(config.run, seed=99)))
+    store.load_weights(path, job.stage, config)
+    return {name: Part.of(param) for name, param in job.stage.named_parameters()}, not job.optimizer.state
+
+
+def empty_parts(found: list[Parts]) -> int:
+    return sum(part.values.numel() == 0 for rank in found for part in rank.values())
+
+
+def assemble(found: list[Parts]) -> dict[str, Tensor]:
+    """Global tensors from the parts of all ranks, which must cover them and agree where they overlap."""
+    whole: dict[str, Tensor] = {}
+    for name in sorted(set().union(*found)):
+        here = [rank[name] for rank in found if name in rank and rank[name].values.numel()]
+        shape = [max(part.box[dim].stop for part in here) for dim in range(here[0].values.ndim)]
+        whole[name] = torch.full(shape, torch.nan, dtype=here[0].values.dtype)
+        for part in here:
+            view = whole[name][part.box]
+            assert torch.equal(torch.where(view.isnan(), part.values, view), part.values), f"{name}: copies differ"
+            view.copy_(part.values)
+        assert not whole[name].isnan().any(), f"{name}: not covered"
+    return whole

@@ -1,0 +1,239 @@
+"""`megalite train` as its users call it."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.config.load import load
+from megalite.data.store import StoreWriter
+
+VOCABULARY = 16
+CONFIG = """
+run: {dir: runs, device: cpu}
+model: {layers: 2, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
+batch: {micro: 2, global: 8}
+train: {steps: 8, precision: fp32, timeout: 60}
+optim: {lr: 0.02}
+schedule: {name: constant}
+data: {train: [{path: data/train}], valid: [{path: data/valid}]}
+"""
+BASE = [
+    "run.name=base",
+    "parallel.pp=2",
+    "parallel.dp_shard=2",
+    "checkpoint.interval=4",
+    "eval.interval=4",
+    "eval.steps=1",
+]
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", *arguments]
+
+
+def train(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(arguments),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def write_store(prefix: Path, count: int, high: int = VOCABULARY) -> None:
+    with StoreWriter(prefix, "<u2") as writer:
+        writer.add(np.arange(count) * 3 % high)
+
+
+def curve(folder: Path, name: str) -> dict[int, float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """The content of every file but logs."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "logs" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, data that repeats itself, and a finished run named base."""
+    place = tmp_path_factory.mktemp("train")
+    write_store(place / "data/train", 2000)
+    write_store(place / "data/valid", 200)
+    (place / "toy.yaml").write_text(CONFIG)
+    done = train(place, *BASE)
+    assert done.returncode == 0, done.stderr
+    assert "done: 8 steps" in done.stdout
+    return place
+
+
+@pytest.fixture
+def interrupted(place: Path, request: pytest.FixtureRequest) -> Path:
+    """A run folder that holds the checkpoint of step 4 of base and nothing else."""
+    folder = place / "runs" / request.node.name
+    shutil.copytree(place / "runs/base/checkpoints/step-00000004", folder / "checkpoints/step-00000004")
+    return folder
+
+
+def test_the_run_folder_has_everything(place: Path) -> None:
+    folder = place / "runs/base"
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "environment.json",
+        "logs",
+        "metrics.jsonl",
+        "tensorboard",
+    }
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank_000{rank}.log" for rank in range(4)]
+    assert all("layers" in path.read_text() for path in (folder / "logs").iterdir())
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+
+
+def test_the_configuration_loads_back(place: Path) -> None:
+    expected = load([str(place / "toy.yaml")], BASE)
+    assert load([str(place / "runs/base/config.yaml")]) == expected
+
+
+def test_the_environment_tells_layout_and_command(place: Path) -> None:
+    environment = json.loads((place / "runs/base/environment.json").read_text())
+    assert environment["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert environment["ranks"] == 4
+    assert environment["command"][-len(BASE) :] == BASE
+    assert environment["versions"]["torch"] == torch.__version__
+
+
+def test_the_loss_starts_at_chance_and_falls(place: Path) -> None:
+    losses, valid = curve(place / "runs/base", "loss"), curve(place / "runs/base", "valid_loss")
+    assert list(losses) == list(range(1, 9))
+    assert list(valid) == [0, 4, 8]
+    assert losses[1] == pytest.approx(math.log(VOCABULARY), rel=0.03)
+    assert losses[8] < 0.8 * losses[1]
+    assert valid[8] < valid[4] < valid[0]
+    perplexity = curve(place / "runs/base", "valid_perplexity")
+    assert perplexity == pytest.approx({step: math.exp(loss) for step, loss in valid.items()}, rel=1e-5)
+
+
+def test_tensorboard_has_the_same_curves(place: Path) -> None:
+    events = EventAccumulator(str(place / "runs/base/tensorboard"))
+    events.Reload()
+    for tag in events.Tags()["scalars"]:
+        drawn = {event.step: event.value for event in events.Scalars(tag)}
+        assert drawn == pytest.approx(curve(place / "runs/base", tag), rel=1e-6), tag
+
+
+def test_a_resumed_run_repeats_every_bit(place: Path, interrupted: Path) -> None:
+    done = train(place, *BASE, f"run.name={interrupted.name}")
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step 4, sample 32" in done.stdout
+    for name in ("loss", "grad_norm", "valid_loss"):
+        expected = {step: value for step, value in curve(place / "runs/base", name).items() if step > 4}
+        assert curve(interrupted, name) == expected
+
+
+def test_a_run_goes_on_from_another_runs_checkpoint_in_another_layout(place: Path) -> None:
+    source = "runs/base/checkpoints/step-00000004"
+    done = train(place, "run.name=branch", "parallel.tp=2", f"checkpoint.resume={source}")
+    assert done.returncode == 0, done.stderr
+    expected = {step: loss for step, loss in curve(place / "runs/base", "loss").items() if step > 4}
+    assert curve(place / "runs/branch", "loss") == pytest.approx(expected, rel=1e-4)
+
+
+def test_never_resuming_does_not_overwrite_a_run(place: Path) -> None:
+    before = tree(place / "runs/base")
+    done = train(place, "run.name=base", "checkpoint.resume=never")
+    assert done.returncode == 2
+    assert "checkpoint.resume = never" in done.stderr
+    assert "step-00000008" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert tree(place / "runs/base") == before
+
+
+def test_going_back_does_not_overwrite_newer_checkpoints(place: Path) -> None:
+    before = tree(place / "runs/base")
+    done = train(place, "run.name=base", "checkpoint.resume=runs/base/checkpoints/step-00000004")
+    assert done.returncode == 2
+    assert "already holds step-00000008" in done.stderr
+    assert tree(place / "runs/base") == before
+
+
+def test_a_token_outside_the_vocabulary_is_told_once(place: Path) -> None:
+    write_store(place / "data/bad", 2000, high=17)
+    done = train(place, "run.name=bad_tokens", "parallel.dp_shard=2", "data.train=[{path: data/bad}]")
+    assert done.returncode == 2
+    assert done.stderr.count("data/bad.bin") == 1
+    assert "token id 16" in done.stderr
+    assert "model.vocab_size = 16" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_configuration_is_answered_at_once_and_in_full(place: Path) -> None:
+    done = train(place, "run.name=bad_config", "model.heads=3", "parallel.pp=5", "batch.global=7", "optim.lr=-1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    for key in ("model.heads", "parallel.pp", "batch.global", "optim.lr"):
+        assert f"\n  {key} = " in done.stderr
+    assert not (place / "runs/bad_config").exists()
+
+
+def test_missing_data_makes_no_run_folder(place: Path) -> None:
+    done = train(place, "run.name=no_data", "data.train=[{path: data/absent}]")
+    assert done.returncode == 2
+    assert "data/absent.bin" in done.stderr
+    assert not (place / "runs/no_data").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
+    arguments = ["run.name=killed", "parallel.pp=2", "train.steps=1000000"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(arguments), cwd=place, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as job:
+        try:
+            wait_for_line(place / "runs/killed/metrics.jsonl", job)
+            ranks = children(job.pid)
+            os.kill(ranks[1], signal.SIGKILL)
+            _, told = job.communicate(timeout=30)
+        finally:
+            job.kill()
+    assert job.returncode == 5
+    assert "rank 1 was killed by SIGKILL" in told
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def wait_for_line(path: Path, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.stat().st_size):
+        assert job.poll() is None, "the job ended too early"
+        assert time.monotonic() < deadline, "the job reported nothing"
+        time.sleep(0.1)
+
+
+def children(pid: int) -> dict[int, int]:
+    """Process id of every rank that `pid` started."""
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    names = {child: Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in found}
+    return {rank: child for child in found for rank in (0, 1) if f"RANK={rank}".encode() in names[child]}
+
+
+def test_bf16_trains_on_a_cpu(place: Path) -> None:
+    done = train(place, "run.name=bf16", "parallel.dp_shard=2", "train.precision=bf16", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    losses = curve(place / "runs/bf16", "loss")
+    assert losses == pytest.approx(dict(list(curve(place / "runs/base", "loss").items())[:2]), rel=0.02)

@@ -1,0 +1,136 @@
+"""What a run reports is the same everywhere: console, metrics.jsonl and TensorBoard."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import megalite
+from megalite.config.load import load
+from megalite.config.schema import Config, Log, Parallel, Run, Source, Train
+from megalite.train.report import FORMATS, Report, write_environment
+
+CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
+RECORDS = {
+    5: {
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "learning_rate": 3e-4,
+        "tokens_per_second": 12345.5,
+        "tflops_per_device": 0.25,
+        "mfu": 0.4375,
+    },
+    10: {"loss": 2.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 1e5, "tflops_per_device": 0.5},
+    15: {"valid_loss": 2.0, "valid_perplexity": 7.389},
+}
+
+
+def write(folder: Path, config: Config, records: dict[int, dict[str, float]], first_step: int = 0) -> None:
+    with Report(folder, config, first_step) as report:
+        for step, values in records.items():
+            report.record(step, values)
+
+
+def lines(folder: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def board(folder: Path) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_metrics_and_tensorboard_agree(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, RECORDS)
+    found = lines(tmp_path)
+    assert {line["step"]: {name: line[name] for name in RECORDS[line["step"]]} for line in found} == RECORDS
+    assert all(line.keys() - {"step", "time"} == RECORDS[line["step"]].keys() for line in found)
+    drawn = board(tmp_path)
+    assert drawn.keys() == FORMATS.keys()
+    for step, record in RECORDS.items():
+        for name, value in record.items():
+            assert drawn[name][step] == pytest.approx(value, rel=1e-6), name  # TensorBoard keeps float32
+
+
+def test_records_tell_when_they_were_made(tmp_path: Path) -> None:
+    before = time.time()
+    write(tmp_path, CONFIG, RECORDS)
+    times = [line["time"] for line in lines(tmp_path)]
+    assert times == sorted(times)
+    assert before <= times[0] <= times[-1] <= time.time()
+
+
+def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, CONFIG, RECORDS)
+    shown = capsys.readouterr().out
+    assert "step  5/20" in shown
+    for words in ("loss 2.5000", "grad norm 0.750", "lr 3.00e-04", "tokens/s 12,346", "TFLOP/s 0.25", "MFU 43.8%"):
+        assert words in shown
+    assert "valid loss 2.0000  perplexity 7.389" in shown
+
+
+def test_the_time_left_counts_from_where_the_run_was_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 140.0, 180.0])
+    with Report(tmp_path, CONFIG, 10) as report:
+        report.began = next(clock)
+        monkeypatch.setattr("megalite.train.report.time.monotonic", lambda: next(clock))
+        for step in (12, 14, 20):
+            report.record(step, {"loss": 1.0})
+    etas = [line.partition("ETA ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert etas == ["0:02:40", "0:02:00", ""]  # 20 s a step, for 8 and 6 steps; at the end, nothing
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say_becomes_null(value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, CONFIG, {1: {"loss": value, "grad_norm": 1.0}})
+    (line,) = lines(tmp_path)
+    assert line["loss"] is None
+    assert line["grad_norm"] == 1.0
+    assert str(value) in capsys.readouterr().out
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, {5: RECORDS[5]})
+    write(tmp_path, CONFIG, {10: RECORDS[10]}, first_step=5)
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10]
+    assert sorted(board(tmp_path)["loss"]) == [5, 10]
+
+
+def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:
+    with Report(tmp_path, CONFIG, 0) as report:
+        report.record(5, RECORDS[5])
+        assert [line["step"] for line in lines(tmp_path)] == [5]
+
+
+def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
+    write(tmp_path, replace(CONFIG, log=Log(tensorboard=False)), RECORDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_config_and_environment_tell_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    config = replace(CONFIG, data=replace(CONFIG.data, train=[Source("a${b}", 2.0)]))
+    write_environment(tmp_path, config, 6, "cpu")
+    assert load([str(tmp_path / "config.yaml")]) == config
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert (found["ranks"], found["device"], found["slurm_job"]) == (6, "cpu", "12")
+    assert found["layout"] == asdict(config.parallel.layout)
+    assert found["command"] == sys.orig_argv
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["megalite"] == megalite.__version__
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_the_commit_is_null_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.train.report.__file__", str(tmp_path / "report.py"))
+    write_environment(tmp_path, CONFIG, 1, "cpu")
+    assert json.loads((tmp_path / "environment.json").read_text())["commit"] is None

@@ -1,0 +1,62 @@
+"""The commands of README.md do what it says."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megalite.config.load import load
+from megalite.config.validate import check
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+
+
+def test_every_make_command_has_a_target() -> None:
+    targets = [shlex.split(line)[1] for line in COMMANDS if line.startswith("make ")]
+    assert targets == ["quickstart", "test"]
+    for target in targets:
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "launch/" in line])
+def test_launched_configurations_are_valid_for_their_cluster(line: str) -> None:
+    words = shlex.split(line)
+    launcher = next(word for word in words if word.startswith("launch/"))
+    assert os.access(ROOT / launcher, os.R_OK)
+    files = [str(ROOT / word) for word in words if word.endswith(".yaml")]
+    ranks = 64 if "--nodes=8" in words else 8
+    assert check(load(files, [word for word in words if "." in word and "=" in word and "/" not in word]), ranks)
+
+
+@pytest.mark.timeout(240)
+def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
+    """In the order of the page; training is cut short."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("argparse", "ast", "asyncio/base_events", "calendar", "codecs", "configparser", "csv", "datetime"):
+        source = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
+        shutil.copy(source, texts / f"{source.stem}.txt")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    tour = [line for line in COMMANDS if line.startswith("megalite")]
+    assert len(tour) == 8
+    outputs = {}
+    for line in tour:
+        words = shlex.split(line)
+        if words[:2] == ["megalite", "train"]:
+            words += ["train.steps=2", "schedule.warmup=1", "eval.steps=1", "log.interval=1"]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        outputs[" ".join(words[:2])] = done.stdout
+    assert "step 2/2" in outputs["megalite train"]
+    assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000
+    assert outputs["megalite-generate runs/small"].startswith("Once")

@@ -77,14 +77,19 @@ class Difference:
 
 
 def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
-    """Train `config` in its layout and on one process; how far they are apart, told to every rank.
+    """Train `config` in its layout, and on one process without micro-batches; how far apart, told to every rank.
 
     Collective over all processes, of which there may be more than the layout needs. tolerance: of weights;
     gradients, which no optimizer has divided by their size yet, must agree 10 times better, losses and
     norms 100 times, initial weights exactly.
     """
     alone = Mesh.build(Layout(), CPU)
-    single = replace(config, parallel=replace(Parallel(), dp_shard=1))
+    single = replace(
+        config,
+        parallel=replace(Parallel(), dp_shard=1),
+        batch=replace(config.batch, micro=config.batch.global_),
+        train=replace(config.train, recompute="none"),
+    )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
     mesh = Mesh.build(config.parallel.layout, CPU)
@@ -176,7 +181,7 @@ def shrink(config: Config) -> Config:
 
 
 def _shrink_model(model: Model, layers: int, tp: int) -> Model:
-    kv_heads = tp if model.kv_heads > 1 else 1
+    kv_heads = min(model.kv_heads, 2 * tp)
     heads = kv_heads * min(model.heads // model.kv_heads, 4)
     return replace(
         model,

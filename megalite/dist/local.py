@@ -33,9 +33,11 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path) -
     are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5.
     """
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
-        ranks = [_spawn(module, arguments, rank, world_size, Path(meeting), logs) for rank in range(world_size)]
+        ranks: list[subprocess.Popen[bytes]] = []
         previous = {number: signal.signal(number, _forward_to(ranks)) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
+            for rank in range(world_size):
+                ranks.append(_spawn(module, arguments, rank, world_size, Path(meeting), logs))
             failed = _wait(ranks)
         finally:
             _stop(ranks)

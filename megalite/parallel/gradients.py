@@ -10,6 +10,7 @@ from megalite.dist.mesh import Mesh
 TIED = "embed.weight"  # held by the first and the last stage when embeddings are tied
 
 
+@torch.no_grad()
 def finish(stage: nn.Module, mesh: Mesh, tied: bool) -> None:
     """Make every gradient of `stage` complete, placed as its parameter.
 
@@ -42,6 +43,7 @@ def _sum_of_ends(grad: Tensor, mesh: Mesh) -> None:
     grad += received
 
 
+@torch.no_grad()
 def global_norm(stage: nn.Module, mesh: Mesh, tied: bool) -> Tensor:
     """L2 norm of all gradients of all stages, the same scalar on every rank and in every layout.
 
@@ -56,6 +58,7 @@ def global_norm(stage: nn.Module, mesh: Mesh, tied: bool) -> Tensor:
     return squares.sqrt()
 
 
+@torch.no_grad()
 def clip(stage: nn.Module, norm: Tensor, limit: float) -> None:
     """Scale the gradients down so that their global `norm` is at most `limit`; no host synchronization."""
     grads = [_local_grad(param) for param in stage.parameters()]

@@ -1,0 +1,54 @@
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import SIZE, Ranks
+
+from megalite.config.layout import AXES, Layout
+from megalite.dist.mesh import Mesh
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=8),
+    Layout(pp=2, dp_replicate=2, tp=2),
+    Layout(pp=2, dp_shard=2, tp=2),
+    Layout(dp_replicate=2, dp_shard=2, tp=2),
+    Layout(pp=4, dp_shard=2),
+    Layout(pp=3, tp=2),
+]
+Seen = tuple[dict[str, int], int, dict[str, list[int]], list[int], list[int], dict[tuple[str, int], int]]
+
+
+def look(layout: Layout) -> Seen | None:
+    mesh = Mesh.build(layout, torch.device("cpu"))
+    if mesh is None:
+        return None
+    groups = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("pp", "dp_replicate", "fsdp", "tp")}
+    data = mesh.data.mesh.flatten().tolist()
+    along = {(axis, position): mesh.along(axis, position) for axis in AXES for position in range(getattr(layout, axis))}
+    return mesh.coordinates, mesh.dp_rank, groups, data, dist.get_process_group_ranks(mesh.world), along
+
+
+def neighbours(layout: Layout, rank: int, *axes: str) -> list[int]:
+    """The ranks that differ from `rank` only along `axes`."""
+    at = layout.coordinates(rank)
+    choices = [range(getattr(layout, axis)) for axis in axes]
+    return [layout.rank(**{**at, **dict(zip(axes, chosen, strict=True))}) for chosen in product(*choices)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_mesh_agrees_with_the_arithmetic_of_the_layout(layout: Layout, ranks: Ranks) -> None:
+    told = ranks.run(look, layout)
+    assert told[layout.world_size :] == [None] * (SIZE - layout.world_size)
+    for rank, (coordinates, dp_rank, groups, data, world, along) in enumerate(told[: layout.world_size]):
+        assert coordinates == layout.coordinates(rank)
+        assert dp_rank == layout.dp_rank(rank)
+        assert world == list(range(layout.world_size))
+        assert groups["pp"] == neighbours(layout, rank, "pp")
+        assert groups["dp_replicate"] == neighbours(layout, rank, "dp_replicate")
+        assert groups["fsdp"] == neighbours(layout, rank, "dp_shard", "cp")
+        assert groups["tp"] == neighbours(layout, rank, "tp")
+        assert data == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp")
+        for (axis, position), other in along.items():
+            assert other == neighbours(layout, rank, axis)[position]

@@ -1,0 +1,191 @@
+import io
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import verify_faults as faults
+from ranks import Ranks
+from rich.console import Console
+
+from megalite import cli
+from megalite.config.load import load
+from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.validate import check, validate
+from megalite.verify import Difference, compare, show, shrink
+
+ROOT = Path(__file__).parents[1]
+PRESETS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
+
+
+def configuration(tied: bool = False, clip_norm: float = 0.0, **degrees: int) -> Config:
+    return Config(
+        model=Model(2, 16, 4, 2, None, 16, 32, 8, tie_embeddings=tied, qk_norm=True),
+        parallel=Parallel(**{"dp_shard": 1, **degrees}),
+        batch=Batch(1, 4),
+        train=Train(steps=3, precision="fp64"),
+        optim=Optim(clip_norm=clip_norm),
+    )
+
+
+SOUND = [
+    TENSOR := configuration(tp=2),
+    SHARDED := configuration(dp_shard=2),
+    REPLICATED := configuration(dp_replicate=2),
+    STAGES := configuration(pp=2),
+    TIED := configuration(pp=2, tied=True),
+    CLIPPED := configuration(pp=2, clip_norm=0.01),
+]
+EVERYTHING = {"loss", "gradient norm", "gradients", "weights after 3 steps"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "differing", "where"),
+    [
+        (faults.reduce_scatter_that_does_not_sum, TENSOR, EVERYTHING, ""),
+        (faults.gather_in_the_wrong_order, TENSOR, EVERYTHING, ""),
+        (faults.tied_gradients_not_summed, TIED, EVERYTHING, "embed.weight"),
+        (faults.partial_gradients_taken_for_whole, TENSOR, EVERYTHING, "norm.weight"),
+        (faults.gradients_averaged, SHARDED, EVERYTHING, ""),
+        (faults.gradients_averaged, REPLICATED, EVERYTHING, ""),
+        (faults.micro_batch_sent_twice, STAGES, EVERYTHING, ""),
+        (faults.last_micro_batch_without_backward, STAGES, EVERYTHING, ""),
+        (faults.replicas_counted_in_the_norm, TENSOR, {"gradient norm"}, ""),
+        (faults.replicas_counted_in_the_norm, REPLICATED, {"gradient norm"}, ""),
+        (faults.seed_that_depends_on_the_rank, STAGES, {*EVERYTHING, "initial weights"}, ""),
+        (
+            faults.rank_that_does_not_clip,
+            CLIPPED,
+            {"loss", "gradient norm", "weights after 3 steps"},
+            "",
+        ),
+        (faults.loss_of_one_rank_not_counted, SHARDED, {"loss"}, ""),
+        (faults.gradient_that_is_not_a_number, STAGES, EVERYTHING, ""),
+    ],
+)
+def test_a_planted_fault_is_found(
+    fault: faults.Fault, config: Config, differing: set[str], where: str, ranks: Ranks
+) -> None:
+    told = ranks.run(faults.compare_with, fault, config)
+    found = {difference.quantity: difference for difference in told[0]}
+    assert {quantity for quantity, difference in found.items() if not difference.passed} == differing
+    assert where in found["gradients"].where
+
+
+def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
+    for config in SOUND:
+        assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+
+
+def test_without_a_number_nothing_passes() -> None:
+    assert not Difference("loss", float("nan"), 1.0, "step 0").passed
+    assert Difference("loss", 0.0, 0.0, "step 0").passed
+
+
+def test_the_table_tells_quantity_difference_and_place() -> None:
+    rows = [Difference("loss", 3e-16, 1e-12, "step 2"), Difference("gradients", 2.5, 1e-11, "embed.weight")]
+    console = Console(file=io.StringIO(), width=100)
+    show(configuration(pp=2, tp=2), rows, console)
+    lines = console.file.getvalue().splitlines()
+    assert "pp 2 · tp 2 against one process, float64" in lines[0]
+    loss, gradients = (next(line.split() for line in lines if quantity in line) for quantity in ("loss", "gradients"))
+    assert ("3.0e-16" in loss, "1e-12" in loss, "ok" in loss, "2" in loss) == (True, True, True, True)
+    assert ("2.5e+00" in gradients, "differs" in gradients, "embed.weight" in gradients) == (True, True, True)
+
+
+def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megalite.cli", "verify", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_command_compares_the_layout() -> None:
+    done = verify("configs/model/tiny_gqa.yaml", "parallel.pp=2", "parallel.tp=2", "batch.global=2")
+    assert done.returncode == 0, done.stderr
+    assert "pp 2 · tp 2 against one process, float64" in done.stdout
+    assert (done.stdout.count(" ok "), done.stdout.count("differs")) == (5, 0)
+
+
+def test_the_command_fails_above_the_tolerance() -> None:
+    done = verify("configs/model/tiny.yaml", "parallel.tp=2", "batch.global=1", "--steps=1", "--tolerance=0")
+    assert done.returncode == 1
+    assert "differs" in done.stdout
+    assert done.stdout.count("differs") > 1
+    assert done.stderr == ""
+
+
+def test_bad_configurations_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["verify", str(ROOT / "configs/model/tiny_gqa.yaml"), "parallel.tp=4", "parallel.pp=9"]
+    assert cli.main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "model.kv_heads = 2: must be divisible by parallel.tp = 4" in shown.err
+    assert "parallel.pp = 9: must be at most model.layers = 4" in shown.err
+
+
+LAYOUTS = [
+    {"dp_shard": 1},
+    {"pp": 2, "dp_shard": 2, "tp": 2},
+    {"pp": 4, "dp_replicate": 2, "dp_shard": 1},
+    {"dp_replicate": 2, "dp_shard": 4},
+    {"pp": 2, "dp_shard": 1, "tp": 4},
+]
+
+
+def configured(preset: Path, degrees: dict[str, int], overrides: Sequence[str] = ()) -> Config:
+    config = load([str(preset)], [*(f"parallel.{axis}={degree}" for axis, degree in degrees.items()), *overrides])
+    if config.model.kv_heads % config.parallel.tp:
+        pytest.skip("the preset has too few key-value heads for this layout")
+    return check(config)
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS, ids=lambda degrees: " ".join(f"{k}{v}" for k, v in degrees.items()))
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degrees: dict[str, int]) -> None:
+    whole = configured(preset, degrees, ["batch.global=64", "batch.micro=4"])
+    small = shrink(whole)
+    assert validate(small, whole.parallel.layout.world_size) == []
+    assert small.parallel == whole.parallel
+    assert small.train.precision == "fp64"
+    assert small.model.layers * small.model.width <= 4096
+    kind = ("tie_embeddings", "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps")
+    assert [getattr(small.model, key) for key in kind] == [getattr(whole.model, key) for key in kind]
+    assert (small.model.heads > small.model.kv_heads) == (whole.model.heads > whole.model.kv_heads)
+    tp = whole.parallel.tp
+    assert (small.model.kv_heads > tp) == (whole.model.kv_heads > tp)
+    wide = small.model.head_size * small.model.heads != small.model.width
+    assert wide == (whole.model.head_width is not None)
+    assert micro_batches(small) == min(micro_batches(whole), 2 * whole.parallel.pp + 1)
+
+
+def micro_batches(config: Config) -> int:
+    return config.batch.global_ // (config.batch.micro * config.parallel.layout.dp)
+
+
+@pytest.mark.parametrize(
+    ("layers", "split", "kept"),
+    [(7, [0, 5, 1, 1], [0, 2, 1, 1]), (5, [1, 2, 1, 1], [1, 2, 1, 1]), (80, [20, 21, 20, 19], [2, 2, 2, 2])],
+)
+def test_an_explicit_split_keeps_its_short_stages(layers: int, split: list[int], kept: list[int]) -> None:
+    config = configuration(pp=4)
+    config = replace(
+        config,
+        model=replace(config.model, layers=layers),
+        parallel=replace(config.parallel, pipeline=Pipeline(split=split)),
+    )
+    small = shrink(config)
+    assert small.parallel.pipeline.split == kept
+    assert small.model.layers == sum(kept)
+    assert validate(small) == []
+
+
+def test_layers_that_do_not_divide_evenly_stay_uneven() -> None:
+    config = configuration(pp=2)
+    small = shrink(replace(config, model=replace(config.model, layers=33)))
+    assert small.model.layers % 2 == 1
+
+
+def test_few_micro_batches_stay_few() -> None:
+    config = replace(configuration(pp=4), batch=Batch(4, 8))
+    assert micro_batches(shrink(config)) == 2

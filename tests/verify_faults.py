@@ -1,0 +1,136 @@
+"""Faults planted in the parallel code, to see that `megalite verify` finds them.
+
+Each is a context in which one function is replaced. The single process that a layout is compared with is
+global rank 0 in a mesh of one rank; so a fault touches only larger groups, or only rank 1.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from megalite.config.schema import Config
+from megalite.dist import collectives
+from megalite.model import decoder
+from megalite.parallel import gradients
+from megalite.parallel.pipeline import Pipeline
+from megalite.schedule.actions import Kind
+from megalite.train import build, step
+from megalite.verify import Difference, compare
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+def reduce_scatter_that_does_not_sum() -> AbstractContextManager[Any]:
+    def own_slice(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return x.chunk(group.size())[group.rank()].clone()
+
+    return patch.object(collectives, "_reduce_scatter", own_slice)
+
+
+def gather_in_the_wrong_order() -> AbstractContextManager[Any]:
+    correct = collectives._gather
+
+    def reversed_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return torch.cat(correct(x, group).chunk(group.size())[::-1])
+
+    return patch.object(collectives, "_gather", reversed_parts)
+
+
+def tied_gradients_not_summed() -> AbstractContextManager[Any]:
+    return patch.object(gradients, "_sum_of_ends", lambda grad, mesh: None)
+
+
+def partial_gradients_taken_for_whole() -> AbstractContextManager[Any]:
+    return patch.object(decoder, "whole", lambda param: param.to_local())
+
+
+def gradients_averaged() -> AbstractContextManager[Any]:
+    return patch.multiple(
+        FSDPModule,
+        set_gradient_divide_factor=lambda module, factor: None,
+        set_force_sum_reduction_for_comms=lambda module, enable: None,
+    )
+
+
+def micro_batch_sent_twice() -> AbstractContextManager[Any]:
+    """Micro-batch 1 carries the activations of micro-batch 0."""
+    correct, kept = Pipeline._forward, {}
+
+    def forward(pipeline: Pipeline, action: Any, tokens: Any, targets: Any, scale: float, flight: Any) -> Any:
+        result = correct(pipeline, action, tokens, targets, scale, flight)
+        if action.stage == 0 and action.send in flight.outbox:
+            kept[action.micro] = flight.outbox[action.send]
+            flight.outbox[action.send] = kept[0]
+        return result
+
+    return patch.object(Pipeline, "_forward", forward)
+
+
+def last_micro_batch_without_backward() -> AbstractContextManager[Any]:
+    correct = Pipeline._backward
+
+    def backward(pipeline: Pipeline, action: Any, flight: Any) -> None:
+        if action.micro == pipeline.table.micro_batches - 1 and action.stage == pipeline.table.stages - 1 > 0:
+            forward = replace(action, kind=Kind.F)
+            flight.outbox[action.send] = torch.zeros_like(flight.inputs.pop(forward))
+            flight.outputs.pop(forward)
+        else:
+            correct(pipeline, action, flight)
+
+    return patch.object(Pipeline, "_backward", backward)
+
+
+def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
+    return patch.object(gradients, "_counts", lambda param: True)
+
+
+def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:
+    correct = build.initialize
+
+    def initialize(stage: Any, model: Any, seed: int) -> None:
+        correct(stage, model, seed + (dist.get_rank() == 1))
+
+    return patch.object(build, "initialize", initialize)
+
+
+def rank_that_does_not_clip() -> AbstractContextManager[Any]:
+    correct = step.clip
+
+    def clip(stage: Any, norm: Tensor, limit: float) -> None:
+        if dist.get_rank() != 1:
+            correct(stage, norm, limit)
+
+    return patch.object(step, "clip", clip)
+
+
+def loss_of_one_rank_not_counted() -> AbstractContextManager[Any]:
+    correct = Pipeline.run
+
+    def run(pipeline: Pipeline, tokens: Any, targets: Any, scale: float) -> Tensor:
+        return correct(pipeline, tokens, targets, scale) * (dist.get_rank() != 1)
+
+    return patch.object(Pipeline, "run", run)
+
+
+def gradient_that_is_not_a_number() -> AbstractContextManager[Any]:
+    correct = gradients.finish
+
+    def finish(stage: Any, mesh: Any, tied: bool) -> None:
+        correct(stage, mesh, tied)
+        if dist.get_rank() == 1:
+            next(stage.parameters()).grad.to_local().fill_(torch.nan)
+
+    return patch.object(step, "finish", finish)
+
+
+def compare_with(fault: Fault, config: Config) -> list[Difference]:
+    """What `verify` says of `config` while `fault` is planted on every rank."""
+    with fault():
+        return compare(config, 3, 1e-10)

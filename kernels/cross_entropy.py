@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite_kernels.collectives import all_gather_single
 
-ROWS = 1024  # rows handled at a time, so that temporaries stay small beside the logits
+ROWS = 128  # rows handled at a time: temporaries stay in cache, and small beside the logits
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -51,9 +51,11 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError("cross_entropy: its backward has run and overwrote the logits; run forward again")
         ctx.logits = None
         for rows in _blocks(len(logits)):
-            part = torch.exp(logits[rows].to(lse.dtype) - lse[rows, None])
-            part.scatter_add_(1, local[rows, None], -owned[rows, None].to(part.dtype))
-            logits[rows] = part.mul_(grad)
+            block = logits[rows]
+            part = block.to(lse.dtype).sub_(lse[rows, None]).exp_()  # in place where logits are as wide
+            part.scatter_add_(1, local[rows, None], -owned[rows, None].to(part.dtype)).mul_(grad)
+            if part is not block:
+                block.copy_(part)
         return logits.detach(), None, None
 
 

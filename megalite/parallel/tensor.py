@@ -6,12 +6,15 @@ and checkpoints. `forward` computes on the rank's own part, a plain tensor.
     t  tensor-parallel size
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megalite.dist.collectives import reduce_scatter
 
@@ -31,13 +34,36 @@ def whole(param: Tensor) -> Tensor:
     Every rank then has a gradient of its own; declared partial, they are summed when gradients are finished.
     """
     assert isinstance(param, DTensor)
-    return param.to_local(grad_placements=[Partial()])
+    return _local(param, Partial() if param.device_mesh.size() > 1 else param.placements[0])
 
 
 def part(param: Tensor | None) -> Tensor:
     """This rank's part of a sharded parameter as a plain tensor."""
     assert isinstance(param, DTensor)
-    return param.to_local()
+    return _local(param, param.placements[0])
+
+
+def _local(param: DTensor, placement: Placement) -> Tensor:
+    """The local tensor of `param`, whose gradient is a DTensor of `placement`."""
+    if torch.compiler.is_compiling():  # it cannot trace _Local, and pays for the checks of to_local only once
+        return param.to_local(grad_placements=[placement])
+    return _Local.apply(param, placement)
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` without its checks in backward, which on the host cost more than a small matrix product."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, placement: Placement) -> Tensor:
+        spec = param._spec
+        same = placement == spec.placements[0]
+        ctx.spec = spec if same else DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+        local = param.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False), None
 
 
 class ColumnLinear(nn.Module):

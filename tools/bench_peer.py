@@ -1,0 +1,97 @@
+"""Hugging Face transformers' Llama, trained from our initial weights: what `megalite-bench-step` compares with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megalite.config.schema import Model, Optim
+from megalite.train.build import Job
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError:  # optional: pip install megalite[hf]
+    LlamaForCausalLM = None  # type: ignore[assignment,misc]
+
+Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], number) → mean loss, gradient norm
+NAMES = {  # of our modules, in transformers
+    "embed": "model.embed_tokens",
+    "layers": "model.layers",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
+}
+
+
+def build_peer(job: Job, adamw: dict[str, Any]) -> Step:
+    """The same training step in transformers; `adamw`: further arguments of `torch.optim.AdamW`."""
+    optim = job.config.optim
+    model = _model(job)
+    optimizer = _optimizer(model, optim, adamw)
+
+    def step(batch: Tensor, number: int) -> tuple[float, float]:
+        total = 0.0
+        for micro in batch:
+            tokens, targets = micro[:, :-1].contiguous(), micro[:, 1:].contiguous()
+            loss = model(tokens, labels=targets, shift_labels=targets).loss / len(batch)
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm.item()
+
+    return step
+
+
+def _model(job: Job) -> LlamaForCausalLM:
+    """With the memory of our initial weights for its own, so that nothing of them is held twice."""
+    model = LlamaForCausalLM(_config(job.config.model))
+    model.set_attn_implementation("sdpa")
+    weights = {_name(name): _plain(param) for name, param in job.stage.named_parameters()}
+    if job.config.model.tie_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model.train()
+
+
+def _optimizer(model: nn.Module, optim: Optim, adamw: dict[str, Any]) -> torch.optim.Optimizer:
+    """In the same two groups as ours."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if param.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, **adamw)
+
+
+def _config(model: Model) -> LlamaConfig:
+    return LlamaConfig(
+        num_hidden_layers=model.layers,
+        hidden_size=model.width,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_size,
+        intermediate_size=model.ffn,
+        vocab_size=model.vocab_size,
+        max_position_embeddings=model.sequence_length,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_embeddings,
+        use_cache=False,
+    )
+
+
+def _name(name: str) -> str:
+    """`layers.0.attention.q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
+    name = name.replace("head.norm.", "model.norm.").replace("head.output.", "lm_head.")
+    return ".".join(NAMES.get(part, part) for part in name.split("."))
+
+
+def _plain(param: Tensor) -> Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local().detach()

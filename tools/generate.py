@@ -20,6 +20,7 @@ from megalite.dist.start import start_alone
 from megalite.model.decoder import Decoder
 from megalite.model.generate import sample
 from megalite.train.build import build_stage
+from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-generate"
 
@@ -27,12 +28,7 @@ COMMAND = "megalite-generate"
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: done; 2: bad input."""
     options = _parser().parse_args(argv)
-    try:
-        _generate(options)
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(COMMAND, lambda: _generate(options))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,9 +7,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megalite.config.errors import InputError
 from megalite.data.store import TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-inspect-data"
 SHOWN_TOKENS = 64  # of each sample document
@@ -18,12 +18,7 @@ SHOWN_TOKENS = 64  # of each sample document
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: sound as far as checked; 2: damaged or unusable."""
     options = _parser().parse_args(argv)
-    try:
-        _inspect(options)
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(COMMAND, lambda: _inspect(options))
 
 
 def _parser() -> argparse.ArgumentParser:

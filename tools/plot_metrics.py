@@ -3,9 +3,11 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.errors import InputError
+from megalite_tools.entry import exit_code
 
 try:
     import matplotlib
@@ -26,16 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF to write (default: RUN/loss.png of the first run)")
     options = parser.parse_args(argv)
-    try:
-        if pyplot is None:
-            raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
-        out = options.out or options.runs[0] / "loss.png"
-        draw({str(run): read_metrics(run / "metrics.jsonl") for run in options.runs}, out)
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(COMMAND, lambda: _plot(options.runs, options.out or options.runs[0] / "loss.png"))
+
+
+def _plot(runs: Sequence[Path], out: Path) -> None:
+    if pyplot is None:
+        raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
+    draw({str(run): read_metrics(run / "metrics.jsonl") for run in runs}, out)
     print(out)
-    return 0
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:

@@ -16,6 +16,7 @@ from megalite.data.store import StoreWriter, token_dtype
 from megalite.data.tokenizer import load_tokenizer
 from megalite_tools.documents import Skipped, find_files, read_texts
 from megalite_tools.encode import Encoding, encode_texts
+from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-prepare-data"
 
@@ -23,16 +24,8 @@ COMMAND = "megalite-prepare-data"
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: written; 2: bad input; 130: interrupted. Unless it is 0, nothing is left behind."""
     options = _parser().parse_args(argv)
-    try:
-        with _terminated_as_interrupted():
-            _prepare(options)
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{COMMAND}: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    with _terminated_as_interrupted():
+        return exit_code(COMMAND, lambda: _prepare(options))
 
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:

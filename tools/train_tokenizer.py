@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megalite.config.errors import InputError
 from megalite_tools.documents import Skipped, find_files, read_texts
+from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
@@ -25,15 +26,7 @@ THREADS = 16  # fixed: the order of summation, and so the model, may depend on i
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: written; 2: bad input; 130: interrupted. Unless it is 0, nothing is written."""
     options = _parser().parse_args(argv)
-    try:
-        _train(options)
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{COMMAND}: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(COMMAND, lambda: _train(options))
 
 
 def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) -> bytes:

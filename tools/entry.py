@@ -1,0 +1,19 @@
+"""What the programs have in common: how they end."""
+
+import sys
+from collections.abc import Callable
+
+from megalite.config.errors import InputError
+
+
+def exit_code(command: str, work: Callable[[], None]) -> int:
+    """Do `work` and return the exit code, 0; 2: bad input, told on stderr; 130: interrupted, nothing written."""
+    try:
+        work()
+    except InputError as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0

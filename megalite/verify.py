@@ -201,7 +201,7 @@ def show(config: Config, differences: Iterable[Difference], console: Console) ->
     table = Table(title=f"{config.parallel.layout} against one process, float64", title_justify="left")
     for column, justify in (("quantity", "left"), ("difference", "right"), ("tolerance", "right"), ("", "left")):
         table.add_column(column, justify="right" if justify == "right" else "left")
-    table.add_column("largest in")
+    table.add_column("largest in", overflow="fold")
     for row in differences:
         verdict = "[green]ok[/]" if row.passed else "[red]differs[/]"
         table.add_row(row.quantity, f"{row.value:.1e}", f"{row.tolerance:.0e}", verdict, row.where)

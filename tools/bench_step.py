@@ -35,6 +35,7 @@ from megalite.config.load import is_override, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.dist.mesh import Mesh
+from megalite.dist.start import start_alone
 from megalite.train.build import Job, build
 from megalite.train.step import mean_loss, train_step
 from megalite_tools.bench_peer import LlamaForCausalLM, Step, build_peer
@@ -165,7 +166,7 @@ def _compare(ours: Variant, peers: Iterable[Variant]) -> None:
 def _serve(name: str, config: Config, pipe: Connection) -> None:
     """Take the steps that the parent asks for; at the end tell the peak memory."""
     imported = _peak_bytes()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    start_alone()
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     job = build(config, mesh)

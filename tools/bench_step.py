@@ -124,12 +124,13 @@ def _measure(config: Config, steps: int) -> list[Variant]:
     context = get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
-    for variant in variants:
-        pipes[variant.name], remote = context.Pipe()
-        processes.append(context.Process(target=_serve, args=(variant.name, config, remote)))
-        processes[-1].start()
-        remote.close()
     try:
+        for variant in variants:
+            pipes[variant.name], remote = context.Pipe()
+            processes.append(context.Process(target=_serve, args=(variant.name, config, remote)))
+            processes[-1].start()
+            remote.close()
+            pipes[variant.name].recv()  # ready: never two at work at once
         for step in range(COMPARED + steps):
             for variant in variants if step % 2 else variants[::-1]:
                 _take_step(variant, step, pipes[variant.name])
@@ -164,7 +165,7 @@ def _compare(ours: Variant, peers: Iterable[Variant]) -> None:
 
 
 def _serve(name: str, config: Config, pipe: Connection) -> None:
-    """Take the steps that the parent asks for; at the end tell the peak memory."""
+    """Say when ready, take the steps that the parent asks for, and at the end tell the peak memory."""
     imported = _peak_bytes()
     start_alone()
     mesh = Mesh.build(Layout(), torch.device("cpu"))
@@ -172,6 +173,7 @@ def _serve(name: str, config: Config, pipe: Connection) -> None:
     job = build(config, mesh)
     step = _ours(job) if name == OURS else build_peer(job, PEERS[name])
     del job
+    pipe.send(None)
     while (number := pipe.recv()) is not None:
         batch = _batch(config, number)
         start = time.perf_counter()

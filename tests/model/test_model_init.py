@@ -161,8 +161,11 @@ def test_neighbours_are_uncorrelated(shift: tuple[int, int]) -> None:
     assert abs(products.mean()) < 6 / math.sqrt(products.numel())
 
 
-def test_empty_part() -> None:
-    fill_normal(torch.empty(0, 7), (5, 7), (5, 0), 0.02, NAME)
+@pytest.mark.parametrize(("shape", "offset"), [((0, 7), (5, 0)), ((5, 0), (0, 7))])
+def test_empty_part(shape: tuple[int, int], offset: tuple[int, int]) -> None:
+    part = torch.empty(shape)
+    fill_normal(part, (5, 7), offset, 0.02, NAME)
+    assert part.shape == shape
 
 
 def test_standard_deviation_of_residual_projections() -> None:

@@ -18,6 +18,7 @@ from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
 from megalite.config.validate import check
+from megalite.plan.pipeline import micro_batches, table_of
 from megalite.plan.size import (
     Attention,
     Parameters,
@@ -31,7 +32,6 @@ from megalite.plan.size import (
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
-from megalite.schedule.generate import build
 from megalite.schedule.simulate import simulate
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
@@ -69,8 +69,7 @@ def _show_schedule(config: Config, path: str) -> int:
         raise InputError(f"--schedule {path}: {rule}")
     if path.endswith(SUFFIXES) and Path(path).exists():  # it may be a CONFIG that the option has taken for its file
         raise InputError(f"--schedule {path}: there is such a file already; CONFIG goes before --schedule")
-    batch, layout = config.batch, config.parallel.layout
-    table = build(config.parallel.pipeline.schedule, layout.pp, batch.global_ // (batch.micro * layout.dp))
+    table = table_of(config)
     timeline = simulate(table)
     console = _console()
     _print(console, [(title(table, timeline), draw_text(timeline, console.width))])
@@ -135,15 +134,16 @@ def _parameter_table(model: Model) -> Table:
 
 
 def _stage_table(config: Config) -> Table:
-    model, layout, split = config.model, config.parallel.layout, split_of(config)
+    model, layout, split, placement = config.model, config.parallel.layout, split_of(config), table_of(config).placement
     costs = [count * layer_forward_flops(model) for count in split]
     costs[-1] += head_forward_flops(model)
     table = _table("stage", "ranks", "layers", "also", "parameters", "relative cost", text=("ranks", "layers", "also"))
     sizes = stage_parameters(model, split)
     per_stage = layout.world_size // layout.pp
     for stage, layers in enumerate(layers_of(split)):
-        ranks = range(stage * per_stage, (stage + 1) * per_stage)
-        also = ["embedding"] * (stage == 0) + ["final norm, head"] * (stage == layout.pp - 1)
+        first = placement[stage] * per_stage
+        ranks = range(first, first + per_stage)
+        also = ["embedding"] * (stage == 0) + ["final norm, head"] * (stage == len(split) - 1)
         cost = f"{costs[stage] / max(costs):.2f}"
         table.add_row(str(stage), _span(ranks), _span(layers), ", ".join(also), f"{sizes[stage].total:,}", cost)
     return table
@@ -162,7 +162,7 @@ def _batch(config: Config) -> str:
     tokens = batch.global_ * length
     return (
         f"{batch.global_} sequences of {length:,} tokens make {tokens:,} tokens a step, as "
-        f"{batch.global_ // (batch.micro * dp)} micro-batches of {batch.micro} on {dp} data-parallel ranks.\n"
+        f"{micro_batches(config)} micro-batches of {batch.micro} on {dp} data-parallel ranks.\n"
         f"{config.train.steps:,} steps see {config.train.steps * tokens:,} tokens."
     )
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
-from megalite.config.schema import Config, Model, Parallel
+from megalite.config.schema import SCHEDULES, Config, Model, Parallel
 from megalite.config.validate import check
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
@@ -48,7 +48,7 @@ class Part:
         return Part(box, tensor.to_local().detach().clone())
 
 
-Parts = dict[str, Part]
+Parts = list[tuple[str, Part]]  # by global name; a rank may have two copies of a tied embedding
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
-    mesh = Mesh.build(config.parallel.layout, CPU)
+    mesh = Mesh.build(config.parallel.layout, CPU, config.parallel.data.sharded)
     found = None
     if mesh is not None and told[0] is not None:
         found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
@@ -107,7 +107,7 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     job = build(config, mesh)
     initial = _parameters(job)
     gradients(job, random_batch(job, 0))
-    first = {name: Part.of(param.grad) for name, param in job.stage.named_parameters()}
+    first = [(name, Part.of(param.grad)) for name, param in job.named_parameters()]
     job.optimizer.zero_grad()
     results = [train_step(job, random_batch(job, step), step) for step in range(steps)]
     losses = [mean_loss(job, loss) for loss, _ in results]
@@ -120,20 +120,22 @@ def random_batch(job: Job, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     everything = torch.randint(model.vocab_size, (batch.global_, model.sequence_length + 1), generator=generator)
     mine = everything.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
-    return mine.unflatten(0, (-1, batch.micro))
+    return mine.unflatten(0, (-1, batch.micro_size))
 
 
 def _parameters(job: Job) -> Parts:
-    return {name: Part.of(param) for name, param in job.stage.named_parameters()}
+    return [(name, Part.of(param)) for name, param in job.named_parameters()]
 
 
 def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:
     def numbers(quantity: str, expected: list[float], got: list[float]) -> Difference:
-        each = [abs(a - b) / abs(a) for a, b in zip(expected, got, strict=True)]
-        return _largest(quantity, {f"step {step}": value for step, value in enumerate(each)}, tolerance / 100, mesh)
+        apart = [abs(a - b) / abs(a) for a, b in zip(expected, got, strict=True)]
+        each = [(f"step {step}", value) for step, value in enumerate(apart)]
+        return _largest(quantity, each, tolerance / 100, mesh)
 
     def tensors(quantity: str, expected: Parts, got: Parts, limit: float) -> Difference:
-        each = {name: _distance(expected[name].values, part) for name, part in got.items()}
+        wholes = dict(expected)
+        each = [(name, _distance(wholes[name].values, part)) for name, part in got]
         return _largest(quantity, each, limit, mesh)
 
     return [
@@ -152,12 +154,15 @@ def _distance(expected: Tensor, part: Part) -> float:
     return apart / largest if largest else apart
 
 
-def _largest(quantity: str, each: dict[str, float], limit: float, mesh: Mesh) -> Difference:
+def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: Mesh) -> Difference:
     """The worst over all ranks of the mesh; nan is worse than any number."""
-    where = max(each, key=lambda name: (each[name] != each[name], each[name]))
-    found: list[tuple[float, str]] = [(0.0, "")] * mesh.layout.world_size
-    dist.all_gather_object(found, (each[where], where), group=mesh.world)
-    value, where = max(found, key=lambda entry: (entry[0] != entry[0], entry[0]))
+
+    def badness(entry: tuple[str, float]) -> tuple[bool, float]:
+        return entry[1] != entry[1], entry[1]
+
+    found = [("", 0.0)] * mesh.layout.world_size
+    dist.all_gather_object(found, max(each, key=badness), group=mesh.world)
+    where, value = max(found, key=badness)
     return Difference(quantity, value, limit, where)
 
 
@@ -167,10 +172,13 @@ def shrink(config: Config) -> Config:
     split = parallel.pipeline.split
     if split is not None:
         split = [min(layers, 2) for layers in split]
-    layers = sum(split) if split is not None else min(config.model.layers, 2 * parallel.pp + 1)
-    micro = min(batch.micro, 2)
+    stages = parallel.pp * parallel.pipeline.stages_per_rank
+    layers = sum(split) if split is not None else min(config.model.layers, 2 * stages + 1)
+    micro = min(batch.micro_size, 2)
     dp = parallel.layout.dp
-    micro_batches = min(batch.global_ // (batch.micro * dp), 2 * parallel.pp + 1)
+    micro_batches = batch.global_ // (batch.micro_size * dp)
+    if parallel.pipeline.schedule in SCHEDULES:  # a schedule file is for one number of them
+        micro_batches = min(micro_batches, 2 * parallel.pp + 1)
     return replace(
         config,
         model=_shrink_model(config.model, layers, parallel.tp),

@@ -58,15 +58,15 @@ def advance(job: Job, first: int, last: int) -> list[float]:
 
 def parts(job: Job) -> Parts:
     """This rank's parts of all weights and moments."""
-    found = {name: Part.of(param) for name, param in job.stage.named_parameters()}
-    for name, param in job.stage.named_parameters():
+    found = {name: Part.of(param) for name, param in job.named_parameters()}
+    for name, param in job.named_parameters():
         found |= {f"{name} {moment}": Part.of(job.optimizer.state[param][moment]) for moment in store.MOMENTS}
     return found
 
 
 def save(job: Job, folder: Path, step: int) -> Path:
     progress = store.Progress(step, step * job.config.batch.global_, asdict(job.config.model))
-    return store.save(folder, job.stage, job.optimizer, progress)
+    return store.save(folder, job.stages, job.optimizer, progress)
 
 
 def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tuple[list[float], Parts]:
@@ -80,9 +80,9 @@ def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tup
 def load_and_train(config: Config, path: Path, steps: int) -> tuple[store.Progress, Parts, list[float], Parts]:
     """Load into a job that has other weights and `steps` steps taken; what was loaded, and what comes of it."""
     job = make(replace(config, run=replace(config.run, seed=99)))
-    progress = store.load(path, job.stage, job.optimizer, config)
+    progress = store.load(path, job.stages, job.optimizer, config)
     loaded = parts(job)
-    counts = {job.optimizer.state[param]["step"].item() for param in job.stage.parameters()}
+    counts = {job.optimizer.state[param]["step"].item() for _, param in job.named_parameters()}
     assert counts == {progress.step}
     losses = advance(job, progress.step, steps)
     return progress, loaded, losses, parts(job)
@@ -91,8 +91,8 @@ def load_and_train(config: Config, path: Path, steps: int) -> tuple[store.Progre
 def load_weights(config: Config, path: Path) -> tuple[Parts, bool]:
     """The weights alone, and whether the optimizer was left untouched."""
     job = make(replace(config, run=replace(config.run, seed=99)))
-    store.load_weights(path, job.stage, config)
-    return {name: Part.of(param) for name, param in job.stage.named_parameters()}, not job.optimizer.state
+    store.load_weights(path, job.stages, config)
+    return {name: Part.of(param) for name, param in job.named_parameters()}, not job.optimizer.state
 
 
 def empty_parts(found: list[Parts]) -> int:

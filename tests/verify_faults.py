@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from megalite.config.schema import Config
 from megalite.dist import collectives
 from megalite.model import decoder
-from megalite.parallel import gradients
+from megalite.parallel import gradients, linear
 from megalite.parallel.pipeline import Pipeline
 from megalite.schedule.actions import Kind
 from megalite.train import build, step
@@ -28,23 +28,23 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 
 def reduce_scatter_that_does_not_sum() -> AbstractContextManager[Any]:
-    def own_slice(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return x.chunk(group.size())[group.rank()].clone()
+    def own_slice(x: Tensor, group: dist.ProcessGroup) -> collectives.Pending:
+        return collectives.Pending(x.chunk(group.size())[group.rank()].clone(), None)
 
-    return patch.object(collectives, "_reduce_scatter", own_slice)
+    return patch.object(collectives, "start_reduce_scatter", own_slice)
 
 
 def gather_in_the_wrong_order() -> AbstractContextManager[Any]:
-    correct = collectives._gather
+    correct = collectives.start_gather
 
-    def reversed_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return torch.cat(correct(x, group).chunk(group.size())[::-1])
+    def reversed_parts(x: Tensor, group: dist.ProcessGroup) -> collectives.Pending:
+        return collectives.Pending(torch.cat(correct(x, group).wait().chunk(group.size())[::-1]), None)
 
-    return patch.object(collectives, "_gather", reversed_parts)
+    return patch.object(linear, "start_gather", reversed_parts)
 
 
 def tied_gradients_not_summed() -> AbstractContextManager[Any]:
-    return patch.object(gradients, "_sum_of_ends", lambda grad, mesh: None)
+    return patch.object(gradients, "_sum_of_ends", lambda grad, mesh, peer: None)
 
 
 def partial_gradients_taken_for_whole() -> AbstractContextManager[Any]:
@@ -63,8 +63,8 @@ def micro_batch_sent_twice() -> AbstractContextManager[Any]:
     """Micro-batch 1 carries the activations of micro-batch 0."""
     correct, kept = Pipeline._forward, {}
 
-    def forward(pipeline: Pipeline, action: Any, tokens: Any, targets: Any, scale: float, flight: Any) -> Any:
-        result = correct(pipeline, action, tokens, targets, scale, flight)
+    def forward(pipeline: Pipeline, action: Any, step: Any, flight: Any) -> Any:
+        result = correct(pipeline, action, step, flight)
         if action.stage == 0 and action.send in flight.outbox:
             kept[action.micro] = flight.outbox[action.send]
             flight.outbox[action.send] = kept[0]
@@ -103,9 +103,9 @@ def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:
 def rank_that_does_not_clip() -> AbstractContextManager[Any]:
     correct = step.clip
 
-    def clip(stage: Any, norm: Tensor, limit: float) -> None:
+    def clip(stages: Any, norm: Tensor, limit: float) -> None:
         if dist.get_rank() != 1:
-            correct(stage, norm, limit)
+            correct(stages, norm, limit)
 
     return patch.object(step, "clip", clip)
 
@@ -113,8 +113,8 @@ def rank_that_does_not_clip() -> AbstractContextManager[Any]:
 def loss_of_one_rank_not_counted() -> AbstractContextManager[Any]:
     correct = Pipeline.run
 
-    def run(pipeline: Pipeline, tokens: Any, targets: Any, scale: float) -> Tensor:
-        return correct(pipeline, tokens, targets, scale) * (dist.get_rank() != 1)
+    def run(pipeline: Pipeline, step: Any) -> Tensor:
+        return correct(pipeline, step) * (dist.get_rank() != 1)
 
     return patch.object(Pipeline, "run", run)
 
@@ -122,10 +122,10 @@ def loss_of_one_rank_not_counted() -> AbstractContextManager[Any]:
 def gradient_that_is_not_a_number() -> AbstractContextManager[Any]:
     correct = gradients.finish
 
-    def finish(stage: Any, mesh: Any, tied: bool) -> None:
-        correct(stage, mesh, tied)
+    def finish(stages: Any, placement: Any, mesh: Any, tied: bool) -> None:
+        correct(stages, placement, mesh, tied)
         if dist.get_rank() == 1:
-            next(stage.parameters()).grad.to_local().fill_(torch.nan)
+            next(next(iter(stages.values())).parameters()).grad.to_local().fill_(torch.nan)
 
     return patch.object(step, "finish", finish)
 

@@ -51,7 +51,7 @@ def _model(job: Job) -> LlamaForCausalLM:
     """With the memory of our initial weights for its own, so that nothing of them is held twice."""
     model = LlamaForCausalLM(_config(job.config.model))
     model.set_attn_implementation("sdpa")
-    weights = {_name(name): _plain(param) for name, param in job.stage.named_parameters()}
+    weights = {_name(name): _plain(param) for name, param in job.named_parameters()}
     if job.config.model.tie_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)

@@ -81,8 +81,8 @@ def load_decoder(config: Config, checkpoint: Path) -> Decoder:
     alone = replace(config, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
-    decoder = build_stage(alone, mesh)
-    store.load_weights(checkpoint, decoder, alone)
+    decoder = build_stage(alone, mesh, 0, 1)
+    store.load_weights(checkpoint, {0: decoder}, alone)
     return decoder
 
 

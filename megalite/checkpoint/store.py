@@ -7,7 +7,7 @@ named `step-XXXXXXXX` is complete. The newest is found by looking.
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ NAME = re.compile(r"step-(\d{8,})")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PROGRESS = "progress.json"
 METADATA = ".metadata"  # DCP's own index, written last
+Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Progress:
     model: dict[str, object]  # the model section of the configuration
 
 
-def save(folder: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+def save(folder: Path, stages: Stages, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
     """Write a checkpoint into `folder` and return its path. Collective over all ranks."""
     final = folder / f"step-{progress.step:08d}"
     partial = folder / f"{final.name}.partial"
@@ -45,7 +46,7 @@ def save(folder: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, progr
         partial.mkdir(parents=True)
     dist.barrier()
     with _explained(f"{partial}: cannot be written"):
-        dcp.save(_tensors(stage, optimizer), checkpoint_id=partial)
+        dcp.save(_tensors(stages, optimizer), checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / PROGRESS).write_text(json.dumps(asdict(progress), indent=2))
         partial.rename(final)
@@ -53,7 +54,7 @@ def save(folder: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, progr
     return final
 
 
-def load(path: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Progress:
+def load(path: Path, stages: Stages, optimizer: torch.optim.Optimizer, config: Config) -> Progress:
     """Fill the weights and the optimizer's state from the checkpoint at `path`, whatever layout wrote it.
 
     Raises InputError for a checkpoint of another model.
@@ -61,18 +62,24 @@ def load(path: Path, stage: nn.Module, optimizer: torch.optim.Optimizer, config:
     progress = read_progress(path)
     _refuse_other_model(path, progress, config)
     with _explained(f"{path}: cannot be read"):
-        dcp.load(_tensors(stage, optimizer), checkpoint_id=path)
-    for param in stage.parameters():
-        optimizer.state[param]["step"].fill_(progress.step)
+        dcp.load(_tensors(stages, optimizer), checkpoint_id=path)
+    for first, *copies in _named(stages).values():
+        optimizer.state[first]["step"].fill_(progress.step)
+        for copy in copies:
+            copy.data.copy_(first.data)
+            optimizer.state[copy] = {key: value.clone() for key, value in optimizer.state[first].items()}
     return progress
 
 
-def load_weights(path: Path, stage: nn.Module, config: Config) -> Progress:
+def load_weights(path: Path, stages: Stages, config: Config) -> Progress:
     """Fill the weights alone."""
     progress = read_progress(path)
     _refuse_other_model(path, progress, config)
     with _explained(f"{path}: cannot be read"):
-        dcp.load(_weights(stage), checkpoint_id=path)
+        dcp.load(_weights(stages), checkpoint_id=path)
+    for first, *copies in _named(stages).values():
+        for copy in copies:
+            copy.data.copy_(first.data)
     return progress
 
 
@@ -105,10 +112,10 @@ def retain(folder: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def _tensors(stage: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _tensors(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and moments by global name; moments that do not exist yet are made as zeros."""
-    tensors = _weights(stage)
-    for name, param in stage.named_parameters():
+    tensors = _weights(stages)
+    for name, (param, *_) in _named(stages).items():
         state = optimizer.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -117,8 +124,17 @@ def _tensors(stage: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return tensors
 
 
-def _weights(stage: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": param.detach() for name, param in stage.named_parameters()}
+def _weights(stages: Stages) -> dict[str, Tensor]:
+    return {f"model.{name}": param.detach() for name, (param, *_) in _named(stages).items()}
+
+
+def _named(stages: Stages) -> dict[str, list[nn.Parameter]]:
+    """Parameters by global name: one of each, but for a tied embedding whose two copies are on this rank."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for stage in stages.values():
+        for name, param in stage.named_parameters():
+            found.setdefault(name, []).append(param)
+    return found
 
 
 @contextmanager

@@ -54,14 +54,46 @@ class Model:
 
 @dataclass
 class Pipeline:
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: str = "1f1b"  # a name of SCHEDULES, or the path of a schedule file
+    virtual_stages: int | None = None  # stages per rank; null: what the schedule has, 2 for interleaved_1f1b
     split: list[int] | None = None  # layers per stage; null: balanced by cost, embedding and head included
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Virtual stages, once the schedule has had its say."""
+        return self.virtual_stages or SCHEDULES.get(self.schedule, 1)
+
+
+SCHEDULES = {  # name -> stages per rank
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "zb_h1": 1,
+    "zb_h2": 1,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+
+
+@dataclass
+class Context:
+    method: Literal["ring", "ulysses", "all_gather"] = "ring"  # how attention reaches the other parts of a sequence
 
 
 @dataclass
 class DataParallel:
-    mode: Literal["zero2", "zero3"] = "zero3"  # zero3 frees gathered weights after forward, zero2 keeps them
-    reduce: Literal["step", "micro_batch"] = "step"  # when gradients are reduced: once a step, or sooner to save memory
+    """What a data-parallel rank holds whole: ddp everything, zero1 weights and gradients, zero2 weights, zero3 nothing.
+
+    Under zero1 and ddp gradients are reduced once a step, else after every micro-batch.
+    """
+
+    mode: Literal["ddp", "zero1", "zero2", "zero3"] = "zero3"
+    reduce_precision: Literal["fp32", "bf16"] = "fp32"  # of gradients on the network, where train.precision is bf16
+
+    @property
+    def sharded(self) -> bool:
+        """Whether data-parallel ranks share out parameters."""
+        return self.mode != "ddp"
 
 
 @dataclass
@@ -72,6 +104,7 @@ class Parallel:
     cp: int = 1
     tp: int = 1
     pipeline: Pipeline = field(default_factory=Pipeline)
+    context: Context = field(default_factory=Context)
     data: DataParallel = field(default_factory=DataParallel)
 
     @property
@@ -83,11 +116,38 @@ class Parallel:
 
 
 @dataclass
-class Batch:
-    """Sizes in sequences."""
+class Rampup:
+    """A global batch that grows linearly in tokens, increment by increment, up to batch.global."""
 
-    micro: int = 1  # sequences in one forward pass of one data-parallel rank
+    start: int = 1  # sequences in the first optimizer step
+    increment: int | None = None  # sequences added at a time; null: as many as start
+    tokens: int = 0  # of training until batch.global is reached
+
+
+@dataclass
+class Curriculum:
+    """Samples cut into shorter sequences, whose length grows linearly in tokens up to model.sequence_length."""
+
+    start: int = 1  # tokens in the first sequences
+    tokens: int = 0  # of training until sequences have full length
+
+
+@dataclass
+class Batch:
+    """Sizes in sequences of model.sequence_length tokens."""
+
+    micro: int | Literal["auto"] = 1  # sequences in one forward pass of one data-parallel rank; auto: what fits memory
     global_: int = 8  # sequences in one optimizer step of the whole job
+    memory: float | None = None  # auto: GiB of a device to fit into; null: what the GPU has
+    rampup: Rampup | None = None
+    curriculum: Curriculum | None = None
+
+    @property
+    def micro_size(self) -> int:
+        """`micro`, once it is a number."""
+        if not isinstance(self.micro, int):
+            raise ValueError("batch.micro is still 'auto'; fit it to a device first")
+        return self.micro
 
 
 @dataclass

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megalite.config.batch import batch_rules
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Problem, listing
-from megalite.config.schema import Batch, Config, LearningRate, Model, Parallel, Run, Source
+from megalite.config.numbers import divisible, multiples
+from megalite.config.schema import SCHEDULES, Config, LearningRate, Model, Parallel, Pipeline, Run, Source
 
 AT_LEAST = {
     "run.seed": 0,
@@ -21,12 +23,18 @@ AT_LEAST = {
     "model.sequence_length": 1,
     "model.rope_scaling.original_length": 1,
     "parallel.pp": 1,
+    "parallel.pipeline.virtual_stages": 1,
     "parallel.dp_replicate": 1,
     "parallel.dp_shard": 1,
     "parallel.cp": 1,
     "parallel.tp": 1,
     "batch.micro": 1,
     "batch.global": 1,
+    "batch.rampup.start": 1,
+    "batch.rampup.increment": 1,
+    "batch.rampup.tokens": 1,
+    "batch.curriculum.start": 1,
+    "batch.curriculum.tokens": 1,
     "train.steps": 1,
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
@@ -45,11 +53,12 @@ POSITIVE = (
     "model.rope_scaling.high_frequency_factor",
     "model.norm_eps",
     "model.init_std",
+    "batch.memory",
     "train.timeout",
     "optim.lr",
     "optim.eps",
 )
-SEARCHED = 1024  # degrees beyond this are not suggested
+SCHEDULE_FILES = (".yaml", ".yml")
 
 
 def check(config: Config, world_size: int | None = None) -> Config:
@@ -67,14 +76,16 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
 
     Looks at no file: see `validate_files`.
     """
+    dp = config.parallel.dp_replicate * _dp_shard(config.parallel, world_size)
     return [
         *_run(config.run),
         *_ranges(to_plain(config)),
         *_model(config.model),
         *_tensor_parallel(config.model, config.parallel.tp),
         *_pipeline(config.model.layers, config.parallel),
+        *_data_parallel(config),
         *_world(config.parallel, world_size),
-        *_batch(config.batch, config.parallel, world_size),
+        *batch_rules(config.batch, dp, config.model.sequence_length, config.parallel.tp),
         *_betas(config.optim.betas),
         *_schedule(config.schedule, config.train.steps),
         *_sources("data.train", config.data.train),
@@ -100,6 +111,9 @@ def validate_files(config: Config) -> list[Problem]:
         )
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         problems.append(Problem("data.tokenizer", "no such file", "mend the path, or use null", data.tokenizer))
+    schedule = config.parallel.pipeline.schedule
+    if schedule not in SCHEDULES and not Path(schedule).is_file():
+        problems.append(Problem("parallel.pipeline.schedule", "no such file", "mend the path", schedule))
     if resume not in ("auto", "never") and not Path(resume).exists():
         problems.append(
             Problem("checkpoint.resume", "no such checkpoint", "use auto, never or the path of a checkpoint", resume)
@@ -131,9 +145,9 @@ def _at(plain: dict[str, Any], key: str) -> Any:
 
 
 def _model(model: Model) -> Iterator[Problem]:
-    yield from _divisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
+    yield from divisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
     if model.head_width is None:
-        yield from _divisible("model.width", model.width, "model.heads", model.heads, ", or set model.head_width")
+        yield from divisible("model.width", model.width, "model.heads", model.heads, ", or set model.head_width")
         if model.heads >= 1 and model.head_size % 2:
             rule = f"model.width / model.heads = {model.head_size} must be even, since RoPE turns pairs"
             yield Problem("model.heads", rule, "set model.head_width, or change the number of heads", model.heads)
@@ -152,24 +166,49 @@ def _model(model: Model) -> Iterator[Problem]:
 def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
     # The sequence too: between tensor-parallel regions, activations are split along it.
     for name in ("heads", "kv_heads", "ffn", "vocab_size", "sequence_length"):
-        yield from _divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+        yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
 
 
 def _pipeline(layers: int, parallel: Parallel) -> Iterator[Problem]:
-    pp, split = parallel.pp, parallel.pipeline.split
-    key = "parallel.pipeline.split"
-    if pp > layers >= 1:
-        yield Problem("parallel.pp", f"must be at most model.layers = {layers}", f"use pp {layers} or fewer", pp)
+    pp, pipeline = parallel.pp, parallel.pipeline
+    yield from _pipeline_schedule(pipeline)
+    key, split = "parallel.pipeline.split", pipeline.split
+    per_rank = pipeline.stages_per_rank
+    stages = pp * per_rank
+    if split is None and stages > layers >= 1:
+        of_each = f" with {per_rank} stages on each rank" if per_rank > 1 else ""
+        fix = f"use pp {layers // per_rank} or fewer" if layers >= per_rank else "use a schedule with fewer stages"
+        yield Problem("parallel.pp", f"makes {stages} stages{of_each}, more than model.layers = {layers}", fix, pp)
     if split is None:
         return
     balanced = "use null for a balanced split"
-    if len(split) != pp:
-        yield Problem(key, f"must have one entry for each of the parallel.pp = {pp} stages", balanced, split)
+    if len(split) != stages:
+        yield Problem(key, f"must have one entry for each of the {stages} stages", balanced, split)
     if any(count < 0 for count in split) or 0 in split[1:-1]:
         rule = "only the first stage, which has the embedding, and the last, which has the head, may have 0 layers"
         yield Problem(key, rule, balanced, split)
     if sum(split) != layers:
         yield Problem(key, f"must add up to model.layers = {layers}, not {sum(split)}", balanced, split)
+
+
+def _pipeline_schedule(pipeline: Pipeline) -> Iterator[Problem]:
+    name, virtual = pipeline.schedule, pipeline.virtual_stages
+    key = "parallel.pipeline.virtual_stages"
+    if name not in SCHEDULES and not name.endswith(SCHEDULE_FILES):
+        fix = f"use {listing(list(SCHEDULES))}, or the path of a file that ends in {listing(SCHEDULE_FILES)}"
+        yield Problem("parallel.pipeline.schedule", "is no schedule", fix, name)
+    if virtual is None or virtual < 1:
+        return
+    if name in SCHEDULES and name != "interleaved_1f1b" and virtual != SCHEDULES[name]:
+        rule = f"must be {SCHEDULES[name]} for parallel.pipeline.schedule = {name}"
+        yield Problem(key, rule, "use null, or interleaved_1f1b, which has as many as you like", virtual)
+
+
+def _data_parallel(config: Config) -> Iterator[Problem]:
+    data, precision = config.parallel.data, config.train.precision
+    if data.reduce_precision == "bf16" and precision != "bf16":
+        rule = f"needs train.precision = bf16, not {precision}"
+        yield Problem("parallel.data.reduce_precision", rule, "use fp32: gradients have their own precision", "bf16")
 
 
 def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
@@ -180,23 +219,11 @@ def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
         return
     if shard == "auto" and world_size % others:
         rule = f"the other axes make {others} ranks, which must divide the job's {world_size}"
-        yield Problem("parallel.dp_shard", rule, f"start {listing(_multiples(world_size, others))} ranks", shard)
+        yield Problem("parallel.dp_shard", rule, f"start {listing(multiples(world_size, others))} ranks", shard)
     elif shard != "auto" and shard >= 1 and shard * others != world_size:
         rule = f"the layout makes {shard * others} ranks, but the job has {world_size}"
         fitting = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
         yield Problem("parallel.dp_shard", rule, f"{fitting}start {shard * others} ranks", shard)
-
-
-def _batch(batch: Batch, parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
-    dp = parallel.dp_replicate * _dp_shard(parallel, world_size)
-    together = batch.micro * dp
-    if together < 1 or batch.global_ < 1 or batch.global_ % together == 0:
-        return
-    rule = f"must be a multiple of batch.micro · data-parallel ranks = {batch.micro} · {dp} = {together}"
-    fix = f"use global {listing(_multiples(batch.global_, together))}"
-    if batch.global_ % dp == 0:
-        fix += f", or micro {listing(_divisors(batch.global_ // dp, batch.micro))}"
-    yield Problem("batch.global", rule, fix, batch.global_)
 
 
 def _betas(betas: list[float]) -> Iterator[Problem]:
@@ -239,26 +266,6 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
                 f"leave out the {source.path[-4:]}" if extra else "mend the path, or make it with megalite-prepare-data"
             )
             yield Problem(f"{key}[{i}].path", f"no such file: {listing(missing, 'and')}", fix, source.path)
-
-
-def _divisible(key: str, value: int, by_key: str, by: int, otherwise: str = "") -> Iterator[Problem]:
-    if value < 1 or by < 1 or value % by == 0:
-        return
-    name, by_name = key.rpartition(".")[2], by_key.rpartition(".")[2]
-    fix = f"use {name} {listing(_multiples(value, by))}, or {by_name} {listing(_divisors(value, by))}{otherwise}"
-    yield Problem(key, f"must be divisible by {by_key} = {by}", fix, value)
-
-
-def _multiples(value: int, by: int) -> list[int]:
-    """The positive multiples of `by` next to `value`."""
-    below = value // by * by
-    return [multiple for multiple in (below, below + by) if multiple]
-
-
-def _divisors(value: int, near: int) -> list[int]:
-    """The divisors of `value` nearest to `near`, four at most."""
-    found = [number for number in range(1, min(value, 2 * near, SEARCHED) + 1) if value % number == 0]
-    return sorted(sorted(found, key=lambda number: abs(number - near))[:4])
 
 
 def _without_dp_shard(parallel: Parallel) -> int:

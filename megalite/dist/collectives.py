@@ -5,6 +5,7 @@ arXiv 2205.05198, §4.2.2). Activations are sequence-first, `[s, b, d]`, so that
 splits the leading dimension and a collective is one contiguous copy.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,38 +15,56 @@ from torch import Tensor
 from megalite_kernels.collectives import all_gather_single, reduce_scatter_single
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+@dataclass(frozen=True)
+class Pending:
+    """The result of a collective that is under way."""
+
+    result: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The result; on CUDA the stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin `[n/t, …]` on every rank → `[n, …]`, without gradients."""
+    if group.size() == 1:
+        return Pending(x, None)
     whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    all_gather_single(whole, x.contiguous(), group=group)
-    return whole
+    return Pending(whole, all_gather_single(whole, x.contiguous(), group=group, async_op=True))
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin partial sums `[n, …]` on every rank → this rank's part `[n/t, …]` of their sum, without gradients."""
+    if group.size() == 1:
+        return Pending(x, None)
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    reduce_scatter_single(part, x.contiguous(), group=group)
-    return part
+    return Pending(part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=True))
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(x, group)
+        return start_gather(x, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
+        return start_reduce_scatter(grad, ctx.group).wait(), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _reduce_scatter(x, group)
+        return start_reduce_scatter(x, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+        return start_gather(grad, ctx.group).wait(), None
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -14,7 +14,7 @@ class Mesh:
     """One rank's view of the layout.
 
     `root` has the axes pp, dp_replicate, fsdp and tp, where fsdp is `dp_shard` and `cp` together: the
-    ranks over which parameters are sharded. `world` holds every rank of this mesh, which may be fewer
+    ranks over which parameters are sharded. Where nothing is sharded, they all count as replicas. `world` holds every rank of this mesh, which may be fewer
     than the processes of the job: a reference on one rank can live beside the layout it is compared with.
     """
 
@@ -23,19 +23,27 @@ class Mesh:
     root: DeviceMesh
     world: dist.ProcessGroup
     rank: int
+    cp: dist.ProcessGroup | None  # the ranks that share this rank's sequences; None: it has them whole
 
     @staticmethod
-    def build(layout: Layout, device: torch.device) -> "Mesh | None":
+    def build(layout: Layout, device: torch.device, sharded: bool = True) -> "Mesh | None":
         """The mesh over the first `layout.world_size` processes; None on the others.
 
         Collective over all processes of the job.
         """
-        shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
+        replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
+        data = (replicas, shards) if sharded else (replicas * shards, 1)
+        shape = (layout.pp, *data, layout.tp)
         ranks = torch.arange(layout.world_size)
         root = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
         world = dist.new_group(ranks.tolist())
         rank = dist.get_rank()
-        return Mesh(layout, device, root, world, rank) if rank < layout.world_size else None
+        if rank >= layout.world_size:
+            return None
+        at = layout.coordinates(rank)
+        ring = [layout.rank(**{**at, "cp": position}) for position in range(layout.cp)]
+        cp = dist.new_group(ring, use_local_synchronization=True) if layout.cp > 1 else None
+        return Mesh(layout, device, root, world, rank, cp)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -53,7 +61,7 @@ class Mesh:
     @property
     def data(self) -> DeviceMesh:
         """The mesh given to FSDP2: one axis, or (dp_replicate, fsdp) for HSDP."""
-        return self.root["dp_replicate", "fsdp"] if self.layout.dp_replicate > 1 else self.root["fsdp"]
+        return self.root["dp_replicate", "fsdp"] if self.root["dp_replicate"].size() > 1 else self.root["fsdp"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.root.get_group(axis)

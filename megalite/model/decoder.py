@@ -12,12 +12,13 @@ so every parameter has one global name.
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from megalite.config.schema import Model
-from megalite.dist.collectives import all_gather, reduce_scatter
 from megalite.model.positions import angles
-from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, parameter, part, whole
+from megalite.parallel.linear import linears
+from megalite.parallel.parameter import parameter, whole
+from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
 from megalite_kernels import cross_entropy, rms_norm, rope, swiglu
 
 
@@ -47,15 +48,13 @@ class Attention(nn.Module):
         self.k_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = all_gather(x, self.group)  # s b d
-        q = self.q(x).unflatten(-1, (-1, self.head_size))  # s b h/t e
-        k = self.k(x).unflatten(-1, (-1, self.head_size))  # s b k/t e
-        v = self.v(x).unflatten(-1, (-1, self.head_size))
+        projections = columns(x, (self.q, self.k, self.v), self.group)
+        q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # s b h/t e, k and v s b k/t e
         q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))  # b h/t s e
         y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         y = y.permute(2, 0, 1, 3).flatten(2)  # s b (h/t·e)
-        return reduce_scatter(self.o(y), self.group)  # s/t b d
+        return self.o(y)  # s/t b d
 
 
 class MLP(nn.Module):
@@ -69,9 +68,8 @@ class MLP(nn.Module):
         self.down = RowLinear(model.ffn, model.width, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = all_gather(x, self.group)  # s b d
-        y = swiglu(self.gate(x), self.up(x))  # s b f/t
-        return reduce_scatter(self.down(y), self.group)  # s/t b d
+        gate, up = columns(x, (self.gate, self.up), self.group)  # s b f/t
+        return self.down(swiglu(gate, up))  # s/t b d
 
 
 class Layer(nn.Module):
@@ -88,7 +86,10 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → `[s, b, v/t]`."""
+    """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → `[s, b, v/t]`.
+
+    A split backward makes its weight's gradient at once: to put it off would keep the logits' gradient.
+    """
 
     def __init__(self, model: Model, tp: DeviceMesh) -> None:
         super().__init__()
@@ -97,8 +98,10 @@ class Head(nn.Module):
         self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp)
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
-        x = all_gather(self.norm(x), self.group)  # s b d
-        return linear(x, part(tied if self.output is None else self.output.weight))
+        weight = tied if self.output is None else self.output.weight
+        assert weight is not None
+        (logits,) = linears(self.norm(x), [weight], self.group)
+        return logits
 
 
 class Decoder(nn.Module):
@@ -115,7 +118,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Layer(model, tp) for layer in layers})
         self.head = Head(model, tp) if last else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: object = None) -> Tensor:
         """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits."""
         if self.first:
             assert self.embed is not None

@@ -1,6 +1,17 @@
-"""FSDP2 over the data-parallel ranks: what is gathered when, in which precision, and how gradients reduce."""
+"""FSDP2 over the data-parallel ranks: what is gathered when, in which precision, and how gradients reduce.
 
-from collections.abc import Iterable
+    mode   gathered weights              gradients reduced
+    ddp    never sharded                 once a step
+    zero1  kept through a step           once a step
+    zero2  kept through a step           after every micro-batch
+    zero3  freed after every use         after every micro-batch
+
+Layers are gathered one after another by FSDP2's own hooks. Where weights are kept, a schedule's GATHER starts that
+earlier and its RESHARD ends it; its REDUCE says after which backward gradients are reduced.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,21 +43,61 @@ def shard(stage: nn.Module, groups: Iterable[nn.Module], mesh: Mesh, precision: 
     """
     if mesh.data.size() == 1 and compute_dtype(precision) == parameter_dtype(precision):
         return
+    narrow = precision == "bf16" and data.reduce_precision == "bf16"
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(precision), reduce_dtype=parameter_dtype(precision), cast_forward_inputs=False
+        param_dtype=compute_dtype(precision),
+        reduce_dtype=torch.bfloat16 if narrow else parameter_dtype(precision),
+        cast_forward_inputs=False,
     )
     for module in groups:
         fully_shard(module, mesh=mesh.data, mp_policy=policy, reshard_after_forward=data.mode == "zero3")
     fully_shard(stage, mesh=mesh.data, mp_policy=policy, reshard_after_forward=False)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for group in _groups(stage):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(stage: object, last: bool, data: DataParallel) -> None:
-    """Say whether the coming backward of `stage` reduces gradients and whether it is the step's last."""
+def gather(stage: object) -> None:
+    """Start to gather the weights of `stage`; its layers wait for them."""
+    for group in _groups(stage):
+        group.unshard(async_op=True)
+
+
+def reshard(stage: object) -> None:
+    """Free the gathered weights of `stage`."""
+    for group in _groups(stage):
+        group.reshard()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of the gradients of a stage at the end of one of its backward passes."""
+
+    now: bool  # they are reduced over the shards, layer by layer; else they add up where they are
+    last: bool  # of the step
+    replicas: bool  # replicas add up what each has reduced; else it waits for a later reduction
+
+
+def before_backward(stage: object, mode: str, reduction: Reduction) -> None:
+    """Tell FSDP2 what the coming backward of `stage` has to do."""
     if isinstance(stage, FSDPModule):
-        stage.set_is_last_backward(last)
-        stage.set_requires_gradient_sync(last or data.reduce == "micro_batch")
-        stage.set_reshard_after_backward(last or data.mode == "zero3")
+        stage.set_is_last_backward(reduction.last)
+        stage.set_requires_gradient_sync(reduction.now)
+        stage.set_requires_all_reduce(reduction.replicas)
+        stage.set_reshard_after_backward(mode == "zero3")
+
+
+def after_weight_gradients(stage: object, reduction: Reduction) -> None:
+    """Take in gradients that were made outside of autograd, and reduce them if asked to.
+
+    FSDP2 does both in what it runs at the end of a backward pass; torch's own pipeline runtime calls it as well.
+    """
+    if isinstance(stage, FSDPModule):
+        before_backward(stage, "", reduction)
+        stage._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _groups(stage: object) -> Iterator[FSDPModule]:
+    """The modules of `stage` that are gathered by themselves."""
+    if isinstance(stage, nn.Module):
+        yield from (module for module in stage.modules() if isinstance(module, FSDPModule))

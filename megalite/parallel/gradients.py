@@ -1,5 +1,7 @@
 """Finishing gradients after the last backward of a step: the one place, in one order."""
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -8,33 +10,35 @@ from torch.distributed.tensor import DTensor
 from megalite.dist.mesh import Mesh
 
 TIED = "embed.weight"  # held by the first and the last stage when embeddings are tied
+Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 
 
 @torch.no_grad()
-def finish(stage: nn.Module, mesh: Mesh, tied: bool) -> None:
-    """Make every gradient of `stage` complete, placed as its parameter.
+def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:
+    """Make every gradient of `stages` complete, placed as its parameter.
 
     FSDP2 has done this for the parameters that it shards. What is left are tensor-parallel partial sums
-    where nothing is sharded, and the two copies of a tied embedding at the ends of a pipeline.
+    where nothing is sharded, and the two copies of a tied embedding at the ends of the model.
+    placement: stage -> the pipeline rank that owns it.
     """
-    for param in stage.parameters():
-        assert isinstance(param, DTensor)
+    for param in _parameters(stages):
         if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)
-    if tied and mesh.layout.pp > 1 and holds_tied(mesh):
-        grad = dict(stage.named_parameters())[TIED].grad
-        assert isinstance(grad, DTensor)
-        _sum_of_ends(grad.to_local(), mesh)
+    if not tied or len(placement) == 1:
+        return
+    ends = [stage for stage in (0, len(placement) - 1) if stage in stages]
+    grads = [_local_grad(dict(stages[stage].named_parameters())[TIED]) for stage in ends]
+    match grads:
+        case [first, last]:
+            first += last
+            last.copy_(first)
+        case [one]:
+            _sum_of_ends(one, mesh, placement[len(placement) - 1 - ends[0]])
 
 
-def holds_tied(mesh: Mesh) -> bool:
-    return mesh.coordinates["pp"] in (0, mesh.layout.pp - 1)
-
-
-def _sum_of_ends(grad: Tensor, mesh: Mesh) -> None:
-    """Add to `grad` its counterpart at the other end of the pipeline."""
-    pp = mesh.layout.pp
-    other = mesh.along("pp", pp - 1 - mesh.coordinates["pp"])
+def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:
+    """Add to `grad` its counterpart on pipeline rank `peer`."""
+    other = mesh.along("pp", peer)
     received = torch.empty_like(grad)
     group = mesh.group("pp")
     exchange = [dist.P2POp(dist.isend, grad, other, group), dist.P2POp(dist.irecv, received, other, group)]
@@ -44,13 +48,18 @@ def _sum_of_ends(grad: Tensor, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def global_norm(stage: nn.Module, mesh: Mesh, tied: bool) -> Tensor:
+def global_norm(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> Tensor:
     """L2 norm of all gradients of all stages, the same scalar on every rank and in every layout.
 
     Of ranks that hold the same elements, the one at position 0 counts them. One all-reduce.
     """
-    duplicate = TIED if tied and mesh.layout.pp > 1 and mesh.coordinates["pp"] == mesh.layout.pp - 1 else None
-    counted = [_local_grad(p) for name, p in stage.named_parameters() if name != duplicate and _counts(p)]
+    copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
+    counted = [
+        _local_grad(param)
+        for number, stage in stages.items()
+        for name, param in stage.named_parameters()
+        if _counts(param) and not (number == copy and name == TIED)
+    ]
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
         squares += torch.stack(torch._foreach_norm(counted)).square().sum()
@@ -59,13 +68,20 @@ def global_norm(stage: nn.Module, mesh: Mesh, tied: bool) -> Tensor:
 
 
 @torch.no_grad()
-def clip(stage: nn.Module, norm: Tensor, limit: float) -> None:
+def clip(stages: Stages, norm: Tensor, limit: float) -> None:
     """Scale the gradients down so that their global `norm` is at most `limit`; no host synchronization."""
-    grads = [_local_grad(param) for param in stage.parameters()]
+    grads = [_local_grad(param) for param in _parameters(stages)]
     torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
 
 
-def _local_grad(param: nn.Parameter) -> Tensor:
+def _parameters(stages: Stages) -> Iterator[DTensor]:
+    for stage in stages.values():
+        for param in stage.parameters():
+            assert isinstance(param, DTensor)
+            yield param
+
+
+def _local_grad(param: Tensor) -> Tensor:
     assert isinstance(param.grad, DTensor)
     return param.grad.to_local()
 

@@ -4,24 +4,24 @@ It knows no schedule and no model. Transfers are posted where the table says and
 data is needed, so they overlap with compute. pp = 1 is a table without transfers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.config.schema import DataParallel
 from megalite.parallel import fsdp
+from megalite.parallel.linear import WeightGradients
 from megalite.schedule.actions import Action, Exchange, Kind, Table
 
 
 class Stage(Protocol):
     """What the runner asks of a pipeline stage."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, places: Any) -> Tensor:
         """Forward: a micro-batch, or the activations of the stage before."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -44,74 +44,101 @@ class Activation:
 class Flight:
     """Tensors of one step that are between two actions."""
 
-    inbox: dict[Action, tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    inbox: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     outbox: dict[Action, Tensor] = field(default_factory=dict)
     inputs: dict[Action, Tensor] = field(default_factory=dict)  # by F: leaves whose gradient is sent back
     outputs: dict[Action, GradientEdge] = field(default_factory=dict)  # by F: the graph alone, not its tensor
+    put_off: dict[Action, list[Callable[[], None]]] = field(default_factory=dict)  # by W: what makes the gradients
     sending: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a step is made of: one entry per micro-batch."""
+
+    tokens: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    places: Sequence[Any]  # what every stage is told about a micro-batch; the runner does not look into it
+    scale: float = 1.0  # gradients are those of scale · loss
+
+
 class Pipeline:
-    """Runs `table` as pipeline rank `rank`, which owns `stages` by their global number."""
+    """Runs `table` as pipeline rank `rank`, which owns `stages` by their global number.
+
+    gradients: of each stage whose backward the table splits, where its layers leave what W makes.
+    mode: of data parallelism, `parallel.data.mode`.
+    """
 
     def __init__(
         self,
         table: Table,
-        stages: dict[int, Stage],
+        stages: Mapping[int, Stage],
+        gradients: Mapping[int, WeightGradients],
         rank: int,
         group: dist.ProcessGroup,
         activation: Activation,
-        data: DataParallel,
+        mode: str,
     ) -> None:
         self.program = table.programs[rank]
-        self.table, self.stages, self.group, self.activation, self.data = table, stages, group, activation, data
-        backwards = [item for item in self.program if isinstance(item, Action) and item.kind is Kind.B]
-        self.last_backward = {action.stage: action for action in backwards}
+        self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
+        self.group, self.activation, self.mode = group, activation, mode
+        reduces = [item for item in self.program if isinstance(item, Action) and item.kind is Kind.REDUCE]
+        self.reduced = {(action.stage, action.micro) for action in reduces}
+        self.last_reduced = {action.stage: action.micro for action in reduces}
 
-    def run(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], scale: float) -> Tensor:
+    def run(self, step: Step) -> Tensor:
         """Run one step; the sum of the losses seen here, 0 except on the last stage's rank.
 
-        tokens, targets: one tensor per micro-batch. Gradients of `scale` · loss are accumulated in the
-        parameters, unless the table is forward only.
+        Gradients are accumulated in the parameters, unless the table is forward only.
         """
         flight = Flight()
         total = torch.zeros((), dtype=torch.float64, device=self.activation.device)
         for item in self.program:
             if isinstance(item, Exchange):
                 self._exchange(item, flight)
-            elif item.kind is Kind.F:
-                total += self._forward(item, tokens, targets, scale, flight)
-            else:
-                self._backward(item, flight)
+                continue
+            match item.kind:
+                case Kind.F:
+                    total += self._forward(item, step, flight)
+                case Kind.B:
+                    self._backward(item, flight)
+                case Kind.I:
+                    self._input_gradients(item, flight)
+                case Kind.W:
+                    self._weight_gradients(item, flight)
+                case Kind.GATHER:
+                    fsdp.gather(self.stages[item.stage])
+                case Kind.RESHARD:
+                    fsdp.reshard(self.stages[item.stage])
+                case Kind.REDUCE:
+                    pass  # begun layer by layer by the backward before it, which is told that this comes
         for _, work in flight.sending:
             work.wait()
         return total
 
-    def _forward(
-        self, action: Action, tokens: Sequence[Tensor], targets: Sequence[Tensor], scale: float, flight: Flight
-    ) -> Tensor | float:
+    def _forward(self, action: Action, step: Step, flight: Flight) -> Tensor | float:
         stage = self.stages[action.stage]
         if action.stage == 0:
-            x = tokens[action.micro]
+            x = step.tokens[action.micro]
         else:
             x = self._received(Action(Kind.RECV_F, action.stage, action.micro), flight)
             if torch.is_grad_enabled():
                 flight.inputs[action] = x.requires_grad_()
-        y = stage(x)
+        y = stage(x, step.places[action.micro])
         if action.stage < self.table.stages - 1:
-            flight.outbox[action.send] = y.detach()
+            self._hand_over(action.send, y.detach(), flight)
             result: Tensor | float = 0.0
         else:
-            y = stage.loss(y, targets[action.micro])
+            y = stage.loss(y, step.targets[action.micro])
             result = y.detach()
-            y = y * scale
+            y = y * step.scale
         if torch.is_grad_enabled():
             flight.outputs[action] = get_gradient_edge(y)
         return result
 
     def _backward(self, action: Action, flight: Flight) -> None:
-        last = action == self.last_backward[action.stage]
-        fsdp.before_backward(self.stages[action.stage], last, self.data)
+        """B: all gradients, or I: those of the inputs, while those of weights are put off."""
+        fsdp.before_backward(self.stages[action.stage], self.mode, self._reduction(action))
         forward = Action(Kind.F, action.stage, action.micro)
         grad = None
         if action.stage < self.table.stages - 1:
@@ -120,7 +147,33 @@ class Pipeline:
         if action.stage > 0:
             x = flight.inputs.pop(forward)
             assert x.grad is not None
-            flight.outbox[action.send] = x.grad
+            self._hand_over(action.send, x.grad, flight)
+
+    def _input_gradients(self, action: Action, flight: Flight) -> None:
+        with self.gradients[action.stage].put_off() as put_off:
+            self._backward(action, flight)
+        flight.put_off[Action(Kind.W, action.stage, action.micro)] = put_off
+
+    @torch.no_grad()
+    def _weight_gradients(self, action: Action, flight: Flight) -> None:
+        put_off = flight.put_off.pop(action)
+        while put_off:  # from the last layer on; each frees what it held
+            put_off.pop(0)()
+        fsdp.after_weight_gradients(self.stages[action.stage], self._reduction(action))
+
+    def _reduction(self, action: Action) -> fsdp.Reduction:
+        now = action.makes_weight_gradients and (action.stage, action.micro) in self.reduced
+        last = now and self.last_reduced[action.stage] == action.micro
+        # A reduction that waits for the replicas must be of the same parameters as the next. After a split backward
+        # it may not be: a W takes along the vectors' gradients of every I before it.
+        return fsdp.Reduction(now, last, last or self.table.splits_backward)
+
+    def _hand_over(self, send: Action, tensor: Tensor, flight: Flight) -> None:
+        """Leave a result for the stage it is for: on this rank at once, elsewhere until its exchange."""
+        if self.table.peer(send) == self.rank:
+            flight.inbox[send.matching] = tensor, None
+        else:
+            flight.outbox[send] = tensor
 
     def _exchange(self, exchange: Exchange, flight: Flight) -> None:
         """Post every transfer of `exchange` as one batch."""
@@ -144,5 +197,6 @@ class Pipeline:
 
     def _received(self, action: Action, flight: Flight) -> Tensor:
         tensor, work = flight.inbox.pop(action)
-        work.wait()
+        if work is not None:
+            work.wait()
         return tensor

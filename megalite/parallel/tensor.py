@@ -6,87 +6,51 @@ and checkpoints. `forward` computes on the rank's own part, a plain tensor.
     t  tensor-parallel size
 """
 
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import Shard
 
 from megalite.dist.collectives import reduce_scatter
+from megalite.parallel.linear import WeightGradients, linears
+from megalite.parallel.parameter import parameter, part
 
 
-def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """An unfilled parameter of global `shape`, this rank's part of it on the meta device."""
-    part = list(shape)
-    if isinstance(placement, Shard):
-        part[placement.dim] //= mesh.size()
-    local = torch.empty(part, device="meta")
-    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
+class Linear(nn.Module):
+    """A layer of matrix products; `gradients` is where a split backward leaves those of its weights."""
+
+    gradients: WeightGradients | None = None
 
 
-def whole(param: Tensor) -> Tensor:
-    """A replicated parameter as a plain tensor, for use on this rank's part of the sequence or heads.
-
-    Every rank then has a gradient of its own; declared partial, they are summed when gradients are finished.
-    """
-    assert isinstance(param, DTensor)
-    return _local(param, Partial() if param.device_mesh.size() > 1 else param.placements[0])
-
-
-def part(param: Tensor | None) -> Tensor:
-    """This rank's part of a sharded parameter as a plain tensor."""
-    assert isinstance(param, DTensor)
-    return _local(param, param.placements[0])
-
-
-def _local(param: DTensor, placement: Placement) -> Tensor:
-    """The local tensor of `param`, whose gradient is a DTensor of `placement`."""
-    if torch.compiler.is_compiling():  # it cannot trace _Local, and pays for the checks of to_local only once
-        return param.to_local(grad_placements=[placement])
-    return _Local.apply(param, placement)
-
-
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local` without its checks in backward, which on the host cost more than a small matrix product."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor, placement: Placement) -> Tensor:
-        spec = param._spec
-        same = placement == spec.placements[0]
-        ctx.spec = spec if same else DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
-        local = param.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False), None
-
-
-class ColumnLinear(nn.Module):
-    """y = x Wᵀ + b, the output features split over tp: `[…, in]` → `[…, out/t]`."""
+class ColumnLinear(Linear):
+    """y = x Wᵀ + b, the output features split over tp; see `columns`."""
 
     def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, bias: bool = False) -> None:
         super().__init__()
         self.weight = parameter((width_out, width_in), mesh, Shard(0))
         self.bias = parameter((width_out,), mesh, Shard(0)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, part(self.weight), None if self.bias is None else part(self.bias))
+
+def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup) -> list[Tensor]:
+    """The outputs of layers that share an input: `[s/t, b, in]` → `[s, b, out/t]` each."""
+    outputs = linears(x, [layer.weight for layer in layers], group, layers[0].gradients)
+    return [y if layer.bias is None else y + part(layer.bias) for layer, y in zip(layers, outputs, strict=True)]
 
 
-class RowLinear(nn.Module):
-    """y = x Wᵀ, the input features split over tp: `[…, in/t]` → this rank's partial sum `[…, out]`."""
+class RowLinear(Linear):
+    """y = x Wᵀ, the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`."""
 
     def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh) -> None:
         super().__init__()
         self.weight = parameter((width_out, width_in), mesh, Shard(1))
+        self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, part(self.weight))
+        (y,) = linears(x, [self.weight], gradients=self.gradients)
+        return reduce_scatter(y, self.group)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -105,3 +69,12 @@ class VocabularyEmbedding(nn.Module):
         absent = (local < 0) | (local >= len(table))
         found = F.embedding(local.masked_fill(absent, 0), table).masked_fill(absent[..., None], 0)  # s b d
         return reduce_scatter(found, self.group)
+
+
+def split_backward(stage: nn.Module) -> WeightGradients:
+    """Let the layers of `stage` put off the gradients of their weights whenever they are told to."""
+    gradients = WeightGradients()
+    for module in stage.modules():
+        if isinstance(module, Linear):
+            module.gradients = gradients
+    return gradients

@@ -160,11 +160,19 @@ class Table:
         return len(self.placement)
 
     @property
+    def splits_backward(self) -> bool:
+        return any(action.kind is Kind.W for order in self.orders for action in order)
+
+    @property
     def orders(self) -> Orders:
         """What every rank computes, in order."""
         return tuple(
             tuple(item for item in program if isinstance(item, Action) and item.is_compute) for program in self.programs
         )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` owns."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def rank(self, action: Action) -> int:
         """The rank that runs `action`."""

@@ -155,20 +155,27 @@ def deadlock(table: Table) -> list[str]:
 
 
 def unsharded(table: Table) -> list[str]:
-    """Compute on weights that are not gathered, and gradients not reduced; none in a table without sharding."""
-    if not any(action.kind in SHARDING for program in table.programs for action in flat(program)):
+    """Compute on weights that are not gathered, and gradients not reduced; none in a table without sharding.
+
+    A table that gathers nothing leaves that to whoever runs its stages.
+    """
+    kinds = {action.kind for program in table.programs for action in flat(program)}
+    if kinds.isdisjoint(SHARDING):
         return []
+    gathers = Kind.GATHER in kinds
     return [
-        f"rank {rank} {problem}" for rank, program in enumerate(table.programs) for problem in _unsharded(flat(program))
+        f"rank {rank} {problem}"
+        for rank, program in enumerate(table.programs)
+        for problem in _unsharded(flat(program), gathers)
     ]
 
 
-def _unsharded(program: Iterable[Action]) -> Iterator[str]:
+def _unsharded(program: Iterable[Action], gathers: bool) -> Iterator[str]:
     gathered: dict[int, Action] = {}  # by stage
     unreduced: dict[int, Action] = {}  # the newest gradient, by stage
     for action in program:
         stage = action.stage
-        if action.is_compute and stage not in gathered:
+        if gathers and action.is_compute and stage not in gathered:
             yield f"runs {action} on weights that are not gathered"
         if action.makes_weight_gradients:
             unreduced[stage] = action

@@ -7,8 +7,6 @@ from dataclasses import replace
 from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
 from megalite.schedule.simulate import UNIT, Time, execute
 
-NEAR = 2  # computes from one use of a stage to the next that are too few to reshard: the gather would start at once
-
 
 def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> tuple[Program, ...]:
     """Programs that add to compute `orders` the transfers between ranks that they call for.
@@ -38,37 +36,31 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
     return tuple(program(rank) for rank in range(len(orders)))
 
 
-def place_sharding(table: Table, reshard: bool, reduce_each: bool) -> Table:
-    """`table`, which has no sharding yet, with the sharding that FSDP2 would do by hooks as actions of its own.
+def place_sharding(table: Table, gather: bool, reduce_each: bool) -> Table:
+    """`table`, which has no sharding yet, with sharding as actions of its own.
 
-    A stage is gathered one compute action before its first use, so that the gather overlaps with compute, and
-    freed after its last. reshard: also free it wherever it rests long enough, to gather it again (ZeRO-3).
+    gather: stages are gathered whole, once a step: one compute action before the first use, so that it overlaps with
+    compute, until after the last. Without, whoever runs a stage gathers its layers one by one, and frees them.
     reduce_each: reduce gradients after every backward, which frees them sooner, not once a step.
     """
     programs = zip(table.programs, table.orders, strict=True)
     return replace(
-        table, programs=tuple(_with_sharding(program, order, reshard, reduce_each) for program, order in programs)
+        table, programs=tuple(_with_sharding(program, order, gather, reduce_each) for program, order in programs)
     )
 
 
-def _with_sharding(program: Program, order: Sequence[Action], reshard: bool, reduce_each: bool) -> Program:
+def _with_sharding(program: Program, order: Sequence[Action], gather: bool, reduce_each: bool) -> Program:
     before: defaultdict[Action, list[Action]] = defaultdict(list)
     after: defaultdict[Action, list[Action]] = defaultdict(list)
-
-    def rests(earlier: int | None, later: int | None) -> bool:
-        return earlier is None or later is None or (reshard and later - earlier > NEAR)
-
     for stage in dict.fromkeys(action.stage for action in order):
         uses = [index for index, action in enumerate(order) if action.stage == stage]
-        last_gradient = max((index for index in uses if order[index].makes_weight_gradients), default=None)
-        for previous, index, following in zip([None, *uses], uses, [*uses[1:], None], strict=False):
-            action = order[index]
-            if rests(previous, index):
-                before[order[max(0, index - 1)]].append(replace(action, kind=Kind.GATHER))
-            if rests(index, following):
-                after[action].append(replace(action, kind=Kind.RESHARD))
-            if action.makes_weight_gradients and (reduce_each or index == last_gradient):
-                after[action].append(replace(action, kind=Kind.REDUCE))
+        gradients = [order[index] for index in uses if order[index].makes_weight_gradients]
+        for action in gradients if reduce_each else gradients[-1:]:
+            after[action].append(replace(action, kind=Kind.REDUCE))
+        if gather:
+            first, last = order[uses[0]], order[uses[-1]]
+            before[order[max(0, uses[0] - 1)]].append(replace(first, kind=Kind.GATHER))
+            after[last].append(replace(last, kind=Kind.RESHARD))
     return tuple(
         part
         for item in program

@@ -49,7 +49,7 @@ def train(job: Job, batches: Batches, start: store.Progress, checkpoints: Path, 
         if _due(step, config.checkpoint.interval, last):
             with meter.paused():
                 progress = store.Progress(step, samples, asdict(config.model))
-                path = store.save(checkpoints, job.stage, job.optimizer, progress)
+                path = store.save(checkpoints, job.stages, job.optimizer, progress)
                 if report is not None:
                     store.retain(checkpoints, config.checkpoint.keep)
                     report.say(f"saved {path}")

@@ -39,11 +39,12 @@ def _train(place: Place, config: Config) -> int:
         force=True,
     )
     device = start(place, config.run.device, config.train.timeout)
-    mesh = Mesh.build(config.parallel.layout, device)
+    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded)
     assert mesh is not None, "validation has compared the layout with the world size"
     job = build(config, mesh)
     at = "  ".join(f"{axis} {position}" for axis, position in mesh.coordinates.items())
-    log.info("at %s: layers %s, %d parameters here", at, ", ".join(job.stage.layers), _parameters_here(job))
+    layers = ", ".join(layer for stage in job.stages.values() for layer in stage.layers)
+    log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
     progress = resume(job, folder.checkpoints)
     batches = open_data(job)
     if place.rank != 0:
@@ -69,7 +70,7 @@ def resume(job: Job, checkpoints: Path) -> store.Progress:
                 "give run.name another name, or resume with checkpoint.resume=auto"
             )
         return store.Progress(0, 0, asdict(job.config.model))
-    progress = store.load(path, job.stage, job.optimizer, job.config)
+    progress = store.load(path, job.stages, job.optimizer, job.config)
     if found and store.step_of(found[-1]) > progress.step:
         raise InputError(
             f"checkpoint.resume = {wanted}, but {checkpoints} already holds {found[-1].name}, which is newer; "
@@ -86,7 +87,7 @@ def open_data(job: Job) -> Batches:
         config, mesh = job.config, job.mesh
         samples = Samples(sources, config.run.seed, config.model.sequence_length, config.model.vocab_size)
         pin = mesh.device.type == "cuda"
-        return Loader(samples, config.batch.global_, config.batch.micro, mesh.layout.dp, mesh.dp_rank, pin)
+        return Loader(samples, config.batch.global_, config.batch.micro_size, mesh.layout.dp, mesh.dp_rank, pin)
 
     data = job.config.data
     return Batches(loader(data.train), loader(data.valid) if data.valid else None)
@@ -109,7 +110,7 @@ def announce(report: Report, job: Job, batches: Batches, progress: store.Progres
 
 
 def _parameters_here(job: Job) -> int:
-    return sum(param.to_local().numel() for param in job.stage.parameters() if isinstance(param, DTensor))
+    return sum(param.to_local().numel() for _, param in job.named_parameters() if isinstance(param, DTensor))
 
 
 def _device_name(device: torch.device) -> str:

@@ -142,7 +142,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         "checkpoint, log and eval",
         "  model.laers: unknown key; did you mean model.layers?",
         '  model.heads = "four": must be a whole number',
-        "  batch.micro = true: must be a whole number",
+        "  batch.micro = true: must be a whole number or auto",
         '  train.precision = "fp16": must be bf16, fp32 or fp64',
         "  optim.eps = NaN: must be a finite number",
     ]

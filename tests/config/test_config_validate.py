@@ -89,6 +89,43 @@ def test_the_defaults_are_valid() -> None:
             ["batch.global=3", "batch.micro=2", "parallel.dp_replicate=2"],
             "batch.global = 3: must be a multiple of batch.micro · data-parallel ranks = 2 · 2 = 4; use global 4",
         ),
+        (
+            ["batch.global=9", "batch.micro=auto", "parallel.dp_shard=2"],
+            "batch.global = 9: must be a multiple of batch.micro · data-parallel ranks = 1 · 2 = 2; use global 8 or 10",
+        ),
+        (["batch.memory=0"], "batch.memory = 0.0: must be greater than 0"),
+        (["batch.rampup={}"], "batch.rampup.tokens = 0: must be at least 1"),
+        (["batch.rampup.increment=0"], "batch.rampup.increment = 0: must be at least 1"),
+        (
+            ["batch.rampup.start=3", "batch.micro=2"],
+            "batch.rampup.start = 3: must be a multiple of batch.micro · data-parallel ranks = 2 · 1 = 2; "
+            "use start 2 or 4, or micro 1 or 3",
+        ),
+        (
+            ["batch.rampup.start=4", "batch.rampup.increment=1", "parallel.dp_shard=4"],
+            "batch.rampup.increment = 1: must be a multiple of batch.micro · data-parallel ranks = 1 · 4 = 4; "
+            "use increment 4",
+        ),
+        (["batch.rampup.start=9"], "batch.rampup.start = 9: must be at most batch.global = 8"),
+        (
+            ["batch.rampup={start: 4, increment: 8}", "batch.global=64", "parallel.dp_shard=4"],
+            "batch.rampup.increment = 8: must divide batch.global − batch.rampup.start = 60; use increment 4 or 12",
+        ),
+        (
+            ["batch.rampup.start=3"],
+            "batch.rampup.increment = null: is batch.rampup.start = 3, which must divide "
+            "batch.global − batch.rampup.start = 5; use increment 1 or 5",
+        ),
+        (["batch.curriculum={}"], "batch.curriculum.tokens = 0: must be at least 1"),
+        (
+            ["batch.curriculum.start=48"],
+            "batch.curriculum.start = 48: must divide model.sequence_length = 256; use 8, 16, 32 or 64",
+        ),
+        (
+            ["batch.curriculum.start=2", "parallel.tp=4"],
+            "batch.curriculum.start = 2: must divide model.sequence_length = 256 and be a multiple of 4, "
+            "as parallel.tp and parallel.cp need; use 4 or 8",
+        ),
         (["optim.lr=0"], "optim.lr = 0.0: must be greater than 0"),
         (["optim.eps=0"], "optim.eps = 0.0: must be greater than 0"),
         (["optim.clip_norm=-1"], "optim.clip_norm = -1.0: must be at least 0"),

@@ -38,14 +38,14 @@ def job() -> Iterator[Job]:
 
 def test_matrices_decay_and_vectors_do_not(job: Job) -> None:
     decay = {id(param): group["weight_decay"] for group in job.optimizer.param_groups for param in group["params"]}
-    for name, param in job.stage.named_parameters():
+    for name, param in job.named_parameters():
         assert decay[id(param)] == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
 
 
 def test_every_parameter_is_in_one_group(job: Job) -> None:
     grouped = [id(param) for group in job.optimizer.param_groups for param in group["params"]]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {id(param) for param in job.stage.parameters()}
+    assert set(grouped) == {id(param) for _, param in job.named_parameters()}
 
 
 def test_settings_reach_the_optimizer(job: Job) -> None:
@@ -55,18 +55,18 @@ def test_settings_reach_the_optimizer(job: Job) -> None:
 
 @pytest.mark.parametrize("modules", [torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2)], ids=["matrix", "norm"])
 def test_a_group_that_would_be_empty_is_left_out(modules: torch.nn.Module) -> None:
-    assert len(build_optimizer(modules, Optim()).param_groups) == 1
+    assert len(build_optimizer([modules], Optim()).param_groups) == 1
 
 
 def test_a_step_is_adamw_on_plain_tensors(job: Job) -> None:
-    plain = {name: param.to_local().detach().clone() for name, param in job.stage.named_parameters()}  # type: ignore[attr-defined]
+    plain = {name: param.to_local().detach().clone() for name, param in job.named_parameters()}  # type: ignore[attr-defined]
     first = {name: torch.zeros_like(value) for name, value in plain.items()}
     second = {name: torch.zeros_like(value) for name, value in plain.items()}
     job.config = replace(job.config, schedule=replace(job.config.schedule, name="constant"))
     captured: dict[str, torch.Tensor] = {}
 
     def capture(*_: object) -> None:
-        captured.update({name: param.grad.to_local().clone() for name, param in job.stage.named_parameters()})  # type: ignore[union-attr]
+        captured.update({name: param.grad.to_local().clone() for name, param in job.named_parameters()})  # type: ignore[union-attr]
 
     job.optimizer.register_step_pre_hook(capture)
     for step in range(3):
@@ -77,10 +77,10 @@ def test_a_step_is_adamw_on_plain_tensors(job: Job) -> None:
             second[name] = 0.9 * second[name] + 0.1 * grad**2
             mean, square = first[name] / (1 - 0.8 ** (step + 1)), second[name] / (1 - 0.9 ** (step + 1))
             plain[name] = value * (1 - 0.01 * decay) - 0.01 * mean / (square.sqrt() + 1e-6)
-    for name, param in job.stage.named_parameters():
+    for name, param in job.named_parameters():
         torch.testing.assert_close(param.to_local(), plain[name], rtol=1e-12, atol=1e-14, msg=name)  # type: ignore[attr-defined]
 
 
 def test_gradients_are_gone_after_a_step(job: Job) -> None:
     train_step(job, random_batch(job, 0), 0)
-    assert all(param.grad is None for param in job.stage.parameters())
+    assert all(param.grad is None for _, param in job.named_parameters())

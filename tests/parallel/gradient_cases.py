@@ -40,15 +40,15 @@ def clipped(config: Config, limit: float) -> Clipped | None:
     job = build(config, mesh)
     gradients(job, random_batch(job, 0))
     before = whole(job)
-    norm = global_norm(job.stage, mesh, config.model.tie_embeddings)
-    clip(job.stage, norm, limit)
+    norm = global_norm(job.stages, job.placement, mesh, config.model.tie_embeddings)
+    clip(job.stages, norm, limit)
     after = whole(job)
     return Clipped(
         norm.item(),
         expected_norm,
         max((after[name] - expected[name]).abs().max().item() for name in after),
         max((after[name] / before[name]).nan_to_num(0.0).max().item() for name in after),
-        [name for name, param in job.stage.named_parameters() if param.grad.placements != param.placements],
+        [name for name, param in job.named_parameters() if param.grad.placements != param.placements],
     )
 
 
@@ -71,7 +71,7 @@ def reference(config: Config, limit: float) -> tuple[float, dict[str, Tensor]]:
 def whole(job: Job) -> dict[str, Tensor]:
     """The gradients of this rank's stage, of their global shapes."""
     found = {}
-    for name, param in job.stage.named_parameters():
+    for name, param in job.named_parameters():
         assert isinstance(param.grad, DTensor)
         found[name] = param.grad.full_tensor().clone()
     return found

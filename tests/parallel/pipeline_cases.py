@@ -1,5 +1,6 @@
 """What runs on the ranks in the tests of the pipeline runner; torch's own runner is one oracle."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -7,41 +8,82 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.config.layout import Layout
-from megalite.config.schema import DataParallel
 from megalite.dist.mesh import Mesh
-from megalite.parallel.pipeline import Activation, Flight, Pipeline
-from megalite.schedule.actions import Action, Kind
-from megalite.schedule.generate import build
+from megalite.parallel.parameter import whole
+from megalite.parallel.pipeline import Activation, Flight, Pipeline, Step
+from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
+from megalite.schedule.actions import Action, Kind, Table
+from megalite.schedule.generate import build, build_forward
 from megalite.schedule.simulate import simulate
 
 WIDTH, ROWS = 6, 5
 CPU = torch.device("cpu")
-ORACLES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+ORACLES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 SCALE = 0.125
-Result = list[Tensor]  # the loss, summed over micro-batches, and the gradients of one stage
+Result = list[Tensor]  # the loss, summed over micro-batches, and the gradients of this rank's stages
+
+
+def values(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of stage `number`."""
+    generator = torch.Generator().manual_seed(number)
+    first, second = torch.randn(2, WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    return first, second, torch.randn(WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
 
 
 class ToyStage(nn.Module):
-    """Two matrices that depend on the number of the stage."""
+    """Two matrices, whose gradients a schedule may put off, and a vector."""
+
+    def __init__(self, number: int, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.first, self.second = ColumnLinear(WIDTH, WIDTH, tp), RowLinear(WIDTH, WIDTH, tp)
+        self.bias = parameter((WIDTH,), tp, torch.distributed.tensor.Replicate())
+        self.group = tp.get_group()
+        self.to(torch.float64).to_empty(device="cpu")
+        for param, value in zip(self.weights(), values(number), strict=True):
+            param.data.to_local().copy_(value)  # type: ignore[attr-defined]
+
+    def weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        return self.first.weight, self.second.weight, self.bias
+
+    def forward(self, x: Tensor, places: object = None) -> Tensor:
+        (y,) = columns(x, (self.first,), self.group)
+        return self.second(torch.tanh(y)) + whole(self.bias)
+
+    loss = staticmethod(loss)
+
+
+class PlainStage(nn.Module):
+    """The same stage without anything of megalite's."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(number)
-        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
-        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.first, self.second, self.bias = (nn.Parameter(value) for value in values(number))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.first) @ self.second
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().sum()
-
-    def result(self, loss: Tensor) -> Result:
-        return [loss.detach(), *(param.grad for param in self.parameters())]
+        return torch.tanh(x @ self.first.t()) @ self.second.t() + self.bias
 
 
 def micro_batches(m: int, seed: int) -> list[Tensor]:
@@ -49,52 +91,73 @@ def micro_batches(m: int, seed: int) -> list[Tensor]:
     return [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(m)]
 
 
-def runner(mesh: Mesh, stage: nn.Module, schedule: str, m: int) -> Pipeline:
+def step(m: int, scale: float = SCALE) -> Step:
+    return Step(micro_batches(m, 1), micro_batches(m, 2), [None] * m, scale)
+
+
+def runner(mesh: Mesh, table: Table) -> tuple[Pipeline, dict[int, ToyStage]]:
     activation = Activation((ROWS, WIDTH), torch.float64, CPU)
-    number = mesh.coordinates["pp"]
-    table = build(schedule, mesh.layout.pp, m)
-    return Pipeline(table, {number: stage}, number, mesh.group("pp"), activation, DataParallel())
+    rank = mesh.coordinates["pp"]
+    stages = {number: ToyStage(number, mesh.tp) for number in table.stages_of(rank)}
+    gradients = {number: split_backward(stage) for number, stage in stages.items()}
+    return Pipeline(table, stages, gradients, rank, mesh.group("pp"), activation, "zero3"), stages
 
 
-def by_megalite(mesh: Mesh, schedule: str, m: int) -> Result:
-    stage = ToyStage(mesh.rank)
-    return stage.result(runner(mesh, stage, schedule, m).run(micro_batches(m, 1), micro_batches(m, 2), SCALE))
+def result(total: Tensor, params: Iterable[nn.Parameter]) -> Result:
+    grads = [param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad for param in params]
+    return [total.detach(), *grads]  # type: ignore[list-item]
 
 
-def by_torch(mesh: Mesh, schedule: str, m: int) -> Result:
-    toy, pp = ToyStage(mesh.rank), mesh.layout.pp
-    example = torch.empty(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
-    stage = PipelineStage(toy, mesh.rank, pp, CPU, input_args=example, output_args=example, group=mesh.group("pp"))
+def by_megalite(mesh: Mesh, table: Table) -> Result:
+    pipeline, stages = runner(mesh, table)
+    total = pipeline.run(step(table.micro_batches))
+    return result(total, [param for stage in stages.values() for param in stage.weights()])
+
+
+def by_torch(mesh: Mesh, table: Table) -> Result:
+    m, rank = table.micro_batches, mesh.coordinates["pp"]
+    toys = {number: PlainStage(number) for number in table.stages_of(rank)}
+    stages = []
+    for number, toy in toys.items():
+        x, y = (torch.empty(ROWS, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        arguments = {"input_args": x, "output_args": y, "group": mesh.group("pp")}
+        stages.append(PipelineStage(toy, number, table.stages, CPU, **arguments))
     losses: list[Tensor] = []
-    oracle = ORACLES[schedule](stage, m, loss_fn=lambda y, z: toy.loss(y, z) * SCALE, scale_grads=False)
-    first, last = mesh.rank == 0, mesh.rank == pp - 1
+    several = table.stages > table.ranks
+    oracle = ORACLES[table.name](
+        stages if several else stages[0], m, loss_fn=lambda y, z: loss(y, z) * SCALE, scale_grads=False
+    )
+    first, last = 0 in toys, table.stages - 1 in toys
     feed = {"target": torch.cat(micro_batches(m, 2)), "losses": losses} if last else {}
     oracle.step(*([torch.cat(micro_batches(m, 1)).requires_grad_()] if first else []), **feed)
-    return toy.result(sum(losses, torch.zeros((), dtype=torch.float64)) / SCALE)
+    total = sum(losses, torch.zeros((), dtype=torch.float64)) / SCALE
+    return result(total, [param for toy in toys.values() for param in toy.parameters()])
 
 
-def by_one_process(mesh: Mesh, m: int) -> Result:
-    stages = [ToyStage(number) for number in range(mesh.layout.pp)]
+def by_one_process(mesh: Mesh, table: Table) -> Result:
+    stages = [PlainStage(number) for number in range(table.stages)]
     total = torch.zeros((), dtype=torch.float64)
-    for x, target in zip(micro_batches(m, 1), micro_batches(m, 2), strict=True):
+    for x, target in zip(micro_batches(table.micro_batches, 1), micro_batches(table.micro_batches, 2), strict=True):
         for stage in stages:
             x = stage(x)
-        loss = stages[-1].loss(x, target)
-        (loss * SCALE).backward()
-        total += loss.detach()
-    mine = stages[mesh.rank]
-    return mine.result(total if mine is stages[-1] else torch.zeros_like(total))
+        value = loss(x, target)
+        (value * SCALE).backward()
+        total += value.detach()
+    mine = table.stages_of(mesh.coordinates["pp"])
+    seen = total if table.stages - 1 in mine else torch.zeros_like(total)
+    return result(seen, [param for number in mine for param in stages[number].parameters()])
 
 
-def disagreement(pp: int, schedule: str, m: int) -> dict[str, float]:
+def disagreement(pp: int, schedule: str, m: int, v: int | None, with_torch: bool) -> dict[str, float]:
     """By oracle: the largest difference on this rank, relative to the largest value of the loss or a gradient."""
     mesh = Mesh.build(Layout(pp=pp), CPU)
     if mesh is None:
         return {}
-    ours = by_megalite(mesh, schedule, m)
-    oracles = {"one process": by_one_process(mesh, m)}
-    if schedule == "gpipe" or m >= pp:  # torch's 1F1B refuses fewer micro-batches than stages
-        oracles["torch"] = by_torch(mesh, schedule, m)
+    table = build(schedule, pp, m, v)
+    ours = by_megalite(mesh, table)
+    oracles = {"one process": by_one_process(mesh, table)}
+    if with_torch:
+        oracles["torch"] = by_torch(mesh, table)
 
     def apart(mine: Tensor, theirs: Tensor) -> float:
         return ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)).item()
@@ -106,10 +169,11 @@ def disagreement(pp: int, schedule: str, m: int) -> dict[str, float]:
 class Watch:
     """What was seen of one step on one rank."""
 
-    promised: int  # live micro-batches, by the simulation of the schedule
+    promised: int  # live stage-activations, by the simulation of the schedule
     peak: int = 0
     posted: int = 0
     finished: set[int] = field(default_factory=set)  # transfers whose end the runner has seen
+    received: int = 0  # most receive buffers that were there at once before their use
     left: int = -1  # tensors that are still on their way after the step
 
 
@@ -130,21 +194,22 @@ class WatchedWork:
         return done
 
 
-def watch_a_step(pp: int, schedule: str, m: int) -> Watch | None:
+def watch_a_step(pp: int, schedule: str, m: int, v: int | None) -> Watch | None:
     """What one step does with micro-batches and transfers."""
     mesh = Mesh.build(Layout(pp=pp), CPU)
     if mesh is None:
         return None
-    pipeline = runner(mesh, ToyStage(mesh.rank), schedule, m)
-    watch = Watch(simulate(pipeline.table, {Kind.F: 1, Kind.B: 2}).peak_live[mesh.rank])
+    pipeline, _ = runner(mesh, build(schedule, pp, m, v))
+    watch = Watch(simulate(pipeline.table).peak_live[mesh.rank])
     flights: list[Flight] = []
     forward, post = Pipeline._forward, dist.batch_isend_irecv
 
-    def watched_forward(self: Pipeline, action: Action, tokens: Any, targets: Any, scale: float, flight: Flight) -> Any:
-        result = forward(self, action, tokens, targets, scale, flight)
-        watch.peak = max(watch.peak, len(flight.outputs))
+    def watched_forward(self: Pipeline, action: Action, step: Step, flight: Flight) -> Any:
+        found = forward(self, action, step, flight)
+        watch.peak = max(watch.peak, len(flight.outputs) + len(flight.put_off))
+        watch.received = max(watch.received, sum(work is not None for _, work in flight.inbox.values()))
         flights.append(flight)
-        return result
+        return found
 
     def watched_post(operations: list[dist.P2POp]) -> list[WatchedWork]:
         works = [WatchedWork(work, watch.posted + i, watch) for i, work in enumerate(post(operations))]
@@ -152,9 +217,9 @@ def watch_a_step(pp: int, schedule: str, m: int) -> Watch | None:
         return works
 
     with patch.object(Pipeline, "_forward", watched_forward), patch.object(dist, "batch_isend_irecv", watched_post):
-        pipeline.run(micro_batches(m, 1), micro_batches(m, 2), SCALE)
+        pipeline.run(step(m))
     flight = flights[-1]
-    watch.left = len(flight.inbox) + len(flight.outbox) + len(flight.inputs) + len(flight.outputs)
+    watch.left = sum(map(len, (flight.inbox, flight.outbox, flight.inputs, flight.outputs, flight.put_off)))
     return watch
 
 
@@ -167,11 +232,11 @@ def outputs_alive(pp: int, schedule: str, m: int) -> list[bool] | None:
     alive: list[bool] = []
     forward, backward = Pipeline._forward, Pipeline._backward
 
-    def watched_forward(self: Pipeline, action: Action, tokens: Any, targets: Any, scale: float, flight: Flight) -> Any:
-        result = forward(self, action, tokens, targets, scale, flight)
+    def watched_forward(self: Pipeline, action: Action, step: Step, flight: Flight) -> Any:
+        found = forward(self, action, step, flight)
         if action.send in flight.outbox:
             sent[action] = StorageWeakRef(flight.outbox[action.send].untyped_storage())
-        return result
+        return found
 
     def watched_backward(self: Pipeline, action: Action, flight: Flight) -> None:
         for _, work in flight.sending:
@@ -182,13 +247,13 @@ def outputs_alive(pp: int, schedule: str, m: int) -> list[bool] | None:
             alive.append(not sent[made_by].expired())
         backward(self, action, flight)
 
-    pipeline = runner(mesh, ToyStage(mesh.rank), schedule, m)
+    pipeline, _ = runner(mesh, build(schedule, pp, m))
     with patch.object(Pipeline, "_forward", watched_forward), patch.object(Pipeline, "_backward", watched_backward):
-        pipeline.run(micro_batches(m, 1), micro_batches(m, 2), SCALE)
+        pipeline.run(step(m))
     return alive
 
 
-def evaluate(pp: int, m: int) -> tuple[float, float, int, bool] | None:
+def evaluate(pp: int, m: int, schedule: str) -> tuple[float, float, int, bool] | None:
     """Forward only: the loss, that of one process, how much was kept, and whether any gradient was made."""
     mesh = Mesh.build(Layout(pp=pp), CPU)
     if mesh is None:
@@ -196,13 +261,15 @@ def evaluate(pp: int, m: int) -> tuple[float, float, int, bool] | None:
     kept: list[int] = []
     forward = Pipeline._forward
 
-    def watched(self: Pipeline, action: Action, tokens: Any, targets: Any, scale: float, flight: Flight) -> Any:
-        result = forward(self, action, tokens, targets, scale, flight)
+    def watched(self: Pipeline, action: Action, step: Step, flight: Flight) -> Any:
+        found = forward(self, action, step, flight)
         kept.append(len(flight.outputs) + len(flight.inputs))
-        return result
+        return found
 
-    stage = ToyStage(mesh.rank)
+    table = build_forward(build(schedule, pp, m).placement, m)
+    pipeline, stages = runner(mesh, table)
     with torch.no_grad(), patch.object(Pipeline, "_forward", watched):
-        loss = runner(mesh, stage, "forward", m).run(micro_batches(m, 1), micro_batches(m, 2), 1.0)
-    expected = by_one_process(mesh, m)[0].item()
-    return loss.item(), expected, max(kept), any(param.grad is not None for param in stage.parameters())
+        found = pipeline.run(step(m, 1.0))
+    expected = by_one_process(mesh, table)[0].item()
+    made = any(param.grad is not None for stage in stages.values() for param in stage.parameters())
+    return found.item(), expected, max(kept), made

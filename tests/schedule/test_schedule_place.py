@@ -7,7 +7,7 @@ from schedule_cases import runs, tables
 
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
 from megalite.schedule.check import check
-from megalite.schedule.generate import build, build_forward
+from megalite.schedule.generate import build
 from megalite.schedule.place import place_sharding
 from megalite.schedule.simulate import simulate
 
@@ -32,8 +32,8 @@ def test_exchanges_done_in_order_hold_nothing_back(table: Table) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(tables(6, 16), st.booleans(), st.booleans())
-def test_sharding_is_complete_and_leaves_the_rest_alone(table: Table, reshard: bool, reduce_each: bool) -> None:
-    sharded = place_sharding(table, reshard, reduce_each)
+def test_sharding_is_complete_and_leaves_the_rest_alone(table: Table, gather: bool, reduce_each: bool) -> None:
+    sharded = place_sharding(table, gather, reduce_each)
     assert check(sharded) == []
     assert runs(sharded)
     bare = [
@@ -44,36 +44,27 @@ def test_sharding_is_complete_and_leaves_the_rest_alone(table: Table, reshard: b
 
 @settings(max_examples=60, deadline=None)
 @given(tables(6, 16), st.booleans(), st.booleans())
-def test_how_often(table: Table, reshard: bool, reduce_each: bool) -> None:
-    for program in place_sharding(table, reshard, reduce_each).programs:
+def test_how_often(table: Table, gather: bool, reduce_each: bool) -> None:
+    for program in place_sharding(table, gather, reduce_each).programs:
         kinds = [item.kind for item in program if isinstance(item, Action)]
         stages = len({item.stage for item in program if isinstance(item, Action)})
-        assert kinds.count(GATHER) == kinds.count(RESHARD) >= stages
-        assert reshard or kinds.count(GATHER) == stages
+        assert kinds.count(GATHER) == kinds.count(RESHARD) == gather * stages
         assert kinds.count(REDUCE) == stages * (table.micro_batches if reduce_each else 1)
 
 
 def test_a_gather_overlaps_with_the_compute_before_the_use() -> None:
-    table = build("interleaved_1f1b", 2, 4)
-    assert short(place_sharding(table, reshard=True, reduce_each=False), rank=1) == (
-        "GATHER1 F1 GATHER3 F1 RESHARD1 F3 B3 F3 GATHER1 B3 RESHARD3 F1 B1 F1 GATHER3 B1 RESHARD1 "
-        "F3 B3 F3 GATHER1 B3 RESHARD3 REDUCE3 B1 B1 RESHARD1 REDUCE1"
-    )
-    assert short(place_sharding(build("interleaved_1f1b", 2, 2), reshard=False, reduce_each=True)) == (
-        "GATHER0 F0 GATHER2 F0 F2 F2 B2 REDUCE2 B2 RESHARD2 REDUCE2 B0 REDUCE0 B0 RESHARD0 REDUCE0"
+    assert short(place_sharding(build("interleaved_1f1b", 2, 2), gather=True, reduce_each=True)) == (
+        "GATHER0 F0 GATHER2 F0 F2 F2 B2 REDUCE2 B2 REDUCE2 RESHARD2 B0 REDUCE0 B0 REDUCE0 RESHARD0"
     )
 
 
-def test_a_stage_that_never_rests_is_gathered_once() -> None:
-    assert short(place_sharding(build("zb_h1", 1, 2), True, True)) == (
-        "GATHER0 F0 I0 W0 REDUCE0 F0 I0 W0 RESHARD0 REDUCE0"
+def test_gradients_are_reduced_after_the_half_of_backward_that_makes_them() -> None:
+    assert short(place_sharding(build("zb_h1", 2, 2), gather=True, reduce_each=False), rank=1) == (
+        "GATHER1 F1 I1 F1 I1 W1 W1 REDUCE1 RESHARD1"
     )
-
-
-def test_stages_in_turn_stay_gathered() -> None:
-    """Freeing one would gather it again at once."""
-    table = place_sharding(build_forward((0, 0), 4), reshard=True, reduce_each=False)
-    assert short(table) == "GATHER0 F0 GATHER1 F0 F1 F0 F1 F0 RESHARD0 F1 F1 RESHARD1"
+    assert short(place_sharding(build("zb_h1", 1, 2), gather=False, reduce_each=True)) == (
+        "F0 I0 W0 REDUCE0 F0 I0 W0 REDUCE0"
+    )
 
 
 @pytest.mark.parametrize(

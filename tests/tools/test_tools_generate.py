@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
     with one_rank():
         for step in (1, 2):
             job = make(replace(config, run=replace(config.run, seed=step)))
-            store.save(folder / "checkpoints", job.stage, job.optimizer, store.Progress(step, step, asdict(MODEL)))
+            store.save(folder / "checkpoints", job.stages, job.optimizer, store.Progress(step, step, asdict(MODEL)))
     trained = replace(config, parallel=Parallel(pp=2, tp=2, dp_shard=2), train=Train(precision="bf16", compile=True))
     (folder / "config.yaml").write_text(dump(trained))
     return folder

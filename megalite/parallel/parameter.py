@@ -1,0 +1,68 @@
+"""Between parameters, which are DTensors on the `tp` mesh, and the plain local tensors that layers compute with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """An unfilled parameter of global `shape`, this rank's part of it on the meta device."""
+    part = list(shape)
+    if isinstance(placement, Shard):
+        part[placement.dim] //= mesh.size()
+    local = torch.empty(part, device="meta")
+    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
+
+
+def whole(param: Tensor) -> Tensor:
+    """A replicated parameter as a plain tensor, for use on this rank's part of the sequence or heads.
+
+    Every rank then has a gradient of its own; declared partial, they are summed when gradients are finished.
+    """
+    assert isinstance(param, DTensor)
+    return _local(param, Partial() if param.device_mesh.size() > 1 else param.placements[0])
+
+
+def part(param: Tensor | None) -> Tensor:
+    """This rank's part of a sharded parameter as a plain tensor."""
+    assert isinstance(param, DTensor)
+    return _local(param, param.placements[0])
+
+
+def add_gradient(param: DTensor, grad: Tensor) -> None:
+    """Accumulate the local gradient of a sharded parameter, as autograd would."""
+    if param.grad is None:
+        param.grad = DTensor(grad, param._spec, requires_grad=False)
+    else:
+        assert isinstance(param.grad, DTensor)
+        param.grad._local_tensor.add_(grad)
+
+
+def _local(param: DTensor, placement: Placement) -> Tensor:
+    """The local tensor of `param`, whose gradient is a DTensor of `placement`."""
+    if torch.compiler.is_compiling():  # it cannot trace _Local, and pays for the checks of to_local only once
+        return param.to_local(grad_placements=[placement])
+    return _Local.apply(param, placement)
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` without its checks in backward, which on the host cost more than a small matrix product."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, placement: Placement) -> Tensor:
+        spec = param._spec
+        same = placement == spec.placements[0]
+        ctx.spec = spec if same else DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+        ctx.set_materialize_grads(False)
+        local = param.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
+        if grad is None:  # it was put off
+            return None, None
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False), None

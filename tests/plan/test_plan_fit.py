@@ -1,0 +1,81 @@
+"""The automatic micro-batch: as large as divisibility, the pipeline and memory allow."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Batch, Config, Parallel, Rampup
+from megalite.config.validate import validate
+from megalite.plan.fit import GIB, choices, fit_micro
+
+
+def configured(
+    full: int, pp: int = 1, dp: int = 1, memory: float | None = None, rampup: Rampup | None = None
+) -> Config:
+    return Config(parallel=Parallel(pp=pp, dp_shard=dp), batch=Batch("auto", full, memory, rampup))
+
+
+def bytes_each(each: float, fixed: float = 0.0) -> Callable[[Config], int]:
+    return lambda config: round(GIB * (fixed + each * config.batch.micro_size))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (configured(12), [12, 6, 4, 3, 2, 1]),
+        (configured(24, dp=2), [12, 6, 4, 3, 2, 1]),
+        (configured(12, pp=2), [6, 4, 3, 2, 1]),
+        (configured(12, pp=5), [2, 1]),
+        (configured(4, pp=4), [1]),
+        (configured(2, pp=4), [1]),
+        (configured(24, rampup=Rampup(6, 9, 100)), [3, 1]),
+        (configured(24, dp=2, rampup=Rampup(8, None, 100)), [4, 2, 1]),
+    ],
+    ids=str,
+)
+def test_choices_divide_every_batch_and_keep_all_stages_busy(config: Config, expected: list[int]) -> None:
+    assert choices(config) == expected
+
+
+@pytest.mark.parametrize(("memory", "micro"), [(100, 12), (13, 12), (12.99, 6), (7, 6), (3.5, 2), (2, 1)])
+def test_the_largest_that_fits_is_taken(memory: float, micro: int) -> None:
+    assert fit_micro(configured(12, memory=memory), bytes_each(1, fixed=1)).batch == Batch(micro, 12, memory)
+
+
+def test_a_device_is_asked_where_the_configuration_says_nothing() -> None:
+    assert fit_micro(configured(12), bytes_each(1), 5 * GIB).batch.micro == 4
+    assert fit_micro(configured(12, memory=2), bytes_each(1), 5 * GIB).batch.micro == 2
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 48), st.floats(1, 60))
+def test_what_is_taken_is_valid_and_fits(pp: int, dp: int, per_rank: int, memory: float) -> None:
+    config = configured(dp * per_rank, pp, dp, memory)
+    config.model.layers = 6
+    fitted = fit_micro(config, bytes_each(1))
+    assert validate(fitted) == []
+    assert fitted.batch.micro_size <= memory
+    assert fitted.batch.micro == 1 or per_rank // fitted.batch.micro_size >= pp
+
+
+def test_a_number_stays_as_it_is() -> None:
+    config = Config(parallel=Parallel(dp_shard=1), batch=Batch(2, 12, memory=1e-9))
+    assert fit_micro(config, bytes_each(1)) == config
+
+
+def test_too_little_memory_names_what_would_do() -> None:
+    with pytest.raises(InputError) as caught:
+        fit_micro(configured(12, memory=2), bytes_each(1.001, fixed=2))
+    assert str(caught.value.problems[0]) == (
+        "batch.memory = 2: 2.00 GiB are too few: a micro-batch of 1 has a predicted peak of 3.00 GiB; "
+        "use at least 3.01, train.recompute, or more ranks to share the model"
+    )
+    enough = fit_micro(configured(12, memory=3.01), bytes_each(1.001, fixed=2))
+    assert enough.batch.micro == 1
+
+
+def test_on_a_cpu_the_limit_must_be_given() -> None:
+    with pytest.raises(InputError, match=r"batch\.memory = null: is needed to fit batch\.micro = auto"):
+        fit_micro(configured(12), bytes_each(1))

@@ -31,6 +31,7 @@ check: install
 
 bench: install
 	$(BIN)/megalite-bench-step
+	$(BIN)/megalite-bench-memory
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'

@@ -80,10 +80,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="print the pipeline schedule's timeline instead, and write it to FILE: a picture (.svg) or a schedule "
         "file (.yaml)",
     )
+    show.add_argument(
+        "--memory", action="store_true", help="print the predicted memory of the ranks at the peak of a step instead"
+    )
+    show.add_argument(
+        "--measure", action="store_true", help="with --memory: also count the fullest rank's memory in a dry run"
+    )
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one side of an option only; the others are left here.
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.command == "show" and args.measure and not args.memory:
+        parser.error("argument --measure: needs --memory")
     arguments = [*args.arguments, *rest]
     args.files = [argument for argument in arguments if not is_override(argument)]
     args.overrides = [argument for argument in arguments if is_override(argument)]

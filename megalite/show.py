@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from math import prod
@@ -18,6 +19,8 @@ from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
 from megalite.config.validate import check
+from megalite.plan.batches import batch_sizes, samples_after
+from megalite.plan.fit import fit_micro
 from megalite.plan.pipeline import micro_batches, table_of
 from megalite.plan.size import (
     Attention,
@@ -33,21 +36,27 @@ from megalite.plan.split import layers_of, split_of
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
 from megalite.schedule.simulate import simulate
+from megalite.show_memory import fullest, measure, memory_of_ranks, memory_sections
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the resolved configuration, the layout, the sizes and the FLOPs per token; or the pipeline schedule.
+    """Prints the resolved configuration, the layout, the sizes and the FLOPs per token; or the schedule, or memory.
 
-    Takes `args.files`, `args.overrides`, `args.world_size`, the number of ranks or None, and `args.schedule`: the
-    file to write the schedule to, "" for none, or None to show everything else.
+    Takes `args.files`, `args.overrides`, `args.world_size`, the number of ranks or None, `args.schedule`: the file to
+    write the schedule to, "" for none, or None to show something else, `args.memory` and `args.measure`.
     """
     asked = load(args.files, args.overrides)
-    config = check(asked, args.world_size)
+    config = fit_micro(check(asked, args.world_size))
     if args.schedule is not None:
         return _show_schedule(config, args.schedule)
+    if args.memory:
+        memories = memory_of_ranks(config)
+        measured = measure(args, fullest(memories).pp) if args.measure else None
+        _print(_console(), memory_sections(config, memories, measured))
+        return 0
     layout = config.parallel.layout
     unlaunched = asked.parallel.dp_shard == "auto" and args.world_size is None
     sections: list[tuple[str, RenderableType]] = [
@@ -159,12 +168,18 @@ def _flops_table(model: Model) -> Table:
 
 def _batch(config: Config) -> str:
     batch, length, dp = config.batch, config.model.sequence_length, config.parallel.layout.dp
-    tokens = batch.global_ * length
-    return (
-        f"{batch.global_} sequences of {length:,} tokens make {tokens:,} tokens a step, as "
-        f"{micro_batches(config)} micro-batches of {batch.micro} on {dp} data-parallel ranks.\n"
-        f"{config.train.steps:,} steps see {config.train.steps * tokens:,} tokens."
-    )
+    lines = [
+        f"{batch.global_} sequences of {length:,} tokens make {batch.global_ * length:,} tokens a step, as "
+        f"{micro_batches(config)} micro-batches of {batch.micro} on {dp} data-parallel ranks."
+    ]
+    if batch.rampup is not None:
+        sizes = " → ".join(_abridged(batch_sizes(config)))
+        lines.append(f"The batch grows over the first {batch.rampup.tokens:,} tokens: {sizes} sequences.")
+    if batch.curriculum is not None:
+        start, tokens = batch.curriculum.start, batch.curriculum.tokens
+        lines.append(f"Sequences grow over the first {tokens:,} tokens, from {start:,} to {length:,} tokens.")
+    lines.append(f"{config.train.steps:,} steps see {samples_after(config, config.train.steps) * length:,} tokens.")
+    return "\n".join(lines)
 
 
 def _span(numbers: range) -> str:
@@ -175,6 +190,11 @@ def _span(numbers: range) -> str:
 
 
 def _steps(size: int, stride: int) -> str:
-    """The ranks of an axis from rank 0: `0, 8, 16, 24`, the middle of a long one left out."""
-    ranks = [str(rank) for rank in range(0, size * stride, stride)]
-    return ", ".join(ranks if size <= 8 else [*ranks[:4], "...", ranks[-1]])
+    """The ranks of an axis from rank 0: `0, 8, 16, 24`."""
+    return ", ".join(_abridged(range(0, size * stride, stride)))
+
+
+def _abridged(numbers: Sequence[int]) -> list[str]:
+    """The numbers as text, the middle of a long list left out."""
+    shown = [str(number) for number in numbers]
+    return shown if len(shown) <= 8 else [*shown[:4], "...", shown[-1]]

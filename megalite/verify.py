@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,16 +22,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
-from megalite.config.schema import SCHEDULES, Config, Model, Parallel
+from megalite.config.schema import SCHEDULES, Batch, Config, Model, Parallel
 from megalite.config.validate import check
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start
+from megalite.plan.pipeline import table_of
 from megalite.train.build import Job, build
 from megalite.train.step import gradients, mean_loss, train_step
 
 CPU = torch.device("cpu")
+END_OF_DOCUMENT = 0  # in the shrunken copy
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
         config,
         parallel=replace(Parallel(), dp_shard=1),
         batch=replace(config.batch, micro=config.batch.global_),
-        train=replace(config.train, recompute="none"),
+        train=replace(config.train, recompute="none", offload_activations=False),
+        optim=replace(config.optim, offload=False),
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
@@ -115,10 +119,12 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
 
 
 def random_batch(job: Job, step: int) -> Tensor:
-    """This rank's micro-batches `[m, b, s + 1]` of tokens that depend on nothing but the step."""
+    """This rank's micro-batches `[m, b, s + 1]` of tokens that depend on nothing but the step; documents are short."""
     model, batch = job.config.model, job.config.batch
     generator = torch.Generator().manual_seed(step)
     everything = torch.randint(model.vocab_size, (batch.global_, model.sequence_length + 1), generator=generator)
+    if job.config.data.mask_documents:
+        everything[everything % 8 == 0] = END_OF_DOCUMENT
     mine = everything.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
     return mine.unflatten(0, (-1, batch.micro_size))
 
@@ -174,23 +180,27 @@ def shrink(config: Config) -> Config:
         split = [min(layers, 2) for layers in split]
     stages = parallel.pp * parallel.pipeline.stages_per_rank
     layers = sum(split) if split is not None else min(config.model.layers, 2 * stages + 1)
-    micro = min(batch.micro_size, 2)
-    dp = parallel.layout.dp
-    micro_batches = batch.global_ // (batch.micro_size * dp)
+    asked = 1 if batch.micro == "auto" else batch.micro
+    micro, dp = min(asked, 2), parallel.layout.dp
+    micro_batches = batch.global_ // (asked * dp)
     if parallel.pipeline.schedule in SCHEDULES:  # a schedule file is for one number of them
         micro_batches = min(micro_batches, 2 * parallel.pp + 1)
     return replace(
         config,
-        model=_shrink_model(config.model, layers, parallel.tp),
+        model=_shrink_model(config.model, layers, parallel),
+        data=replace(config.data, end_of_document=END_OF_DOCUMENT),
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
-        batch=replace(batch, micro=micro, global_=micro * dp * micro_batches),
+        batch=Batch(micro, micro * dp * micro_batches),
         train=replace(config.train, precision="fp64", compile=False),
     )
 
 
-def _shrink_model(model: Model, layers: int, tp: int) -> Model:
+def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
+    tp, cp = parallel.tp, parallel.cp
     kv_heads = min(model.kv_heads, 2 * tp)
     heads = kv_heads * min(model.heads // model.kv_heads, 4)
+    if parallel.context.method == "ulysses":
+        heads = lcm(heads, tp * cp)
     return replace(
         model,
         layers=layers,
@@ -200,7 +210,7 @@ def _shrink_model(model: Model, layers: int, tp: int) -> Model:
         head_width=None if model.head_width is None else 12,
         ffn=24 * tp,
         vocab_size=48 * tp,
-        sequence_length=12 * tp,
+        sequence_length=6 * parallel.sequence_parts if cp > 1 else 12 * tp,
     )
 
 
@@ -219,6 +229,7 @@ def show(config: Config, differences: Iterable[Difference], console: Console) ->
 def run(args: argparse.Namespace) -> int:
     """The command: start the ranks that the layout needs on this machine, and compare."""
     config = check(load(args.files, args.overrides))
+    table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
     with TemporaryDirectory(prefix="megalite-verify-") as logs:
         world_size = config.parallel.layout.world_size

@@ -88,6 +88,25 @@ def test_the_batch_in_tokens(show: Show) -> None:
     output = show("parallel.dp_shard=2", "batch.global=24", "batch.micro=3", "train.steps=10")
     assert "24 sequences of 256 tokens make 6,144 tokens a step, as 4 micro-batches of 3 on 2 data" in output
     assert "10 steps see 61,440 tokens." in output
+    assert "grow" not in output
+
+
+def test_growing_batches_in_tokens(show: Show) -> None:
+    output = show(
+        "batch.global=24",
+        "train.steps=10",
+        "batch.rampup={start: 8, tokens: 6144}",
+        "batch.curriculum={start: 32, tokens: 9000}",
+    )
+    assert "The batch grows over the first 6,144 tokens: 8 → 16 → 24 sequences." in output
+    assert "Sequences grow over the first 9,000 tokens, from 32 to 256 tokens." in output
+    assert f"10 steps see {256 * (2 * 8 + 16 + 7 * 24):,} tokens." in output
+
+
+def test_an_automatic_micro_batch_is_shown_as_what_it_becomes(show: Show) -> None:
+    output = show("batch.micro=auto", "batch.memory=100", "batch.global=24", "parallel.pp=2")
+    assert "  micro: 12\n" in output
+    assert "as 2 micro-batches of 12 on 1 data" in output
 
 
 def test_a_pipe_gets_plain_whole_lines(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:

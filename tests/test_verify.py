@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megalite import cli
 from megalite.config.load import load
-from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, Curriculum, Model, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.config.validate import check, validate
 from megalite.verify import Difference, compare, show, shrink
 
@@ -121,7 +121,7 @@ def test_bad_configurations_exit_with_2(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "model.kv_heads = 2: must be divisible by parallel.tp = 4" in shown.err
-    assert "parallel.pp = 9: must be at most model.layers = 4" in shown.err
+    assert "parallel.pp = 9: makes 9 stages, more than model.layers = 4" in shown.err
 
 
 LAYOUTS = [
@@ -189,3 +189,10 @@ def test_layers_that_do_not_divide_evenly_stay_uneven() -> None:
 def test_few_micro_batches_stay_few() -> None:
     config = replace(configuration(pp=4), batch=Batch(4, 8))
     assert micro_batches(shrink(config)) == 2
+
+
+def test_growing_and_automatic_batches_become_plain_ones() -> None:
+    growing = Batch("auto", 8, None, Rampup(2, None, 100), Curriculum(2, 100))
+    config = replace(configuration(pp=2), batch=growing)
+    assert shrink(config).batch == Batch(1, 5)
+    assert shrink(replace(config, batch=replace(growing, micro=4))).batch == Batch(2, 4)

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -36,9 +35,11 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
+from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.step import mean_loss, train_step
 from megalite_tools.bench_peer import LlamaForCausalLM, Step, build_peer
+from megalite_tools.results import cpu_name, write_whole
 
 COMMAND = "megalite-bench-step"
 MODEL = "configs/model/small_60m.yaml"
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         variants = _measure(config, options.steps)
         report = _report(config, variants, shlex.join([COMMAND, *arguments]))
         _show(report)
-        _write(Path(options.out), json.dumps(report, indent=2) + "\n")
+        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
     except InputError as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 def _config(options: argparse.Namespace) -> Config:
     overrides = [item for item in options.inputs if is_override(item)]
     files = [item for item in options.inputs if item not in overrides] or [MODEL]
-    config = check(load(files, [*BASE, *overrides]), world_size=1)
+    config = fit_micro(check(load(files, [*BASE, *overrides]), world_size=1))
     if LlamaForCausalLM is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     if config.model.qk_norm or config.model.qkv_bias or config.model.rope_scaling:
@@ -195,7 +196,7 @@ def _batch(config: Config, step: int) -> Tensor:
     """The same random tokens for every variant, `[m, b, s + 1]`."""
     generator = torch.Generator().manual_seed(step)
     size = (config.batch.global_, config.model.sequence_length + 1)
-    return torch.randint(config.model.vocab_size, size, generator=generator).unflatten(0, (-1, config.batch.micro))
+    return torch.randint(config.model.vocab_size, size, generator=generator).unflatten(0, (-1, config.batch.micro_size))
 
 
 def _peak_bytes() -> int:
@@ -212,7 +213,7 @@ def _report(config: Config, variants: Sequence[Variant], command: str) -> dict[s
         "batch": {"micro": config.batch.micro, "global": config.batch.global_},
         "optim": asdict(config.optim),
         "tolerance": TOLERANCE,
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version()}
         | {package: version(package) for package in ("megalite", "torch", "transformers")},
         "variants": [asdict(variant) | _summary(variants[0], variant, tokens) for variant in variants],
@@ -228,15 +229,6 @@ def _summary(ours: Variant, variant: Variant, tokens: int) -> dict[str, float]:
         "time_ratio": statistics.median(a / b for a, b in zip(ours.seconds, variant.seconds, strict=True)),
         "memory_ratio": ours.peak_bytes / max(1, variant.peak_bytes),
     }
-
-
-def _cpu() -> str:
-    """The processor's name."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -258,22 +250,6 @@ def _show(report: dict[str, Any]) -> None:
         cells = ("{:.3f}", "{:,.0f}", "{:.3f}", "{:,.0f}", "{:.3f}")
         table.add_row(row["name"], *(cell.format(value) for cell, value in zip(cells, numbers + memory, strict=True)))
     console.print(table)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a whole file or none."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -108,6 +108,12 @@ class Parallel:
     data: DataParallel = field(default_factory=DataParallel)
 
     @property
+    def sequence_parts(self) -> int:
+        """Equal parts that a sequence must come in: zigzag gives a context-parallel rank two chunks, split over tp."""
+        chunks = 2 if self.cp > 1 and self.context.method != "ulysses" else 1
+        return chunks * self.cp * self.tp
+
+    @property
     def layout(self) -> Layout:
         """The layout, once `dp_shard` is a number."""
         if not isinstance(self.dp_shard, int):
@@ -154,7 +160,10 @@ class Batch:
 class Train:
     steps: int = 100
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"  # of compute; bf16 keeps parameters and reductions in fp32
-    recompute: Literal["none", "full"] = "none"  # full: keep only each layer's input, run it again in backward
+    recompute: Literal["none", "selective", "full", "budget"] = "none"  # what layers run again in backward
+    recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage
+    recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
+    offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
     compile: bool = False  # torch.compile each layer
     timeout: float = 600.0  # seconds a rank waits for its peers before it gives up
 
@@ -167,6 +176,7 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices only; norms and biases are not decayed
     clip_norm: float = 1.0  # 0: no clipping
+    offload: bool = False  # keep the optimizer's states in host memory and update there
 
 
 @dataclass
@@ -188,6 +198,9 @@ class Data:
     train: list[Source] = field(default_factory=list)
     valid: list[Source] = field(default_factory=list)
     tokenizer: str | None = None  # SentencePiece .model or Hugging Face tokenizer.json
+    mask_documents: bool = False  # attention stays inside a document of a packed sequence
+    reset_positions: bool = False  # positions start anew at every document; needs mask_documents
+    end_of_document: int | None = None  # id of the token that ends documents; null: as the tokenizer says
 
 
 @dataclass

@@ -9,7 +9,9 @@ from megalite.config.batch import batch_rules
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Problem, listing
 from megalite.config.numbers import divisible, multiples
+from megalite.config.recompute import recompute_rules
 from megalite.config.schema import SCHEDULES, Config, LearningRate, Model, Parallel, Pipeline, Run, Source
+from megalite.config.sequence import document_rules, sequence_rules
 
 AT_LEAST = {
     "run.seed": 0,
@@ -36,6 +38,7 @@ AT_LEAST = {
     "batch.curriculum.start": 1,
     "batch.curriculum.tokens": 1,
     "train.steps": 1,
+    "train.recompute_every": 1,
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
     "schedule.warmup": 0,
@@ -54,6 +57,7 @@ POSITIVE = (
     "model.norm_eps",
     "model.init_std",
     "batch.memory",
+    "train.recompute_budget",
     "train.timeout",
     "optim.lr",
     "optim.eps",
@@ -82,14 +86,18 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *_ranges(to_plain(config)),
         *_model(config.model),
         *_tensor_parallel(config.model, config.parallel.tp),
+        *sequence_rules(config.model, config.parallel),
         *_pipeline(config.model.layers, config.parallel),
+        *_schedule_file(config),
         *_data_parallel(config),
         *_world(config.parallel, world_size),
-        *batch_rules(config.batch, dp, config.model.sequence_length, config.parallel.tp),
+        *batch_rules(config.batch, dp, config.model.sequence_length, config.parallel.sequence_parts),
+        *recompute_rules(config.train),
         *_betas(config.optim.betas),
         *_schedule(config.schedule, config.train.steps),
         *_sources("data.train", config.data.train),
         *_sources("data.valid", config.data.valid),
+        *document_rules(config.data, config.model.vocab_size),
     ]
 
 
@@ -164,8 +172,7 @@ def _model(model: Model) -> Iterator[Problem]:
 
 
 def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
-    # The sequence too: between tensor-parallel regions, activations are split along it.
-    for name in ("heads", "kv_heads", "ffn", "vocab_size", "sequence_length"):
+    for name in ("heads", "kv_heads", "ffn", "vocab_size"):
         yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
 
 
@@ -204,6 +211,16 @@ def _pipeline_schedule(pipeline: Pipeline) -> Iterator[Problem]:
         yield Problem(key, rule, "use null, or interleaved_1f1b, which has as many as you like", virtual)
 
 
+def _schedule_file(config: Config) -> Iterator[Problem]:
+    if config.parallel.pipeline.schedule in SCHEDULES:
+        return
+    rule = "needs a schedule by name: the file of parallel.pipeline.schedule is for one number of micro-batches"
+    if config.batch.micro == "auto":
+        yield Problem("batch.micro", rule, f"use a number, or {listing(list(SCHEDULES))}", "auto")
+    if config.batch.rampup is not None:
+        yield Problem("batch.rampup", rule, f"use null, or {listing(list(SCHEDULES))}")
+
+
 def _data_parallel(config: Config) -> Iterator[Problem]:
     data, precision = config.parallel.data, config.train.precision
     if data.reduce_precision == "bf16" and precision != "bf16":
@@ -212,8 +229,6 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
 
 
 def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
-    if parallel.cp > 1:
-        yield Problem("parallel.cp", "context parallelism is not available yet", "use 1", parallel.cp)
     others, shard = _without_dp_shard(parallel), parallel.dp_shard
     if world_size is None or others < 1:
         return

@@ -37,13 +37,10 @@ class Mesh:
         ranks = torch.arange(layout.world_size)
         root = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
         world = dist.new_group(ranks.tolist())
+        lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
+        cp = dist.new_subgroups_by_enumeration(lines)[0] if layout.cp > 1 else None
         rank = dist.get_rank()
-        if rank >= layout.world_size:
-            return None
-        at = layout.coordinates(rank)
-        ring = [layout.rank(**{**at, "cp": position}) for position in range(layout.cp)]
-        cp = dist.new_group(ring, use_local_synchronization=True) if layout.cp > 1 else None
-        return Mesh(layout, device, root, world, rank, cp)
+        return Mesh(layout, device, root, world, rank, cp) if rank < layout.world_size else None
 
     @property
     def coordinates(self) -> dict[str, int]:

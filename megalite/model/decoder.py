@@ -12,12 +12,13 @@ so every parameter has one global name.
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.nn.functional import scaled_dot_product_attention
 
 from megalite.config.schema import Model
-from megalite.model.positions import angles
+from megalite.model.positions import Places
+from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, whole
+from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
 from megalite_kernels import cross_entropy, rms_norm, rope, swiglu
 
@@ -27,9 +28,10 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
+        self.rms_norm = Cheap(rms_norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, whole(self.weight), self.eps)
+        return self.rms_norm(x, whole(self.weight), self.eps)
 
 
 class Attention(nn.Module):
@@ -46,15 +48,14 @@ class Attention(nn.Module):
         self.o = RowLinear(model.heads * e, model.width, tp)
         self.q_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
         self.k_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
+        # Without norms, what RoPE is made of is needed by nothing else: to keep it would save no memory.
+        self.rope = Cheap(rope) if model.qk_norm else rope
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
         q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # s b h/t e, k and v s b k/t e
-        q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
-        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))  # b h/t s e
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        y = y.permute(2, 0, 1, 3).flatten(2)  # s b (h/t·e)
-        return self.o(y)  # s/t b d
+        q, k = self.rope(self.q_norm(q), cos, sin), self.rope(self.k_norm(k), cos, sin)
+        return self.o(attend(q, k, v).flatten(2))  # s/t b d
 
 
 class MLP(nn.Module):
@@ -65,11 +66,12 @@ class MLP(nn.Module):
         self.group = tp.get_group()
         self.gate = ColumnLinear(model.width, model.ffn, tp)
         self.up = ColumnLinear(model.width, model.ffn, tp)
+        self.swiglu = Cheap(swiglu)
         self.down = RowLinear(model.ffn, model.width, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(x, (self.gate, self.up), self.group)  # s b f/t
-        return self.down(swiglu(gate, up))  # s/t b d
+        return self.down(self.swiglu(gate, up))  # s/t b d
 
 
 class Layer(nn.Module):
@@ -80,8 +82,8 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(model.width, model.norm_eps, tp)
         self.mlp = MLP(model, tp)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -118,14 +120,19 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Layer(model, tp) for layer in layers})
         self.head = Head(model, tp) if last else None
 
-    def forward(self, x: Tensor, places: object = None) -> Tensor:
-        """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits."""
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits.
+
+        places: of the s positions that this rank holds; None: all of one document from its beginning.
+        """
         if self.first:
             assert self.embed is not None
             x = self.embed(x)  # s/t b d
-        cos, sin = angles(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
+        if places is None:
+            places = Places.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
+        cos, sin = places.angles()
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, places.attention)
         if self.head is None:
             return x
         # Untied, the embedding stays out: FSDP2 hooks into every argument, and this one's gradient is not the head's.

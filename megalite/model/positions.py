@@ -1,15 +1,38 @@
-"""Angles of rotary position embedding, with Llama 3.1's stretching of low frequencies."""
+"""Where tokens stand: the angles of rotary position embedding, and which tokens attend to which."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.config.schema import Model
+from megalite.parallel.context import Attention, causal
+
+
+@dataclass(frozen=True)
+class Places:
+    """What stages are told about the tokens of a micro-batch, at the positions that this rank holds."""
+
+    cos: Tensor  # p 1 1 e/2: of every position of the tokens, in order, or of all that there are
+    sin: Tensor
+    attention: Attention
+    positions: Tensor | None = None  # s b: which of these are the tokens'; None: theirs, in order
+
+    @staticmethod
+    def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "Places":
+        """Of sequences of one document that this rank holds from their beginning."""
+        return Places(*angles(model, torch.arange(length, device=device), dtype), causal)
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for every token: `[s, b, 1, e/2]`, or `[s, 1, 1, e/2]` for all sequences alike."""
+        if self.positions is None:
+            return self.cos, self.sin
+        return self.cos[self.positions, 0], self.sin[self.positions, 0]
 
 
 def frequencies(model: Model, device: torch.device | None = None) -> Tensor:
-    """Radians per position of every pair of features, `[e/2]` in float64."""
+    """Radians per position of every pair of features, `[e/2]` in float64; low ones stretched as in Llama 3.1."""
     exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
     plain = model.rope_theta**-exponents
     scaling = model.rope_scaling
@@ -21,8 +44,8 @@ def frequencies(model: Model, device: torch.device | None = None) -> Tensor:
     return plain * (keep + (1 - keep) / scaling.factor)
 
 
-def angles(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[s, e/2]` of every position's angles, in float32 or the wider `dtype`."""
-    turns = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies(model, device)
+def angles(model: Model, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[p, 1, 1, e/2]` of the angles at `positions` `[p]`, in float32 or the wider `dtype`."""
+    turns = positions[:, None, None, None] * frequencies(model, positions.device)
     wide = torch.promote_types(dtype, torch.float32)
     return turns.cos().to(wide), turns.sin().to(wide)

@@ -6,18 +6,23 @@ import torch
 from torch import nn
 
 from megalite.config.schema import Optim
+from megalite.optim.offload import HostAdamW
 
 
 def build_optimizer(stages: Iterable[nn.Module], optim: Optim) -> torch.optim.Optimizer:
-    """Fused AdamW (arXiv 1711.05101) in two groups: matrices decay, norms and biases do not."""
+    """Fused AdamW (arXiv 1711.05101) in two groups: matrices decay, norms and biases do not.
+
+    With `optim.offload` it runs on the host.
+    """
     params = [param for stage in stages for param in stage.parameters()]
     matrices = [param for param in params if param.ndim > 1]
     vectors = [param for param in params if param.ndim == 1]
-    groups = [
+    both = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    groups = [group for group in both if group["params"]]
     first, second = optim.betas
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=optim.lr, betas=(first, second), eps=optim.eps, fused=True
-    )
+    if optim.offload:
+        return HostAdamW(groups, optim.lr, (first, second), optim.eps)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(first, second), eps=optim.eps, fused=True)

@@ -38,11 +38,8 @@ def shard(stage: nn.Module, groups: Iterable[nn.Module], mesh: Mesh, precision: 
     """Shard the parameters of `stage` over the data-parallel ranks, in place.
 
     Each of `groups` is gathered by itself, the rest with the stage. Gradients are summed, not averaged: the
-    loss already is divided by the tokens of the whole step. A single data-parallel rank without mixed
-    precision is left alone.
+    loss already is divided by the tokens of the whole step.
     """
-    if mesh.data.size() == 1 and compute_dtype(precision) == parameter_dtype(precision):
-        return
     narrow = precision == "bf16" and data.reduce_precision == "bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(precision),

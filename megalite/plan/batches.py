@@ -37,7 +37,7 @@ def samples_after(config: Config, steps: int, consumed: int = 0) -> int:
     """Samples consumed after `steps` more optimizer steps from sample `consumed` on."""
     while steps > 0 and (size := batch_size(config, consumed)) < config.batch.global_:
         consumed, steps = consumed + size, steps - 1
-    return consumed + steps * config.batch.global_
+    return consumed + max(0, steps) * config.batch.global_
 
 
 def batch_sizes(config: Config) -> list[int]:

@@ -7,15 +7,23 @@ from dataclasses import replace
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
+from megalite.plan.memory import rank_memory
+from megalite.plan.pipeline import table_of
 
 GIB = 1 << 30
 
 
-def fit_micro(config: Config, peak: Callable[[Config], int], offered: int | None = None) -> Config:
+def peak_bytes(config: Config) -> int:
+    """Predicted bytes of the fullest rank at the peak of a training step."""
+    table = table_of(config)
+    return max(rank_memory(config, pp, table).total for pp in range(config.parallel.pp))
+
+
+def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config], int] = peak_bytes) -> Config:
     """The configuration with `batch.micro` resolved to a number: the largest of `choices` that fits `batch.memory`.
 
-    peak: predicted bytes of the fullest rank. offered: bytes of a device, where `batch.memory` is null. Raises
-    InputError where not even one sequence fits, or nobody says into what.
+    offered: bytes of a device, where `batch.memory` is null. Raises InputError where not even one sequence fits, or
+    nobody says into what.
     """
     batch = config.batch
     if batch.micro != "auto":
@@ -29,7 +37,8 @@ def fit_micro(config: Config, peak: Callable[[Config], int], offered: int | None
         if (needed := peak(fitted)) <= limit:
             return fitted
     rule = f"{limit / GIB:.2f} GiB are too few: a micro-batch of 1 has a predicted peak of {needed / GIB:.2f} GiB"
-    fix = f"use at least {math.ceil(100 * needed / GIB) / 100:.2f}, train.recompute, or more ranks to share the model"
+    more = "" if batch.memory is None else f"at least {math.ceil(100 * needed / GIB) / 100:.2f}, "
+    fix = f"use {more}train.recompute, or more ranks to share the model"
     raise InputError([Problem("batch.memory", rule, fix, batch.memory)])
 
 

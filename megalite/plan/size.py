@@ -24,7 +24,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return sum(vars(self).values())  # astuple copies deeply, and plans ask often
 
     def __add__(self, other: "Parameters") -> "Parameters":
         return Parameters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

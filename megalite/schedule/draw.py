@@ -7,6 +7,7 @@ from math import floor
 from rich.text import Text
 
 from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, Kind, Table
+from megalite.schedule.actions import SHARDING as SHARDED
 from megalite.schedule.simulate import Span, Time, Timeline
 
 INK, PALE, GROUND = "#1f2933", "#616e7c", "#eef1f4"
@@ -114,7 +115,7 @@ def _legend(timeline: Timeline) -> list[tuple[str, str]]:
     kinds = {span.action.kind for rank in timeline.spans for span in rank}
     entries = [(FILL[kind], f"{kind}: {MEANING[kind]}") for kind in COMPUTE if kind in kinds]
     entries += [(TRANSFER, "sent (above), received")] if kinds & OTHER_SIDE.keys() else []
-    entries += [(SHARDING, "weights gathered or freed, gradients reduced")] if Kind.GATHER in kinds else []
+    entries += [(SHARDING, "weights gathered or freed, gradients reduced")] if kinds.intersection(SHARDED) else []
     return entries
 
 

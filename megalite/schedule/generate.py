@@ -73,7 +73,9 @@ def _from_file(path: str, p: int, m: int, v: int | None) -> Table:
             f"{table.micro_batches} · batch.micro · data-parallel ranks"
         )
     if v is not None and table.stages != p * v:
-        wrong.append(f"for {table.stages} stages, not parallel.pp · parallel.pipeline.virtual_stages = {p * v}")
+        per_rank, rest = divmod(table.stages, p)
+        fix = "" if rest else f"; use virtual_stages {per_rank}"
+        wrong.append(f"for {table.stages} stages, not parallel.pp · parallel.pipeline.virtual_stages = {p * v}{fix}")
     if wrong:
         raise InputError(f"parallel.pipeline.schedule={path!r}: the schedule of this file is {', and '.join(wrong)}")
     return table

@@ -1,11 +1,10 @@
 """From a configuration and a mesh to a job ready to train: the only place where parallelisms are composed."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 
 from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
@@ -14,14 +13,16 @@ from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
 from megalite.parallel.linear import WeightGradients
+from megalite.parallel.offload import AsIs, Offload
 from megalite.parallel.pipeline import Activation, Pipeline
-from megalite.parallel.recompute import recompute_in_backward
+from megalite.parallel.recompute import recompute
 from megalite.parallel.tensor import split_backward
-from megalite.plan.pipeline import table_of
+from megalite.plan.pipeline import table_of, uses_fsdp
+from megalite.plan.recompute import Mode, every_nth
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import build_forward
-from megalite.schedule.place import place_sharding
+from megalite.train.recompute import modes_by_stage
 
 
 @dataclass
@@ -31,46 +32,49 @@ class Job:
     config: Config
     mesh: Mesh
     stages: dict[int, Decoder]  # by their number in the whole model, first to last
-    training: Pipeline
-    evaluation: Pipeline
+    weight_gradients: dict[int, WeightGradients]  # of the stages, where the schedule splits backward
+    placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     optimizer: torch.optim.Optimizer
+    pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Target tokens in a global batch; samples are packed, so every position has a target."""
-        return self.config.batch.global_ * self.config.model.sequence_length
+    def training(self, batch: Tensor) -> Pipeline:
+        """The runner of a training step on `batch` `[m, b, s + 1]`."""
+        return self._pipeline("training", batch.shape)
 
-    @property
-    def placement(self) -> tuple[int, ...]:
-        """Stage -> the pipeline rank that owns it."""
-        return self.training.table.placement
+    def evaluation(self, batch: Tensor) -> Pipeline:
+        """The runner of a forward pass of `batch` `[m, b, s + 1]`."""
+        return self._pipeline("evaluation", batch.shape)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name. The copies of a tied embedding share a name."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
+    def _pipeline(self, purpose: str, shape: torch.Size) -> Pipeline:
+        # The latest is enough: batches only grow, so a shape that is left does not come back.
+        if purpose not in self.pipelines or self.pipelines[purpose][0] != shape:
+            m = shape[0]
+            table = table_of(self.config, m) if purpose == "training" else build_forward(self.placement, m)
+            self.pipelines[purpose] = shape, build_pipeline(table, self, shape)
+        return self.pipelines[purpose][1]
+
 
 def build(config: Config, mesh: Mesh) -> Job:
-    """Build this rank's stages with their initial weights, its pipelines and its optimizer.
+    """Build this rank's stages with their initial weights, and its optimizer.
 
     Raises InputError for a schedule that cannot run.
     """
     table, pp = table_of(config), mesh.coordinates["pp"]
-    stages = {number: build_stage(config, mesh, number, table.stages) for number in table.stages_of(pp)}
+    modes = modes_by_stage(config, mesh, table)
+    stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
-    forward = build_forward(table.placement, table.micro_batches)
-    if any(isinstance(stage, FSDPModule) for stage in stages.values()):
-        mode = config.parallel.data.mode
-        table = place_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))
-    training = build_pipeline(table, config, mesh, stages, gradients)
-    evaluation = build_pipeline(forward, config, mesh, stages, {})
-    return Job(config, mesh, stages, training, evaluation, build_optimizer(stages.values(), config.optim))
+    return Job(config, mesh, stages, gradients, table.placement, build_optimizer(stages.values(), config.optim))
 
 
-def build_stage(config: Config, mesh: Mesh, number: int, stages: int) -> Decoder:
+def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Sequence[Mode] | None = None) -> Decoder:
     """Stage `number` of the model's `stages`, sharded and filled.
 
+    modes: what each of its layers recomputes in backward; None: nothing.
     The order matters: recompute wraps a layer's forward, compile the result, FSDP2 both; memory is taken
     only when every rank knows which part it holds.
     """
@@ -78,23 +82,23 @@ def build_stage(config: Config, mesh: Mesh, number: int, stages: int) -> Decoder
         config.model, mesh.tp, layers_of(split_of(config))[number], first=number == 0, last=number == stages - 1
     )
     stage.to(parameter_dtype(config.train.precision))
-    for layer in stage.layers.values():
-        if config.train.recompute == "full":
-            recompute_in_backward(layer)
+    keeping = Offload() if config.train.offload_activations else AsIs
+    for layer, mode in zip(stage.layers.values(), modes or every_nth("none", 1, len(stage.layers)), strict=True):
+        recompute(layer, mode, keeping)
         if config.train.compile:
             layer.compile()
-    shard(stage, stage.gathered_apart(), mesh, config.train.precision, config.parallel.data)
+    if uses_fsdp(config):
+        shard(stage, stage.gathered_apart(), mesh, config.train.precision, config.parallel.data)
     stage.to_empty(device=mesh.device)
     initialize(stage, config.model, config.run.seed)
     return stage
 
 
-def build_pipeline(
-    table: Table, config: Config, mesh: Mesh, stages: dict[int, Decoder], gradients: dict[int, WeightGradients]
-) -> Pipeline:
-    """The runner of `table` for this rank."""
-    model = config.model
-    shape = (model.sequence_length // mesh.layout.tp, config.batch.micro_size, model.width)
-    activation = Activation(shape, compute_dtype(config.train.precision), mesh.device)
-    rank, group = mesh.coordinates["pp"], mesh.group("pp")
-    return Pipeline(table, stages, gradients, rank, group, activation, config.parallel.data.mode)
+def build_pipeline(table: Table, job: Job, shape: torch.Size) -> Pipeline:
+    """The runner of `table` for batches of `shape`, `[m, b, s + 1]`."""
+    config, mesh = job.config, job.mesh
+    _, micro, tokens = shape
+    handed = ((tokens - 1) // (mesh.layout.tp * mesh.layout.cp), micro, config.model.width)
+    activation = Activation(handed, compute_dtype(config.train.precision), mesh.device)
+    rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data.mode
+    return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode)

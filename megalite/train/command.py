@@ -8,6 +8,7 @@ from megalite.config.load import load
 from megalite.config.validate import check, check_files
 from megalite.dist.local import launch
 from megalite.dist.ranks import find_place, let_others_speak
+from megalite.plan.fit import fit_micro
 from megalite.train.folder import Folder
 
 
@@ -16,6 +17,8 @@ def run(args: argparse.Namespace) -> int:
     place = find_place()
     try:
         config = check(load(args.files, args.overrides), place.world_size if place else None)
+        if config.batch.memory is not None or config.run.device == "cpu":  # else the ranks ask their GPUs
+            config = fit_micro(config)
         check_files(config)
         folder = Folder.of(config)
         folder.make()

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from megalite.checkpoint import store
 from megalite.data.loader import Loader
+from megalite.plan.batches import GlobalBatch, global_batches
+from megalite.plan.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.metrics import throughput
 from megalite.train.report import Record, Report
-from megalite.train.step import evaluate, mean_loss, train_step
+from megalite.train.step import evaluate, mean_loss, target_tokens, train_step
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,19 @@ class Batches:
 
 def train(job: Job, batches: Batches, start: store.Progress, checkpoints: Path, report: Report | None) -> None:
     """Train from `start` to `train.steps`, on every rank; `report` on the one that reports."""
-    config, samples = job.config, start.samples
-    last = config.train.steps
+    config, last = job.config, job.config.train.steps
     if start.step == 0:
         _validate(job, batches, 0, report)
     meter = Meter(job)
-    for step, batch in enumerate(batches.train.batches(samples, last - start.step), start=start.step + 1):
-        loss, norm = train_step(job, batch, step - 1)
-        samples += config.batch.global_
-        meter.add(loss)
+    wanted = islice(global_batches(config, start.samples), max(0, last - start.step))
+    for step, (batch, micros) in enumerate(batches.train.batches(wanted), start=start.step + 1):
+        loss, norm = train_step(job, micros, step - 1)
+        meter.add(loss, micros)
         if report is not None:
             report.stepped(step)
 
         if _due(step, config.log.interval, last):
-            record = meter.read(norm)
+            record = meter.read(norm) | {"tokens": batch.end * config.model.sequence_length}
             if report is not None:
                 report.record(step, record)
         if _due(step, config.eval.interval, last):
@@ -48,7 +50,7 @@ def train(job: Job, batches: Batches, start: store.Progress, checkpoints: Path, 
                 _validate(job, batches, step, report)
         if _due(step, config.checkpoint.interval, last):
             with meter.paused():
-                progress = store.Progress(step, samples, asdict(config.model))
+                progress = store.Progress(step, batch.end, asdict(config.model))
                 path = store.save(checkpoints, job.stages, job.optimizer, progress)
                 if report is not None:
                     store.retain(checkpoints, config.checkpoint.keep)
@@ -62,9 +64,11 @@ def _due(step: int, interval: int, last: int) -> bool:
 
 def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> None:
     """Evaluate on the first `eval.steps` batches of the validation data, the same every time."""
-    if batches.valid is None or job.config.eval.steps == 0:
+    size, steps = job.config.batch.global_, job.config.eval.steps
+    if batches.valid is None or steps == 0:
         return
-    loss = evaluate(job, batches.valid.batches(0, job.config.eval.steps))
+    wanted = [GlobalBatch(size * index, size) for index in range(steps)]
+    loss = evaluate(job, (micros for _, micros in batches.valid.batches(wanted)))
     if report is not None:
         report.record(step, {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()})
 
@@ -78,6 +82,8 @@ class Meter:
 
     def _restart(self) -> None:
         self.losses: list[Tensor] = []
+        self.tokens: list[int] = []
+        self.flops = 0
         self.since = time.perf_counter()
 
     @contextmanager
@@ -89,17 +95,21 @@ class Meter:
         yield
         self.since += time.perf_counter() - began
 
-    def add(self, loss: Tensor) -> None:
+    def add(self, loss: Tensor, batch: Tensor) -> None:
+        """Note a step on `batch`, as `train_step` takes it, and this rank's part of its mean loss."""
+        tokens, model = target_tokens(self.job, batch), self.job.config.model
         self.losses.append(loss)
+        self.tokens.append(tokens)
+        self.flops += tokens * flops_per_token(replace(model, sequence_length=batch.shape[2] - 1))
 
     def read(self, norm: Tensor) -> Record:
-        """The mean loss since the last reading, the latest gradient norm and learning rate, and the speed."""
-        job, steps = self.job, len(self.losses)
-        loss = mean_loss(job, torch.stack(self.losses).mean())
+        """The mean loss per token since the last reading, the latest gradient norm and learning rate, and the speed."""
+        job, tokens = self.job, sum(self.tokens)
+        losses = torch.stack(self.losses)
+        weights = torch.tensor(self.tokens, dtype=losses.dtype, device=losses.device) / tokens
+        loss = mean_loss(job, losses @ weights)
         seconds = time.perf_counter() - self.since
-        speed = throughput(
-            job.config.model, steps * job.tokens_per_step, seconds, job.mesh.layout.world_size, job.mesh.device
-        )
+        speed = throughput(tokens, self.flops, seconds, job.mesh.layout.world_size, job.mesh.device)
         self._restart()
         record = {
             "loss": loss,

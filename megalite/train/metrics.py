@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.config.schema import Model
-from megalite.plan.size import flops_per_token
-
 # Dense bf16 peak in FLOP/s, from the makers' data sheets.
 PEAK = {
     "A100": 312e12,
@@ -31,12 +28,11 @@ class Throughput:
     mfu: float | None  # None where the peak of the device is not known
 
 
-def throughput(model: Model, tokens: int, seconds: float, ranks: int, device: torch.device) -> Throughput:
-    """Speed from `tokens` trained on by `ranks` devices in `seconds`."""
-    rate = tokens / seconds
-    flops = rate * flops_per_token(model, "causal") / ranks
+def throughput(tokens: int, flops: int, seconds: float, ranks: int, device: torch.device) -> Throughput:
+    """Speed of `ranks` devices that trained on `tokens`, with `flops` of the model, in `seconds`."""
+    rate, flops_per_device = tokens / seconds, flops / seconds / ranks
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return Throughput(rate, flops / 1e12, None if peak is None else flops / peak)
+    return Throughput(rate, flops_per_device / 1e12, None if peak is None else flops_per_device / peak)
 
 
 def peak_flops(device: str) -> float | None:

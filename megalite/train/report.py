@@ -27,6 +27,7 @@ FORMATS = {
     "valid_perplexity": "{:.4g}",
     "grad_norm": "{:.3f}",
     "learning_rate": "{:.2e}",
+    "tokens": "{:,.0f}",
     "tokens_per_second": "{:,.0f}",
     "tflops_per_device": "{:.4g}",
     "mfu": "{:.1%}",

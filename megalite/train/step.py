@@ -9,12 +9,12 @@ from torch import Tensor
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
 from megalite.parallel.gradients import clip, finish, global_norm
-from megalite.parallel.pipeline import Step
 from megalite.train.build import Job
+from megalite.train.inputs import inputs
 
 
 def train_step(job: Job, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Optimizer step number `step`, counted from 0: the losses summed on this rank, and the global gradient norm.
+    """Optimizer step number `step`, counted from 0: this rank's part of the mean loss, and the global gradient norm.
 
     batch `[m, b, s + 1]`: this rank's micro-batches. Nothing here waits for the device.
     """
@@ -30,35 +30,34 @@ def train_step(job: Job, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 
 def gradients(job: Job, batch: Tensor) -> Tensor:
-    """Accumulate the complete gradients of the mean loss; the losses summed on this rank."""
-    loss = job.training.run(_step(job, batch, 1 / job.tokens_per_step))
+    """Accumulate the complete gradients of the mean loss; this rank's part of it."""
+    scale = 1 / target_tokens(job, batch)
+    loss = job.training(batch).run(inputs(job, batch, scale))
     finish(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
-    return loss
+    return loss * scale
 
 
 @torch.no_grad()
 def evaluate(job: Job, batches: Iterable[Tensor]) -> float:
     """Mean loss per token over whole global batches."""
-    total, count = torch.zeros((), dtype=torch.float64, device=job.mesh.device), 0
+    total, tokens = torch.zeros((), dtype=torch.float64, device=job.mesh.device), 0
     for batch in batches:
-        total += job.evaluation.run(_step(job, batch))
-        count += 1
+        total += job.evaluation(batch).run(inputs(job, batch))
+        tokens += target_tokens(job, batch)
     for stage in job.stages.values():
         reshard(stage)  # no backward comes to free what forward gathered
-    return mean_loss(job, total / count)
+    return mean_loss(job, total / tokens)
 
 
 def mean_loss(job: Job, loss: Tensor) -> float:
-    """The mean loss per token of a step, from the sums on all ranks. Waits for the device."""
+    """The mean loss per token, from the parts of all ranks. Waits for the device."""
     at = job.mesh.coordinates
     counted = at["pp"] == job.placement[-1] and at["tp"] == 0  # tp ranks hold the same sum
     total = loss.clone() if counted else torch.zeros_like(loss)
     dist.all_reduce(total, group=job.mesh.world)
-    return total.item() / job.tokens_per_step
+    return total.item()
 
 
-def _step(job: Job, batch: Tensor, scale: float = 1.0) -> Step:
-    """Tokens and the tokens that follow them, sequence first: `[m, b, s + 1]` → m of `[s, b]` each."""
-    batch = batch.to(job.mesh.device, non_blocking=True).transpose(1, 2)
-    tokens, targets = batch[:, :-1].contiguous().unbind(), batch[:, 1:].contiguous().unbind()
-    return Step(tokens, targets, [None] * len(tokens), scale)
+def target_tokens(job: Job, batch: Tensor) -> int:
+    """Target tokens of all ranks in a step; samples are packed, so every position has a target."""
+    return batch[..., 1:].numel() * job.mesh.layout.dp

@@ -1,26 +1,32 @@
 """One rank of `megalite train`: from start-up to the end of the run."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint import store
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
+from megalite.data.documents import end_of_document
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.dist.local import log_file
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
 from megalite.dist.start import run_rank, start
+from megalite.plan.batches import samples_after
+from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report, write_environment
+
+FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
 log = logging.getLogger("megalite")
 
@@ -39,6 +45,12 @@ def _train(place: Place, config: Config) -> int:
         force=True,
     )
     device = start(place, config.run.device, config.train.timeout)
+    if config.batch.micro == "auto":
+        config = fit_micro(config, device_memory(device))
+    check_attention(config, device)
+    if config.data.mask_documents:
+        end = end_of_document(config.data, config.model.vocab_size)
+        config = replace(config, data=replace(config.data, end_of_document=end))
     mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded)
     assert mesh is not None, "validation has compared the layout with the world size"
     job = build(config, mesh)
@@ -56,6 +68,31 @@ def _train(place: Place, config: Config) -> int:
         train(job, batches, progress, folder.checkpoints, report)
         report.say(f"done: {config.train.steps} steps, run folder {folder.path}")
     return 0
+
+
+def check_attention(config: Config, device: torch.device) -> None:
+    """Raises InputError where attention in blocks has no kernel: on CUDA, FlashAttention is all there is."""
+    cp, method = config.parallel.cp, config.parallel.context.method
+    if cp > 1 and method != "ulysses":
+        key, value = "parallel.context.method", f"{method} with parallel.cp = {cp}"
+    elif config.data.mask_documents:
+        key, value = "data.mask_documents", "true"
+    else:
+        return
+    if device.type == "cuda" and config.train.precision != "bf16":
+        raise InputError(f"{key} = {value}: on CUDA needs train.precision = bf16, not {config.train.precision}")
+    if device.type == "cuda" and (config.model.head_size % 8 or config.model.head_size > 256):
+        size = config.model.head_size
+        raise InputError(f"{key} = {value}: on CUDA needs heads of a multiple of 8, at most 256, not {size} wide")
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes for tensors on the smallest GPU of the job, None on CPU. Collective over all ranks."""
+    if device.type != "cuda":
+        return None
+    total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    dist.all_reduce(total, dist.ReduceOp.MIN)
+    return int(total.item() * FOR_TENSORS)
 
 
 def resume(job: Job, checkpoints: Path) -> store.Progress:
@@ -87,7 +124,7 @@ def open_data(job: Job) -> Batches:
         config, mesh = job.config, job.mesh
         samples = Samples(sources, config.run.seed, config.model.sequence_length, config.model.vocab_size)
         pin = mesh.device.type == "cuda"
-        return Loader(samples, config.batch.global_, config.batch.micro_size, mesh.layout.dp, mesh.dp_rank, pin)
+        return Loader(samples, config.batch.micro_size, mesh.layout.dp, mesh.dp_rank, pin)
 
     data = job.config.data
     return Batches(loader(data.train), loader(data.valid) if data.valid else None)
@@ -96,12 +133,11 @@ def open_data(job: Job) -> Batches:
 def announce(report: Report, job: Job, batches: Batches, progress: store.Progress) -> None:
     """Say what is about to be trained, on what."""
     config = job.config
-    report.say(f"{config.run.name}: {config.parallel.layout}, schedule {config.parallel.pipeline.schedule}")
-    for part, epochs in zip(
-        batches.train.samples.parts,
-        batches.train.samples.epochs(config.train.steps * config.batch.global_),
-        strict=True,
-    ):
+    schedule, micro = config.parallel.pipeline.schedule, config.batch.micro
+    report.say(f"{config.run.name}: {config.parallel.layout}, schedule {schedule}, micro-batches of {micro}")
+    samples = batches.train.samples
+    end = samples_after(config, config.train.steps - progress.step, progress.samples)
+    for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):
         report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
     if job.mesh.device.type == "cuda":
         report.say(CONVENTION)

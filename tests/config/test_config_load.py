@@ -184,7 +184,10 @@ def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> No
         ("parallel.pipeline.split=[2, 2.5]", "parallel.pipeline.split[1] = 2.5: must be a whole number"),
         ("data.train=a", 'data.train = "a": must be a list, each item a section'),
         ("data.train=[a]", 'data.train[0] = "a": must be a section with keys from path or weight'),
-        ("parallel.pipeline=null", "parallel.pipeline = null: must be a section with keys from schedule or split"),
+        (
+            "parallel.pipeline=null",
+            "parallel.pipeline = null: must be a section with keys from schedule, virtual_stages or split",
+        ),
         ("model.rope_scaling=8", None),
         ("data.tokenizer=???", "data.tokenizer: has no value yet; set it in a file or with data.tokenizer=VALUE"),
         ("run.name=[", None),

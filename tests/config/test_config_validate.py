@@ -64,11 +64,63 @@ def test_the_defaults_are_valid() -> None:
             "= 4.0; Llama 3.1 uses 1 and 4",
         ),
         (["model.rope_scaling.factor=0"], "model.rope_scaling.factor = 0.0: must be greater than 0"),
-        (["parallel.cp=2"], "parallel.cp = 2: context parallelism is not available yet; use 1"),
-        (["parallel.pp=5"], "parallel.pp = 5: must be at most model.layers = 4; use pp 4 or fewer"),
+        (
+            ["parallel.cp=4", "model.sequence_length=260"],
+            "model.sequence_length = 260: must be divisible by 2 · parallel.cp · parallel.tp = 8 with "
+            "parallel.context.method = ring; use 256 or 264",
+        ),
+        (
+            ["parallel.cp=4", "model.sequence_length=258", "parallel.context.method=ulysses"],
+            "model.sequence_length = 258: must be divisible by parallel.cp · parallel.tp = 4 with "
+            "parallel.context.method = ulysses; use 256 or 260",
+        ),
+        (
+            ["parallel.cp=4", "parallel.tp=2", "parallel.context.method=ulysses"],
+            "model.heads = 4: must be divisible by parallel.cp · parallel.tp = 8 with parallel.context.method = "
+            "ulysses, which shares out heads; use cp 1 or 2, or method ring or all_gather",
+        ),
+        (
+            ["batch.curriculum={start: 4, tokens: 1}", "parallel.cp=4"],
+            "batch.curriculum.start = 4: must divide model.sequence_length = 256 and be a multiple of 8, "
+            "as parallel.tp and parallel.cp need; use 8 or 16",
+        ),
+        (
+            ["data.reset_positions=true"],
+            "data.reset_positions = true: needs data.mask_documents = true, or tokens of different documents would "
+            "share a position; set data.mask_documents=true",
+        ),
+        (
+            ["data.mask_documents=true"],
+            "data.mask_documents = true: needs to know which token ends a document; "
+            "set data.end_of_document or data.tokenizer",
+        ),
+        (
+            ["data.end_of_document=1024"],
+            "data.end_of_document = 1024: must be a token id, from 0 to model.vocab_size − 1 = 1023",
+        ),
+        (["parallel.pp=5"], "parallel.pp = 5: makes 5 stages, more than model.layers = 4; use pp 4 or fewer"),
+        (
+            ["parallel.pp=3", "parallel.pipeline.schedule=zbv"],
+            "parallel.pp = 3: makes 6 stages with 2 stages on each rank, more than model.layers = 4; use pp 2 or fewer",
+        ),
+        (
+            ["parallel.pipeline.schedule=2f2b"],
+            'parallel.pipeline.schedule = "2f2b": is no schedule; use gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv '
+            "or dualpipev, or the path of a file that ends in .yaml or .yml",
+        ),
+        (
+            ["parallel.pipeline.schedule=zb_h1", "parallel.pipeline.virtual_stages=2"],
+            "parallel.pipeline.virtual_stages = 2: must be 1 for parallel.pipeline.schedule = zb_h1; "
+            "use null, or interleaved_1f1b, which has as many as you like",
+        ),
+        (
+            ["parallel.data.reduce_precision=bf16", "train.precision=fp32"],
+            'parallel.data.reduce_precision = "bf16": needs train.precision = bf16, not fp32; '
+            "use fp32: gradients have their own precision",
+        ),
         (
             ["parallel.pp=2", "parallel.pipeline.split=[1, 2, 1]"],
-            "parallel.pipeline.split = [1, 2, 1]: must have one entry for each of the parallel.pp = 2 stages; "
+            "parallel.pipeline.split = [1, 2, 1]: must have one entry for each of the 2 stages; "
             "use null for a balanced split",
         ),
         (
@@ -115,6 +167,16 @@ def test_the_defaults_are_valid() -> None:
             ["batch.rampup.start=3"],
             "batch.rampup.increment = null: is batch.rampup.start = 3, which must divide "
             "batch.global − batch.rampup.start = 5; use increment 1 or 5",
+        ),
+        (
+            ["batch.micro=auto", "parallel.pipeline.schedule=a.yaml"],
+            'batch.micro = "auto": needs a schedule by name: the file of parallel.pipeline.schedule is for one number '
+            "of micro-batches; use a number, or gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv or dualpipev",
+        ),
+        (
+            ["batch.rampup.tokens=1", "parallel.pipeline.schedule=a.yaml"],
+            "batch.rampup: needs a schedule by name: the file of parallel.pipeline.schedule is for one number "
+            "of micro-batches; use null, or gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv or dualpipev",
         ),
         (["batch.curriculum={}"], "batch.curriculum.tokens = 0: must be at least 1"),
         (

@@ -1,14 +1,19 @@
 import threading
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from megalite.config.errors import InputError
-from megalite.config.schema import Source
+from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup, Source
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
+from megalite.plan.batches import GlobalBatch, global_batches
 
 GLOBAL = 12
 
@@ -19,36 +24,84 @@ def samples(write_store: Callable[..., str]) -> Samples:
     return Samples(sources, seed=3, sequence_length=4, vocab_size=1000)
 
 
+def batches(consumed: int, steps: int, size: int = GLOBAL) -> list[GlobalBatch]:
+    return [GlobalBatch(consumed + size * step, size) for step in range(steps)]
+
+
 @pytest.mark.parametrize(
     ("dp", "micro"), [(dp, micro) for dp in (1, 2, 3, 4, 6, 12) for micro in (1, 2, 3) if GLOBAL % (dp * micro) == 0]
 )
 def test_a_step_reads_the_same_tokens_in_every_layout(samples: Samples, dp: int, micro: int) -> None:
-    consumed = 5 * GLOBAL
-    ranks = [Loader(samples, GLOBAL, micro, dp, rank).batch(consumed) for rank in range(dp)]
-    assert {(tuple(batch.shape), batch.dtype) for batch in ranks} == {((GLOBAL // dp // micro, micro, 5), torch.int64)}
-    together = torch.cat([batch.flatten(0, 1) for batch in ranks])
-    expected = np.stack([samples[index] for index in range(consumed, consumed + GLOBAL)])
+    batch = GlobalBatch(5 * GLOBAL, GLOBAL)
+    ranks = [Loader(samples, micro, dp, rank).read(batch) for rank in range(dp)]
+    assert {(tuple(read.shape), read.dtype) for read in ranks} == {((GLOBAL // dp // micro, micro, 5), torch.int64)}
+    together = torch.cat([read.flatten(0, 1) for read in ranks])
+    expected = np.stack([samples[index] for index in range(batch.first, batch.end)])
     assert torch.equal(together, torch.from_numpy(expected))
 
 
-def test_batches_continue_where_they_stopped(samples: Samples) -> None:
-    loader = Loader(samples, GLOBAL, 2, dp=2, dp_rank=1)
-    whole = list(loader.batches(0, 7))
-    resumed = [*loader.batches(0, 3), *loader.batches(3 * GLOBAL, 4)]
-    assert len(whole) == len(resumed) == 7
-    assert all(map(torch.equal, whole, resumed))
-    assert torch.equal(whole[4], loader.batch(4 * GLOBAL))
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize(("dp", "micro"), [(1, 4), (2, 3), (4, 1)])
+def test_shorter_sequences_hold_the_same_tokens_and_targets(samples: Samples, dp: int, micro: int, pieces: int) -> None:
+    batch = GlobalBatch(7, GLOBAL, pieces)
+    ranks = [Loader(samples, micro, dp, rank).read(batch) for rank in range(dp)]
+    shape = (GLOBAL // dp // micro, micro * pieces, 4 // pieces + 1)
+    assert {tuple(read.shape) for read in ranks} == {shape}
+    together = torch.cat([read.flatten(0, 1) for read in ranks])
+    whole = torch.from_numpy(np.stack([samples[index] for index in range(batch.first, batch.end)]))
+    assert torch.equal(together[:, :-1].flatten(), whole[:, :-1].flatten())
+    assert torch.equal(together[:, 1:].flatten(), whole[:, 1:].flatten())
 
 
-def test_another_global_batch_continues_without_gap_or_repetition(samples: Samples) -> None:
-    first = Loader(samples, GLOBAL, 1, 1, 0).batches(0, 2)
-    then = Loader(samples, 2 * GLOBAL, 1, 1, 0).batches(2 * GLOBAL, 1)
-    read = torch.cat([batch.flatten(0, 1) for batch in (*first, *then)])
-    assert torch.equal(read, torch.from_numpy(np.stack([samples[index] for index in range(4 * GLOBAL)])))
+def test_batches_come_as_wanted_and_beside_what_was_read(samples: Samples) -> None:
+    loader = Loader(samples, 2, dp=2, dp_rank=1)
+    wanted = [GlobalBatch(0, 4), GlobalBatch(4, 8, 2), GlobalBatch(12, 12, 4), GlobalBatch(24, 12)]
+    found = list(loader.batches(iter(wanted)))
+    assert [batch for batch, _ in found] == wanted
+    assert all(torch.equal(read, loader.read(batch)) for batch, read in found)
+
+
+class Counting:
+    """Samples whose tokens, one after another, count from 0."""
+
+    sequence_length = 4
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return np.arange(4 * index, 4 * index + 5)
+
+
+LAYOUTS = [(dp, micro) for dp in (1, 2, 3, 6) for micro in (1, 2, 3) if 6 % (dp * micro) == 0]
+GROWING = Config(
+    model=Model(sequence_length=4), batch=Batch(1, 18, rampup=Rampup(6, None, 150), curriculum=Curriculum(1, 200))
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(LAYOUTS)), max_size=6))
+def test_kills_and_other_layouts_repeat_and_drop_nothing_while_batches_grow(
+    legs: list[tuple[int, tuple[int, int]]],
+) -> None:
+    consumed, tokens, targets = 0, [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    for steps, (dp, micro) in legs:
+        for batch in islice(global_batches(GROWING, consumed), steps):
+            for rank in range(dp):
+                read = Loader(Counting(), micro, dp, rank).read(batch)
+                tokens.append(read[..., :-1].flatten())
+                targets.append(read[..., 1:].flatten())
+            consumed = batch.end
+    assert torch.equal(torch.cat(tokens), torch.arange(4 * consumed))
+    assert torch.equal(torch.cat(targets), torch.arange(4 * consumed) + 1)
+
+
+def test_only_a_few_batches_are_read_ahead(samples: Samples) -> None:
+    asked = []
+    found = Loader(samples, 1, 1, 0).batches(asked.append(batch) or batch for batch in batches(0, 100))
+    next(found)
+    found.close()
+    assert 1 < len(asked) <= 4
 
 
 def test_no_steps_are_no_batches(samples: Samples) -> None:
-    assert list(Loader(samples, GLOBAL, 1, 1, 0).batches(0, 0)) == []
+    assert list(Loader(samples, 1, 1, 0).batches([])) == []
 
 
 def loader_threads() -> list[str]:
@@ -56,21 +109,21 @@ def loader_threads() -> list[str]:
 
 
 def test_leaving_early_stops_the_reader(samples: Samples) -> None:
-    batches = Loader(samples, GLOBAL, 1, 1, 0).batches(0, 1000)
-    next(batches)
+    reading = Loader(samples, 1, 1, 0).batches(batches(0, 1000))
+    next(reading)
     assert loader_threads()
-    batches.close()
+    reading.close()
     assert not loader_threads()
 
 
 def test_an_error_surfaces_at_its_batch(write_store: Callable[..., str]) -> None:
     bad = Samples([Source(write_store([[*range(160), 900]]))], seed=0, sequence_length=4, vocab_size=500)
     at = next(index for index in range(40) if _fails(bad, index))
-    batches = Loader(bad, 1, 1, 1, 0).batches(0, 40)
+    reading = Loader(bad, 1, 1, 0).batches(batches(0, 40, size=1))
     for _ in range(at):
-        next(batches)
+        next(reading)
     with pytest.raises(InputError, match="token id 900"):
-        next(batches)
+        next(reading)
     assert not loader_threads()
 
 
@@ -84,5 +137,5 @@ def _fails(samples: Samples, index: int) -> bool:
 
 @pytest.mark.parametrize(("micro", "dp"), [(5, 1), (4, 2), (1, 8)])
 def test_sizes_that_do_not_divide_are_an_error(samples: Samples, micro: int, dp: int) -> None:
-    with pytest.raises(InputError, match=rf"batch\.global = 12 .* batch\.micro = {micro} times {dp} data-parallel"):
-        Loader(samples, GLOBAL, micro, dp, 0)
+    with pytest.raises(InputError, match=rf"batch of 12 .* batch\.micro = {micro} times {dp} data-parallel"):
+        Loader(samples, micro, dp, 0).read(GlobalBatch(0, GLOBAL))

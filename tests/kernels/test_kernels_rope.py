@@ -12,7 +12,9 @@ LENGTH, BATCH, HEADS, WIDTH = 11, 2, 3, 16
 
 def _angles(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """In float32 at least, as the decoder passes them."""
-    turns = torch.arange(LENGTH, dtype=torch.float64)[:, None] * 100.0 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2))
+    turns = torch.arange(LENGTH, dtype=torch.float64)[:, None, None, None] * 100.0 ** (
+        -torch.arange(WIDTH // 2) / (WIDTH // 2)
+    )
     wide = torch.promote_types(dtype, torch.float32)
     return turns.cos().to(wide), turns.sin().to(wide)
 
@@ -21,7 +23,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Every pair (i, i + e/2) as a complex number, multiplied by its phase."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half].double(), x[..., half:].double())
-    turned = turned * torch.complex(cos.double(), sin.double())[:, None, None]
+    turned = turned * torch.complex(cos.double(), sin.double())
     return torch.cat((turned.real, turned.imag), -1)
 
 
@@ -52,6 +54,15 @@ def test_input_is_left_alone_and_position_zero_is_not_turned() -> None:
     y = rope(x, cos, sin)
     assert torch.equal(x, before)
     assert torch.equal(y[0], x[0])
+
+
+def test_every_sequence_may_have_positions_of_its_own() -> None:
+    cos, sin = _angles(torch.float64)
+    x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float64, seed=0)
+    at = torch.stack((torch.arange(LENGTH), torch.arange(LENGTH).flip(0)), dim=1)  # s b
+    y = rope(x, cos[at, 0], sin[at, 0])
+    assert torch.equal(y[:, 0], rope(x, cos, sin)[:, 0])
+    assert torch.equal(y[:, 1], rope(x.flip(0), cos, sin).flip(0)[:, 1])
 
 
 def test_products_depend_on_the_distance_alone() -> None:

@@ -89,12 +89,12 @@ def test_scaling_keeps_high_and_divides_low_frequencies() -> None:
 )
 def test_angles_are_exact_to_the_rounding_of_their_type(dtype: torch.dtype, wide: torch.dtype) -> None:
     model = _model(16, 10_000.0)
-    cos, sin = angles(model, 5000, torch.device("cpu"), dtype)
-    assert cos.shape == sin.shape == (5000, 8)
+    cos, sin = angles(model, torch.arange(5000), dtype)
+    assert cos.shape == sin.shape == (5000, 1, 1, 8)
     assert cos.dtype == sin.dtype == wide
     for position, pair in [(0, 0), (1, 0), (4999, 0), (4999, 3), (4999, 7)]:
         turn = position * 10_000.0 ** (-2 * pair / 16)
         # The angle itself is rounded in float64: its error is absolute and grows with the angle.
         tolerance = torch.finfo(wide).eps + 4 * turn * torch.finfo(torch.float64).eps
-        assert cos[position, pair].item() == pytest.approx(math.cos(turn), rel=0, abs=tolerance)
-        assert sin[position, pair].item() == pytest.approx(math.sin(turn), rel=0, abs=tolerance)
+        assert cos[position, 0, 0, pair].item() == pytest.approx(math.cos(turn), rel=0, abs=tolerance)
+        assert sin[position, 0, 0, pair].item() == pytest.approx(math.sin(turn), rel=0, abs=tolerance)

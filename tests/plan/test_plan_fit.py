@@ -1,15 +1,17 @@
 """The automatic micro-batch: as large as divisibility, the pipeline and memory allow."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
-from megalite.config.schema import Batch, Config, Parallel, Rampup
-from megalite.config.validate import validate
-from megalite.plan.fit import GIB, choices, fit_micro
+from megalite.config.schema import Batch, Config, Model, Parallel, Rampup
+from megalite.config.validate import check, validate
+from megalite.plan.fit import GIB, choices, fit_micro, peak_bytes
+from megalite.plan.memory import rank_memory
 
 
 def configured(
@@ -25,16 +27,15 @@ def bytes_each(each: float, fixed: float = 0.0) -> Callable[[Config], int]:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (configured(12), [12, 6, 4, 3, 2, 1]),
-        (configured(24, dp=2), [12, 6, 4, 3, 2, 1]),
-        (configured(12, pp=2), [6, 4, 3, 2, 1]),
-        (configured(12, pp=5), [2, 1]),
-        (configured(4, pp=4), [1]),
-        (configured(2, pp=4), [1]),
-        (configured(24, rampup=Rampup(6, 9, 100)), [3, 1]),
-        (configured(24, dp=2, rampup=Rampup(8, None, 100)), [4, 2, 1]),
+        pytest.param(configured(12), [12, 6, 4, 3, 2, 1], id="all"),
+        pytest.param(configured(24, dp=2), [12, 6, 4, 3, 2, 1], id="dp 2"),
+        pytest.param(configured(12, pp=2), [6, 4, 3, 2, 1], id="pp 2"),
+        pytest.param(configured(12, pp=5), [2, 1], id="pp 5"),
+        pytest.param(configured(4, pp=4), [1], id="as many as stages"),
+        pytest.param(configured(2, pp=4), [1], id="fewer than stages"),
+        pytest.param(configured(24, rampup=Rampup(6, 9, 100)), [3, 1], id="ramp"),
+        pytest.param(configured(24, dp=2, rampup=Rampup(8, None, 100)), [4, 2, 1], id="ramp, dp 2"),
     ],
-    ids=str,
 )
 def test_choices_divide_every_batch_and_keep_all_stages_busy(config: Config, expected: list[int]) -> None:
     assert choices(config) == expected
@@ -42,19 +43,19 @@ def test_choices_divide_every_batch_and_keep_all_stages_busy(config: Config, exp
 
 @pytest.mark.parametrize(("memory", "micro"), [(100, 12), (13, 12), (12.99, 6), (7, 6), (3.5, 2), (2, 1)])
 def test_the_largest_that_fits_is_taken(memory: float, micro: int) -> None:
-    assert fit_micro(configured(12, memory=memory), bytes_each(1, fixed=1)).batch == Batch(micro, 12, memory)
+    assert fit_micro(configured(12, memory=memory), peak=bytes_each(1, fixed=1)).batch == Batch(micro, 12, memory)
 
 
 def test_a_device_is_asked_where_the_configuration_says_nothing() -> None:
-    assert fit_micro(configured(12), bytes_each(1), 5 * GIB).batch.micro == 4
-    assert fit_micro(configured(12, memory=2), bytes_each(1), 5 * GIB).batch.micro == 2
+    assert fit_micro(configured(12), 5 * GIB, bytes_each(1)).batch.micro == 4
+    assert fit_micro(configured(12, memory=2), 5 * GIB, bytes_each(1)).batch.micro == 2
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 48), st.floats(1, 60))
 def test_what_is_taken_is_valid_and_fits(pp: int, dp: int, per_rank: int, memory: float) -> None:
     config = configured(dp * per_rank, pp, dp, memory)
     config.model.layers = 6
-    fitted = fit_micro(config, bytes_each(1))
+    fitted = fit_micro(config, peak=bytes_each(1))
     assert validate(fitted) == []
     assert fitted.batch.micro_size <= memory
     assert fitted.batch.micro == 1 or per_rank // fitted.batch.micro_size >= pp
@@ -62,20 +63,37 @@ def test_what_is_taken_is_valid_and_fits(pp: int, dp: int, per_rank: int, memory
 
 def test_a_number_stays_as_it_is() -> None:
     config = Config(parallel=Parallel(dp_shard=1), batch=Batch(2, 12, memory=1e-9))
-    assert fit_micro(config, bytes_each(1)) == config
+    assert fit_micro(config, peak=bytes_each(1)) == config
 
 
 def test_too_little_memory_names_what_would_do() -> None:
     with pytest.raises(InputError) as caught:
-        fit_micro(configured(12, memory=2), bytes_each(1.001, fixed=2))
+        fit_micro(configured(12, memory=2), peak=bytes_each(1.001, fixed=2))
     assert str(caught.value.problems[0]) == (
         "batch.memory = 2: 2.00 GiB are too few: a micro-batch of 1 has a predicted peak of 3.00 GiB; "
         "use at least 3.01, train.recompute, or more ranks to share the model"
     )
-    enough = fit_micro(configured(12, memory=3.01), bytes_each(1.001, fixed=2))
+    enough = fit_micro(configured(12, memory=3.01), peak=bytes_each(1.001, fixed=2))
     assert enough.batch.micro == 1
+
+
+def test_too_small_a_device_is_not_asked_for_more() -> None:
+    with pytest.raises(
+        InputError, match=r"1.00 GiB are too few: .* peak of 2.00 GiB; use train.recompute, or more ranks"
+    ):
+        fit_micro(configured(12), GIB, bytes_each(2))
+
+
+def test_the_prediction_is_that_of_the_fullest_rank() -> None:
+    config = check(Config(model=Model(vocab_size=4096), parallel=Parallel(pp=2), batch=Batch(2, 8)))
+    ranks = [rank_memory(config, pp).total for pp in range(2)]
+    assert peak_bytes(config) == max(ranks) != min(ranks)
+    limit = max(ranks) / GIB
+    auto = replace(config, batch=Batch("auto", 8, limit))
+    assert fit_micro(auto).batch.micro == 2
+    assert fit_micro(replace(auto, batch=Batch("auto", 8, limit * 0.999))).batch.micro == 1
 
 
 def test_on_a_cpu_the_limit_must_be_given() -> None:
     with pytest.raises(InputError, match=r"batch\.memory = null: is needed to fit batch\.micro = auto"):
-        fit_micro(configured(12), bytes_each(1))
+        fit_micro(configured(12), peak=bytes_each(1))

@@ -58,7 +58,7 @@ def free_table(random: Random) -> Table:
 
 
 small_tables = st.one_of(tables(4, 6, 3), randoms.map(free_table))
-sharded_tables = st.builds(place_sharding, small_tables, reshard=st.booleans(), reduce_each=st.booleans())
+sharded_tables = st.builds(place_sharding, small_tables, gather=st.booleans(), reduce_each=st.booleans())
 
 
 def mutate(table: Table, random: Random) -> Table:
@@ -100,9 +100,8 @@ def runs(table: Table) -> bool:
     As with NCCL, a transfer carries no label: the n-th send from one rank to another meets its n-th receive.
     """
     Value = tuple[str, int, int]  # the output ("F") of a stage, the gradient ("B") of its input or ("W") its weights
-    sharded = any(
-        action.kind in SHARDING for program in table.programs for item in program for action in actions_of(item)
-    )
+    kinds = {action.kind for program in table.programs for item in program for action in actions_of(item)}
+    sharded, gathers = not kinds.isdisjoint(SHARDING), Kind.GATHER in kinds
     whole: list[set[int]] = [set() for _ in table.programs]  # stages whose weights are gathered
     unreduced: list[set[int]] = [set() for _ in table.programs]  # stages with gradients
     held: list[set[Value]] = [set() for _ in table.programs]
@@ -123,7 +122,7 @@ def runs(table: Table) -> bool:
             else:
                 made = {(what, stage, micro) for what in ("BW" if action.kind == Kind.B else "B")}
                 needed = {("F", stage, micro)} | ({("B", stage + 1, micro)} if stage < last else set())
-            fine = needed <= held[rank] and not made & held[rank] and (not sharded or stage in whole[rank])
+            fine = needed <= held[rank] and not made & held[rank] and (not gathers or stage in whole[rank])
             held[rank] |= made
             if ("W", stage, micro) in made:
                 unreduced[rank].add(stage)

@@ -63,7 +63,7 @@ def test_an_svg_has_every_compute_in_its_lane(table: Table) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_svg_names_the_schedule_its_bubble_and_its_colours(name: str) -> None:
-    table = place_sharding(build(name, 4, 8), reshard=True, reduce_each=False)
+    table = place_sharding(build(name, 4, 8), gather=True, reduce_each=False)
     timeline = simulate(table, {**UNIT, Kind.GATHER: Fraction(1, 2)}, transfer=Fraction(1, 4))
     svg = draw_svg(table, timeline)
     texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]

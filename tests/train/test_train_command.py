@@ -184,6 +184,32 @@ def test_a_token_outside_the_vocabulary_is_told_once(place: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_growing_batches_and_a_fitted_micro_batch(place: Path) -> None:
+    ramp = ["batch.rampup={start: 4, tokens: 256}", "batch.curriculum={start: 4, tokens: 512}"]
+    done = train(place, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp)
+    assert done.returncode == 0, done.stderr
+    assert "micro-batches of 4" in done.stdout  # the largest that leaves a micro-batch to each stage
+    assert load([str(place / "runs/grown/config.yaml")]).batch.micro == 4
+    samples = [4, 8, 12, 16, 24, 32, 40, 48]  # 256 tokens are 16 samples, in two sizes
+    assert curve(place / "runs/grown", "tokens") == {step: 16 * count for step, count in enumerate(samples, 1)}
+    assert f"{48 / 124:.2f} epochs" in done.stdout
+    losses = curve(place / "runs/grown", "loss")
+    assert losses[8] < 0.9 * losses[1]
+
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=WITHOUT_GPU)])
+def test_a_micro_batch_cannot_be_fitted_to_unknown_memory(place: Path, device: str) -> None:
+    name = f"unfitted_{device}"
+    done = train(place, f"run.name={name}", f"run.device={device}", "batch.micro=auto", "parallel.dp_shard=2")
+    assert done.returncode == 2
+    assert done.stderr.count("batch.memory = null: is needed to fit batch.micro = auto") == 1
+    assert "Traceback" not in done.stderr
+    assert device == "auto" or not (place / "runs" / name).exists()
+
+
 def test_a_bad_configuration_is_answered_at_once_and_in_full(place: Path) -> None:
     done = train(place, "run.name=bad_config", "model.heads=3", "parallel.pp=5", "batch.global=7", "optim.lr=-1")
     assert done.returncode == 2

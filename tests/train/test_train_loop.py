@@ -4,55 +4,29 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import Ranks
 from toy_jobs import MODEL, config_of, make, one_rank
+from toy_runs import Notebook, Notes, curves
+from toy_runs import run as run_job
 
 from megalite.checkpoint import store
 from megalite.config.layout import Layout
-from megalite.config.schema import Checkpoint, Config, Eval, Log
-from megalite.train.loop import Batches, train
-from megalite.verify import random_batch
+from megalite.config.schema import Batch, Checkpoint, Config, Curriculum, Eval, LearningRate, Log, Rampup
+from megalite.config.validate import validate
+from megalite.plan.batches import GlobalBatch
+from megalite.plan.size import flops_per_token
+from megalite.train.loop import Meter
+
+GROWING = Batch(2, 24, rampup=Rampup(8, None, 300), curriculum=Curriculum(2, 500))
+GROWN = [(8, 4), (8, 4), (8, 4), (16, 2), (24, 2), (24, 1)]  # samples and pieces of the first steps
 
 
-class Batcher:
-    """Stands in for a loader: batches that depend on the samples before them, and a list of what was asked for."""
-
-    def __init__(self, job: object) -> None:
-        self.job, self.asked = job, []
-
-    def batches(self, consumed: int, steps: int) -> object:
-        self.asked.append((consumed, steps))
-        return (random_batch(self.job, consumed + 8 * index) for index in range(steps))
-
-
-class Notes:
-    """Stands in for the report."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[int, dict[str, float]]] = []
-        self.said: list[str] = []
-
-    def record(self, step: int, values: dict[str, float]) -> None:
-        self.records.append((step, values))
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def stepped(self, step: int) -> None:
-        pass
-
-    def curve(self, name: str) -> dict[int, float]:
-        return {step: values[name] for step, values in self.records if name in values}
-
-
-def run(folder: Path, start: int = 0, lr: float = 0.01, **sections: object) -> tuple[Notes, Batcher, Batcher]:
+def run(folder: Path, start: int = 0, lr: float = 0.01, **sections: object) -> tuple[Notes, Notebook, Notebook]:
     base = config_of(Layout(), replace(MODEL, layers=1))
     config: Config = replace(base, optim=replace(base.optim, lr=lr), **sections)  # type: ignore[arg-type]
     with one_rank():
-        job, notes = make(config), Notes()
-        training, validation = Batcher(job), Batcher(job)
-        progress = store.Progress(start, 8 * start, asdict(config.model))
-        train(job, Batches(training, validation), progress, folder, notes)  # type: ignore[arg-type]
-    return notes, training, validation
+        return run_job(config, folder, store.Progress(start, 8 * start, asdict(config.model)))
 
 
 def test_a_report_is_the_mean_of_all_steps_since_the_last(tmp_path: Path) -> None:
@@ -66,7 +40,7 @@ def test_a_report_is_the_mean_of_all_steps_since_the_last(tmp_path: Path) -> Non
 
 def test_every_report_has_norm_rate_and_speed(tmp_path: Path) -> None:
     notes, _, _ = run(tmp_path)
-    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "tflops_per_device"}
+    names = {"loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "tflops_per_device"}
     assert all(values.keys() == names and min(values.values()) > 0 for _, values in notes.records)
 
 
@@ -79,7 +53,7 @@ def test_evaluation_is_at_step_0_every_interval_and_the_end(
 ) -> None:
     notes, _, validation = run(tmp_path, start, eval=Eval(interval, steps=2))
     assert list(notes.curve("valid_loss")) == evaluated
-    assert validation.asked == [(0, 2)] * len(evaluated)
+    assert validation.asked == [GlobalBatch(0, 8), GlobalBatch(8, 8)] * len(evaluated)
 
 
 def test_evaluation_sees_the_same_batches_every_time(tmp_path: Path) -> None:
@@ -114,7 +88,7 @@ def test_checkpoints_are_saved_every_interval_and_at_the_end(
 
 def test_a_resumed_run_reads_on_where_it_stood(tmp_path: Path) -> None:
     _, training, _ = run(tmp_path, start=2)
-    assert training.asked == [(16, 4)]
+    assert training.asked == [GlobalBatch(16 + 8 * step, 8) for step in range(4)]
 
 
 @pytest.mark.parametrize("start", [6, 9])
@@ -122,3 +96,64 @@ def test_a_finished_run_has_nothing_to_do(start: int, tmp_path: Path) -> None:
     notes, _, _ = run(tmp_path, start)
     assert notes.records == []
     assert store.complete(tmp_path) == []
+
+
+def test_batches_and_sequences_grow(tmp_path: Path) -> None:
+    notes, training, validation = run(tmp_path, batch=GROWING, eval=Eval(interval=3, steps=1))
+    assert [(batch.samples, batch.pieces) for batch in training.asked] == GROWN
+    samples = [sum(size for size, _ in GROWN[:step]) for step in range(1, 7)]
+    assert [batch.end for batch in training.asked] == samples
+    assert notes.curve("tokens") == {step: 8 * count for step, count in enumerate(samples, 1)}
+    assert store.read_progress(store.complete(tmp_path)[-1]).samples == samples[-1]
+    assert validation.asked == [GlobalBatch(0, 24)] * 3
+
+
+def test_a_step_of_a_ramp_is_that_of_a_run_with_its_batch(tmp_path: Path) -> None:
+    ramp = run(tmp_path / "ramp", batch=replace(GROWING, curriculum=None))[0]
+    plain = run(tmp_path / "plain", batch=Batch(2, 8))[0]
+    for name in ("loss", "grad_norm"):
+        grown, expected = ramp.curve(name), plain.curve(name)
+        assert [grown[step] for step in (1, 2, 3)] == [expected[step] for step in (1, 2, 3)]
+
+
+def test_every_token_counts_alike_in_the_mean_of_unequal_steps(tmp_path: Path) -> None:
+    each = run(tmp_path / "each", batch=GROWING)[0].curve("loss")
+    some = run(tmp_path / "some", batch=GROWING, log=Log(interval=4))[0].curve("loss")
+
+    def mean(steps: range) -> float:
+        return sum(each[step] * GROWN[step - 1][0] for step in steps) / sum(GROWN[step - 1][0] for step in steps)
+
+    assert some == pytest.approx({4: mean(range(1, 5)), 6: mean(range(5, 7))}, rel=1e-12)
+
+
+def test_the_meter_counts_all_ranks_tokens_and_shorter_sequences_flops() -> None:
+    model = replace(MODEL, layers=1)
+    with one_rank():
+        meter = Meter(make(config_of(Layout(), model)))
+        for shape in ((2, 4, 9), (3, 8, 5)):
+            meter.add(torch.zeros(()), torch.zeros(shape, dtype=torch.int64))
+    assert meter.tokens == [64, 96]
+    short = replace(model, sequence_length=4)
+    assert meter.flops == 64 * flops_per_token(model) + 96 * flops_per_token(short)
+
+
+def test_growing_batches_train_alike_in_every_layout_and_after_a_resumption(tmp_path: Path, ranks: Ranks) -> None:
+    def config(layout: Layout, micro: int, steps: int) -> Config:
+        base = config_of(layout)
+        batch, train = replace(GROWING, micro=micro), replace(base.train, steps=steps)
+        made = replace(
+            base, batch=batch, train=train, schedule=LearningRate("constant"), eval=Eval(interval=3, steps=1)
+        )
+        assert validate(made, layout.world_size) == []
+        return made
+
+    with one_rank():
+        expected = curves(config(Layout(), 8, 6), tmp_path / "one")
+    before, after = Layout(pp=2, dp_shard=2, tp=2), Layout(pp=4, dp_replicate=2)
+    first = ranks.run(curves, config(before, 2, 3), tmp_path / "many")
+    then = ranks.run(curves, config(after, 4, 6), tmp_path / "many")
+    for name, curve in expected.items():
+        for found in first:
+            assert found[name] == pytest.approx({step: value for step, value in curve.items() if step <= 3}, rel=1e-12)
+        for found in then:
+            assert found[name] == pytest.approx({step: value for step, value in curve.items() if step > 3}, rel=1e-12)

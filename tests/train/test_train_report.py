@@ -22,6 +22,7 @@ RECORDS = {
         "loss": 2.5,
         "grad_norm": 0.75,
         "learning_rate": 3e-4,
+        "tokens": 40960,
         "tokens_per_second": 12345.5,
         "tflops_per_device": 0.25,
         "mfu": 0.4375,

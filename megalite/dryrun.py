@@ -1,0 +1,176 @@
+"""The memory of one rank's training step, counted while the real code runs, without its device or the other ranks.
+
+Collectives go to a process group that answers at once, and tensors have shapes but no data (torch's FakeTensor), so
+a rank of any world runs on any machine. Kernels are the CPU's.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import _sharding_prop
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite import optim, parallel, train
+from megalite.config.errors import InputError
+from megalite.config.load import is_override, load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+from megalite.dist.mesh import Mesh
+from megalite.live_bytes import LiveBytes
+from megalite.optim.build import build_optimizer
+from megalite.parallel.offload import to_host
+from megalite.plan.fit import fit_micro
+from megalite.plan.memory import HOST, enough_micro_batches, input_bytes, recompute_modes
+from megalite.plan.pipeline import micro_batches
+from megalite.plan.recompute import Mode
+from megalite.schedule.actions import Table
+from megalite.train.build import Job, build
+from megalite.train.step import train_step
+
+CPU = torch.device("cpu")
+
+
+def dry_run(config: Config, pp: int) -> dict[str, int]:
+    """Bytes of every kind at the peak of a training step on pipeline rank `pp`; see `count_step`.
+
+    Runs as many micro-batches as it takes to reach the peak, with the inputs of all. Opens and closes the default
+    process group.
+    """
+    layout, m = config.parallel.layout, enough_micro_batches(config, pp)
+    data = replace(config.data, mask_documents=False, reset_positions=False)  # tokens without data end no document
+    config = replace(config, data=data, train=replace(config.train, compile=False))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_world(layout.rank(pp=pp), layout.world_size):
+        mesh = Mesh.build(layout, CPU, config.parallel.data.sharded)
+        assert mesh is not None
+        job = build(config, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode
+        with fake:
+            _materialize(job, mesh)
+            batch = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
+            found = count_step(job, batch, fake)
+    found["activations"] += (micro_batches(config) - m) * input_bytes(config)
+    return found
+
+
+def count_step(job: Job, batch: Tensor, fake: FakeTensorMode | None = None) -> dict[str, int]:
+    """Bytes of every kind of `plan.memory.KINDS` that a training step holds at its peak, optimizer states made before.
+
+    batch: as for `train_step`. fake: the mode of the job's tensors, if they have no data.
+    """
+    params = [param for _, param in job.named_parameters()]
+    _make_states(job, params)
+    live = LiveBytes(fake)
+    live.add(params, "parameters")
+    states = (value for state in job.optimizer.state.values() for value in state.values())
+    live.add(states, HOST if job.config.optim.offload else "optimizer states")
+    live.add([batch], "activations")
+    sharded = {id(param) for param in params}
+
+    def see_gathered(module: torch.nn.Module, _: object) -> None:
+        live.add((param for param in module.parameters() if id(param) not in sharded), "gathered weights")
+
+    def see_gradients(*_: object) -> None:
+        live.add((param.grad for param in params if param.grad is not None), "gradients")
+
+    modules = chain.from_iterable(stage.modules() for stage in job.stages.values())
+    hooks = [module.register_forward_pre_hook(see_gathered) for module in modules if isinstance(module, FSDPModule)]
+    hooks.append(job.optimizer.register_step_pre_hook(see_gradients))
+    with live, _seeing_host(live):
+        train_step(job, batch, 0)
+    for hook in hooks:
+        hook.remove()
+    return live.peak(apart=HOST)
+
+
+def _make_states(job: Job, params: Sequence[torch.nn.Parameter]) -> None:
+    """Let the optimizer make its states: the first step of a run peaks lower than all others."""
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
+def _materialize(job: Job, mesh: Mesh) -> None:
+    """Move a job from the meta device to CPU tensors of the current fake mode."""
+    for stage in job.stages.values():
+        stage.to_empty(device=mesh.device)
+    job.mesh = mesh
+    job.optimizer = build_optimizer(job.stages.values(), job.config.optim)
+
+
+@contextmanager
+def _seeing_host(live: LiveBytes) -> Iterator[None]:
+    """What is offloaded counts as host memory, on a CPU too."""
+
+    def seen(tensor: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+        copy = to_host(tensor, stream)
+        live.add([copy], HOST)
+        return copy
+
+    with _swapped(parallel.offload, "to_host", seen), _swapped(optim.offload, "to_host", seen):
+        yield
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one rank of a world whose other ranks are not there, and where what is sent arrives at once."""
+    # DTensor tries operations on global shapes in the fake mode that it finds. In the one of the job they would count.
+    own = FakeTensorMode()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with (
+            _swapped(_sharding_prop, "detect_fake_mode", lambda *_: own),
+            _swapped(FakeWork, "is_completed", lambda _: True),
+            _swapped(train.build, "modes_by_stage", _modes),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _modes(config: Config, mesh: Mesh, table: Table) -> dict[int, list[Mode]]:
+    """What layers recompute; nothing can be measured here."""
+    return recompute_modes(config, table, mesh.coordinates["pp"])
+
+
+@contextmanager
+def _swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """`owner.name` is `value` for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command that `megalite show --memory --measure` runs: prints `dry_run`'s answer as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int)
+    parser.add_argument("--world-size", type=int)
+    parser.add_argument("inputs", nargs="*")
+    args = parser.parse_args(arguments)
+    overrides = [item for item in args.inputs if is_override(item)]
+    try:
+        config = check(load([item for item in args.inputs if item not in overrides], overrides), args.world_size)
+        print(json.dumps(dry_run(fit_micro(config), args.pp)))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Live bytes of tensors, counted allocation by allocation while code runs, on real or on fake tensors.
+
+A dispatch mode sees every operation's results. Each storage is counted once, however many tensors view it, from
+its first appearance until it dies; resizing it in place, as FSDP2 does with gathered weights, is seen too. What
+allocators add to this (rounding, caching, fragmentation) and what kernels allocate inside is not.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+COUNTED = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses are first taken apart by their own dispatch
+
+
+@dataclass
+class Block:
+    """One storage's life. A phase is a backward pass or what lies between two."""
+
+    bytes: int
+    kind: str
+    born: int
+    in_backward: bool
+    died: int | None = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages while active; `peak` afterwards.
+
+    fake: count the tensors of this mode, and no others; without it, count real tensors.
+
+    A block is of the kind that `add` gave it, or else of what its life tells: "activations" were made in forward and
+    outlived it, "gradients" were made in a backward pass and outlived it, and all else is "temporaries".
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self._fake = fake
+        self._blocks: dict[int, tuple[Block, weakref.ref[UntypedStorage]]] = {}  # by address of the storage
+        self._events: list[tuple[Block, int]] = []  # changes of a block's size
+        self._phase, self._task = 0, -1
+
+    def __enter__(self) -> "LiveBytes":
+        self._patch = _resizing(self._resized)
+        self._patch.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in COUNTED for kind in types):
+            return NotImplemented
+        result = func(*args, **kwargs or {})
+        self._follow_phase()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and self._counts(leaf):
+                self._see(leaf.untyped_storage(), "")
+        return result
+
+    def add(self, tensors: Iterator[Tensor] | Sequence[Tensor], kind: str) -> None:
+        """Count the storages of `tensors`, where they are not yet, and call them `kind`."""
+        for tensor in tensors:
+            for part in _parts(tensor):
+                if self._counts(part):
+                    self._see(part.untyped_storage(), kind)
+
+    def peak(self, apart: str = "") -> dict[str, int]:
+        """Bytes by kind at the moment when most were alive; of the kind `apart`, at a moment of its own."""
+        found = self._peak(lambda kind: kind != apart)
+        return found | self._peak(lambda kind: kind == apart)
+
+    def _peak(self, counts: Callable[[str], bool]) -> dict[str, int]:
+        events = [(kind, change) for block, change in self._events if counts(kind := self._kind(block))]
+        totals = list(accumulate((change for _, change in events), initial=0))
+        found: Counter[str] = Counter()
+        for kind, change in events[: totals.index(max(totals))]:
+            found[kind] += change
+        return {kind: size for kind, size in found.items() if size}
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return sum(change for _, change in self._events)
+
+    def _kind(self, block: Block) -> str:
+        if block.kind:
+            return block.kind
+        if block.born == (self._phase if block.died is None else block.died):
+            return "temporaries"
+        return "gradients" if block.in_backward else "activations"
+
+    def _counts(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode is self._fake
+        return self._fake is None and tensor.device.type != "meta"
+
+    def _see(self, storage: UntypedStorage, kind: str) -> None:
+        address = storage._cdata
+        if address not in self._blocks:
+            block = Block(0, kind, self._phase, self._task != -1)
+            self._blocks[address] = block, weakref.ref(storage, self._freeing(address))
+        block = self._blocks[address][0]
+        block.kind = kind or block.kind
+        self._change(block, storage.nbytes())
+
+    def _change(self, block: Block, size: int) -> None:
+        if size != block.bytes:
+            self._events.append((block, size - block.bytes))
+            block.bytes = size
+
+    def _freeing(self, address: int) -> Callable[[object], None]:
+        def free(_: object) -> None:
+            self._follow_phase()
+            block, _ref = self._blocks.pop(address)
+            block.died = self._phase
+            self._change(block, 0)
+
+        return free
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        if storage._cdata in self._blocks:
+            self._change(self._blocks[storage._cdata][0], storage.nbytes())
+
+    def _follow_phase(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._phase += 1
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a DTensor or another wrapper is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        yield from (part for part in inner if isinstance(part, Tensor) for part in _parts(part))
+    else:
+        yield tensor
+
+
+@contextmanager
+def _resizing(seen: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Report every storage resized in place: that is not an operation, so no dispatch mode sees it."""
+    original = UntypedStorage.resize_
+
+    def resize(storage: UntypedStorage, size: int) -> UntypedStorage:
+        result = original(storage, size)
+        seen(storage)
+        return result
+
+    UntypedStorage.resize_ = resize  # type: ignore
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = original  # type: ignore

@@ -1,0 +1,221 @@
+"""Context parallelism: attention over a sequence whose positions are spread over the ranks of a group.
+
+Three methods with one meaning, that of the unsplit sequence:
+
+* ring: keys and values go round while every rank works on those it has (Liu et al. 2023, arXiv 2310.01889), on
+  zigzag chunks, so that each has the same share of the causal triangle (cf. Brandon et al. 2023, arXiv 2311.09431);
+* all_gather: every rank gathers all keys and values (Llama 3, arXiv 2407.21783, §3.3.2), on the same chunks;
+* ulysses: positions are exchanged for heads (Jacobs et al. 2023, arXiv 2309.14509).
+
+    s  positions of this rank     h  query heads          e  width of a head
+    b  micro-batch                k  key-value heads      c  ranks of the group
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megalite.dist.collectives import start_gather, start_reduce_scatter
+from megalite.parallel.attention import Block, attend, attend_backward, empty_result
+from megalite.parallel.sequence import Documents, Method, Sequences, gaps, own_blocks, ring_steps, rows, split, unsplit
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [s, b, h, e], k and v [s, b, k, e] → [s, b, h, e]
+Gaps = Sequence[tuple[slice, Sequence[Block]]]
+
+
+def attention(
+    method: Method,
+    group: dist.ProcessGroup | None,
+    length: int,
+    device: torch.device,
+    documents: Sequence[Documents] | None = None,
+) -> Attention:
+    """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
+
+    documents: of every sample, where attention is to stay inside of them. Nothing here waits for the device.
+    """
+    if documents is None:
+        sequences = [Sequences(slice(None), (0, length))]
+    else:
+        sequences = [Sequences(slice(i, i + 1), bounds) for i, bounds in enumerate(documents)]
+    if group is None or method == "ulysses":
+        whole = causal if documents is None else Ring([own_blocks((range(length),), sequences, device)], None)
+        return whole if group is None else Ulysses(whole, group)
+    cp, rank = group.size(), group.rank()
+    mine = rows(method, cp, rank, length)
+    own = own_blocks(mine, sequences, device)
+    if method == "ring":
+        return Ring([own, *ring_steps(cp, rank, length, sequences)], group)
+    return AllGather(own, gaps(mine, sequences), group)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over whole sequences at hand."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # b h s e
+    y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return y.permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Keys and values go round. Without a group there is one step, for documents of whole sequences at hand."""
+
+    steps: Sequence[Sequence[Block]]
+    group: dist.ProcessGroup | None
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """A rank attends to its own keys and values while those of all ranks are gathered, then to the gaps between."""
+
+    own: Sequence[Block]
+    far: Gaps
+    group: dist.ProcessGroup
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _AllGather.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Ulysses:
+    """A rank gives away positions for heads, attends over the whole sequence, and gives the result back."""
+
+    whole: Attention
+    group: dist.ProcessGroup
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cp = self.group.size()
+        copies = lcm(k.shape[2], cp) // k.shape[2]  # so that the ranks can share out the kv heads
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+        by_rank = [x.unflatten(2, (cp, -1)).movedim(2, 0) for x in (q, k, v)]  # c s b h/c e
+        everywhere = _AllToAll.apply(torch.cat(by_rank, dim=3), self.group).flatten(0, 1)  # c·s b (h + 2k)/c e
+        y = self.whole(*everywhere.split([x.shape[3] for x in by_rank], dim=2))
+        return _AllToAll.apply(y.unflatten(0, (cp, -1)), self.group).movedim(0, 2).flatten(2, 3)  # s b h e
+
+
+class _Ring(torch.autograd.Function):
+    """At step i a rank has the keys and values of the rank i before it, and sends them on while it uses them.
+
+    In backward their gradients follow one step behind; what a rank adds to those of its own rows stays at home.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None) -> Tensor:
+        out, lse = empty_result(q)
+        held = kv
+        for step, blocks in enumerate(steps):
+            arriving = _pass_on(held, group) if step < len(steps) - 1 else None
+            attend(out, lse, q, held, blocks)
+            held = arriving() if arriving else held
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.steps, ctx.group = steps, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, held, out, lse = ctx.saved_tensors
+        dq, dkv = _zeros(q), _zeros(held)
+        returning = None
+        for step, blocks in enumerate(ctx.steps):
+            arriving = _pass_on(held, ctx.group) if step < len(ctx.steps) - 1 else None
+            theirs = _zeros(held) if step else dkv
+            attend_backward(dq, theirs, grad, q, held, out, lse, blocks)
+            if returning:
+                theirs += returning()
+            if step:
+                returning = _pass_on(theirs, ctx.group)
+            held = arriving() if arriving else held
+        if returning:
+            dkv += returning()
+        return dq.to(q.dtype), dkv.to(q.dtype), None, None
+
+
+def _pass_on(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    """Send `x` to the next rank of the ring; call the answer for what the rank before has sent."""
+    assert group is not None
+    received = torch.empty_like(x)
+    following, before = ((group.rank() + step) % group.size() for step in (1, -1))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=group, group_peer=following),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=before),
+        ]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
+class _AllGather(torch.autograd.Function):
+    """What was gathered is not kept: backward gathers it again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, own: Any, far: Gaps, group: dist.ProcessGroup) -> Tensor:
+        out, lse = empty_result(q)
+        arriving = start_gather(kv, group)
+        attend(out, lse, q, kv, own)
+        whole = unsplit(arriving.wait().chunk(group.size()), "all_gather")
+        del arriving  # its result is in another order, and large
+        for gap, blocks in far:
+            attend(out, lse, q, whole[gap], blocks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.own, ctx.far, ctx.group = own, far, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        dq, dkv = _zeros(q), _zeros(kv)
+        cp = ctx.group.size()
+        arriving = start_gather(kv, ctx.group)
+        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own)
+        whole = unsplit(arriving.wait().chunk(cp), "all_gather")
+        del arriving
+        dwhole = _zeros(whole)
+        for gap, blocks in ctx.far:
+            attend_backward(dq, dwhole[gap], grad, q, whole[gap], out, lse, blocks)
+        by_rank = torch.cat([split(dwhole, rows("all_gather", cp, rank, len(whole))) for rank in range(cp)])
+        dkv += start_reduce_scatter(by_rank, ctx.group).wait()
+        return dq.to(q.dtype), dkv.to(q.dtype), None, None, None
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """Sums of gradients of `x`, in float32 or wider."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class _AllToAll(torch.autograd.Function):
+    """x `[c, …]`: part i goes to rank i, and what rank i sends becomes part i. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received

@@ -1,0 +1,178 @@
+"""Activations that wait for backward in host memory.
+
+Autograd hands every tensor it saves to a `Keep`, which may put it elsewhere. Offloaded, each storage is copied once
+however many saved tensors view it, on a stream of its own; when backward reaches a layer, what the layer before it
+has left starts to come back too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
+
+
+class Keep(Protocol):
+    """What becomes of the tensors that one call of a layer saves for backward."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Called in forward; what is kept in place of `tensor`."""
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Called in backward, once for each tensor that was packed."""
+
+
+Keeping = Callable[[nn.Module, Sequence[Any]], Keep]  # from the layer and the inputs of a call
+
+
+class AsIs:
+    """Keeps tensors where they are."""
+
+    def __init__(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
+        pass
+
+    def pack(self, tensor: Tensor) -> Any:
+        return tensor
+
+    def unpack(self, packed: Any) -> Tensor:
+        return packed
+
+
+def keep(forward: Callable[..., Tensor], layer: nn.Module, keeping: Keeping, *inputs: Any) -> Tensor:
+    """`forward(*inputs)`, with what it saves for backward kept as `keeping` says."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    kept = keeping(layer, inputs)
+    with saved_tensors_hooks(kept.pack, kept.unpack):
+        return forward(*inputs)
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """The identity of a storage; while the result lives, no other storage has the same."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def elsewhere(layer: nn.Module, inputs: Sequence[Any]) -> set[StorageWeakRef]:
+    """The storages that live on whatever a call of `layer` does with them: its weights, and inputs without gradient."""
+    weights = [param.to_local() if isinstance(param, DTensor) else param for param in layer.parameters()]
+    shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
+    return {storage_of(tensor) for tensor in (*weights, *shared)}
+
+
+def to_host(tensor: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+    """A copy of `tensor` in host memory, pinned and filled by `stream` if there is one."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+    if stream is None:
+        return host.copy_(tensor)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        host.copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)
+    return host
+
+
+class Offload:
+    """Moves what the layers of one stage save for backward to the host; a `Keeping`."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._latest: Callable[[], _Call | None] = lambda: None
+
+    def __call__(self, layer: nn.Module, inputs: Sequence[Any]) -> Keep:
+        if self._stream is None and inputs[0].is_cuda:
+            self._stream = torch.cuda.Stream(inputs[0].device)
+        call = _Call(layer, inputs, self._stream, self._latest)
+        self._latest = ref(call)
+        return call
+
+
+@dataclass(frozen=True)
+class _Packed:
+    call: _Call
+    copy: _Copy
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+
+
+class _Call:
+    """What one call of a layer has saved. Only what backward still needs keeps it and its copies alive."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        inputs: Sequence[Any],
+        stream: torch.cuda.Stream | None,
+        previous: Callable[[], _Call | None],
+    ) -> None:
+        self.stream, self.previous = stream, previous
+        self.least = inputs[0].nbytes // SHARE
+        self.stays = elsewhere(layer, inputs)
+        self.copies: WeakValueDictionary[StorageWeakRef, _Copy] = WeakValueDictionary()
+
+    def pack(self, tensor: Tensor) -> Any:
+        place = storage_of(tensor)
+        if tensor.nbytes < self.least or tensor.nbytes == 0 or place in self.stays:
+            return tensor
+        copy = self.copies.get(place)
+        if copy is None:
+            self.copies[place] = copy = _Copy(tensor, self.stream)
+        copy.uses += 1
+        return _Packed(self, copy, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Packed):
+            return packed
+        self.fetch()
+        if (previous := self.previous()) is not None:
+            previous.fetch()
+        whole = packed.copy.take().view(packed.dtype)
+        return whole.as_strided(packed.size, packed.stride, packed.offset)
+
+    def fetch(self) -> None:
+        for copy in list(self.copies.values()):
+            if copy.uses:
+                copy.fetch()
+
+
+class _Copy:
+    """One storage, on the host until it is fetched, and on the device then until it has been used."""
+
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
+        self.device, self.stream, self.uses = tensor.device, stream, 0
+        whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        self.host = to_host(whole, stream)
+        self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def fetch(self) -> None:
+        if self.fetched is not None:
+            return
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            back = torch.empty_like(self.host, device=self.device)
+            back.copy_(self.host, non_blocking=True)
+        self.fetched = back, None if self.stream is None else self.stream.record_event()
+
+    def take(self) -> Tensor:
+        """The storage's elements on the device."""
+        self.fetch()
+        assert self.fetched is not None
+        back, arrived = self.fetched
+        if arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(arrived)
+            back.record_stream(current)
+        self.uses -= 1
+        if self.uses <= 0:
+            self.fetched = None
+        return back

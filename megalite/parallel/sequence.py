@@ -1,0 +1,98 @@
+"""Which positions of a sequence each rank of a context-parallel group holds, and the blocks of attention that follow.
+
+A rank's rows are its positions in ascending order, so a document, an interval of positions, is an interval of rows
+too. Where all keys come before all queries, only the document of the last key reaches over: one rectangle, no mask.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.attention import Block
+
+Method = Literal["ring", "ulysses", "all_gather"]
+Rows = tuple[range, ...]  # positions, ascending
+Documents = tuple[int, ...]  # the positions at which documents begin, and the length of the sequence
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Samples of a micro-batch that are cut into the same documents."""
+
+    samples: slice
+    documents: Documents
+
+
+def rows(method: Method, cp: int, rank: int, length: int) -> Rows:
+    """The positions of `rank`: contiguous for ulysses, else a chunk from each half, which balances causal work."""
+    if method == "ulysses" or cp == 1:
+        part = length // cp
+        return (range(rank * part, (rank + 1) * part),)
+    chunk = length // (2 * cp)
+    return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * cp - 1 - rank))
+
+
+def split(x: Tensor, mine: Rows) -> Tensor:
+    """The rows `mine` of `[length, …]`."""
+    return torch.cat([x[part.start : part.stop] for part in mine])
+
+
+def unsplit(parts: Sequence[Tensor], method: Method) -> Tensor:
+    """What every rank holds, in the order of ranks, as the whole `[length, …]`: the inverse of `split`."""
+    cp, length = len(parts), sum(map(len, parts))
+    pieces: list[tuple[int, Tensor]] = []
+    for rank, part in enumerate(parts):
+        held = rows(method, cp, rank, length)
+        pieces += zip((piece.start for piece in held), part.split([len(piece) for piece in held]), strict=True)
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])])
+
+
+def own_blocks(mine: Rows, sequences: Sequence[Sequences], device: torch.device) -> list[Block]:
+    """The rows of a rank over each other: causal, document by document."""
+    found = []
+    everything = slice(0, _below(mine, mine[-1].stop))
+    for sequence in sequences:
+        cuts = tuple(sorted({_below(mine, begin) for begin in sequence.documents}))
+        offsets = None
+        if len(cuts) > 2 and device.type == "cuda":
+            offsets = torch.tensor(cuts, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
+        found.append(Block(sequence.samples, everything, everything, cuts, offsets))
+    return found
+
+
+def ring_steps(cp: int, rank: int, length: int, sequences: Sequence[Sequences]) -> list[list[Block]]:
+    """The blocks of the ring's steps 1, 2, …, at which the keys and values of ranks rank − 1, rank − 2, … are there."""
+    mine = rows("ring", cp, rank, length)
+    others = (rows("ring", cp, (rank - step) % cp, length) for step in range(1, cp))
+    return [list(_past(mine, theirs, sequences)) for theirs in others]
+
+
+def gaps(mine: Rows, sequences: Sequence[Sequences]) -> list[tuple[slice, list[Block]]]:
+    """The positions before and between the rows of a rank, and the blocks over the keys there."""
+    starts = [0, *(part.stop for part in mine[:-1])]
+    between = [range(start, part.start) for start, part in zip(starts, mine, strict=True)]
+    return [(slice(gap.start, gap.stop), list(_past(mine, (gap,), sequences))) for gap in between if gap]
+
+
+def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator[Block]:
+    """One block per sequence over those of `keys`, held by another rank, that come before any of `queries`."""
+    earlier = [part for part in keys if part.stop <= queries[-1].start]
+    if not earlier:
+        return
+    end = earlier[-1].stop
+    first = _below(queries, end)
+    for sequence in sequences:
+        document = bisect_right(sequence.documents, end - 1)  # of the last key
+        last = _below(queries, sequence.documents[document])
+        if first < last:
+            begin = sequence.documents[document - 1]
+            yield Block(sequence.samples, slice(first, last), slice(_below(keys, begin), _below(keys, end)))
+
+
+def _below(held: Rows, position: int) -> int:
+    """How many of the rows lie before `position`."""
+    return sum(len(range(part.start, min(part.stop, position))) for part in held)

@@ -1,0 +1,238 @@
+"""What one rank keeps of a micro-batch for backward, and what backward needs beside that, in bytes.
+
+The parts of a stage are those that FSDP2 gathers by themselves: the embedding, every layer, the head. Backward of a
+part is a sequence of moments; each has temporaries, and ends with the release of some of what was kept.
+
+    h  width                    T  tokens of a micro-batch on a rank, b·s/c
+    q  heads · head size        t  tp
+    k  kv heads · head size     w  bytes of an activation, a compute weight and its gradient: 2, 4 or 8
+    f  ffn                      z  bytes of a statistic (1/rms, log-sum-exp): 4 or 8
+    v  vocabulary
+
+    kept of a layer                     norms                 attention             MLP
+      inputs of the norms, 1/rms        2·(hw + z)·T/t
+      norm outputs                                            hwT/t                 hwT/t
+      queries, keys, values, output                           2(q + k)·wT/t
+      log-sum-exp                                             heads·zT/t
+      gate, up, product                                                             3fwT/t
+
+The sum is Korthikanti et al. 2022 (arXiv 2205.05198), eq. 4, less what fused kernels need not keep.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from megalite.config.schema import Config
+from megalite.plan.recompute import Mode
+from megalite.plan.size import Parameters, layer_parameters
+
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
+TOKEN = 8  # bytes of a token id
+ROWS = 128  # rows that cross_entropy handles at a time
+OFFLOAD_SHARE = 32  # tensors below this share of a layer's input stay on the device
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor, or several of one fate, that a forward pass leaves for backward."""
+
+    component: str
+    bytes: int
+    until: str  # the moment of backward that uses it last
+    for_weights: bool = False  # gradients of weights need it: a split backward keeps it until W
+    cheap: bool = False  # selective recompute makes it again when backward needs it
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A place in the backward pass of a part where memory may peak."""
+
+    name: str
+    temporaries: int
+    weights: int = 0  # gradients of weights made here, which stay at least until those of the whole part are there
+    put_off: int = 0  # gradients of outputs that a split backward keeps until W
+
+
+@dataclass(frozen=True)
+class Part:
+    """The embedding, a layer or the head of a stage, as one rank holds it."""
+
+    name: str
+    parameters: Parameters  # on this rank, before data-parallel sharding
+    newest: int  # elements of the last of them
+    kept: tuple[Kept, ...]
+    forward: int  # temporaries of the forward pass, where it takes most
+    backward: tuple[Moment, ...]  # in order
+    remade: tuple[Kept, ...] = ()  # made again when backward begins, by full recompute
+    cheap: tuple[Kept, ...] = ()  # made again when backward needs it, by selective recompute
+    offloaded: tuple[Kept, ...] = ()  # in host memory until backward comes to the part after
+    puts_off: bool = False  # a split backward leaves the gradients of weights to W
+    with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Sizes of a configuration's activations on one rank."""
+
+    config: Config
+
+    def embedding(self, with_head: bool) -> Part:
+        """The table, and its look-up; with_head: the same stage has the head, which may use it."""
+        ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
+        moment = Moment("lookup", self.stream + 2 * self.gathered, self.w * self._matrix)
+        tied = self.config.model.tie_embeddings and with_head
+        kept = (Kept("embedding", ids, "lookup"),)
+        weights = Parameters(embedding=self._matrix)
+        return Part("embedding", weights, self._matrix, kept, 2 * self.gathered, (moment,), with_stage=tied)
+
+    def tied_copy(self) -> Part:
+        """The last stage's copy of the embedding, which the head uses."""
+        return Part("embedding", Parameters(head=self._matrix), self._matrix, (), 0, (), with_stage=True)
+
+    def layer(self, mode: Mode) -> Part:
+        """A layer that recomputes as `mode` says."""
+        model, weights = self.config.model, layer_parameters(self.config.model)
+        parameters = replace(weights, attention=weights.attention // self.t, mlp=weights.mlp // self.t)
+        everything = self._layer_kept()
+        remade = everything[1:] if mode == "full" else ()
+        cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
+        left = [kept for kept in everything if kept not in (*remade, *cheap)]
+        least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
+        offloaded = tuple(kept for kept in left if kept.bytes >= least)
+        passing = (*remade, *cheap, *offloaded)
+        return Part(
+            "layer",
+            parameters,
+            newest=model.width * model.ffn // self.t,
+            kept=tuple(kept for kept in left if kept.bytes < least),
+            forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == "mlp"),
+            backward=self._layer_backward(),
+            remade=remade,
+            cheap=cheap,
+            offloaded=offloaded,
+            puts_off=True,
+        )
+
+    def layer_bytes(self, mode: Mode) -> int:
+        """What a layer keeps from forward to backward, wherever."""
+        part = self.layer(mode)
+        return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
+
+    def head(self) -> Part:
+        """The final norm, the output layer and the loss; the weight of a tied one is elsewhere."""
+        model, tied = self.config.model, self.config.model.tie_embeddings
+        logits = self.tokens * model.vocab_size // self.t * self.w
+        block = min(ROWS, self.tokens) * model.vocab_size // self.t * self.z
+        kept = (
+            Kept("norms", self.stream + self.statistic, "norm"),
+            Kept("head", self.stream + logits, "output"),
+            Kept("head", (2 * self.z + TOKEN + 1) * self.tokens, "output"),
+        )
+        backward = (
+            Moment("loss", 0 if self.w == self.z else block),
+            Moment("output", self._linear(0), self.w * self._matrix),
+            Moment("norm", self._norm()),
+        )
+        parameters = Parameters(norms=model.width, head=0 if tied else self._matrix)
+        return Part("head", parameters, model.width if tied else self._matrix, kept, self.gathered, backward)
+
+    @property
+    def angles(self) -> int:
+        """Cosines and sines that every stage makes for a micro-batch."""
+        model = self.config.model
+        return model.sequence_length * model.head_size * self.z
+
+    @property
+    def t(self) -> int:
+        return self.config.parallel.tp
+
+    @property
+    def tokens(self) -> int:
+        return self.config.batch.micro_size * self.config.model.sequence_length // self.config.parallel.cp
+
+    @property
+    def w(self) -> int:
+        return BYTES[self.config.train.precision]
+
+    @property
+    def z(self) -> int:
+        return max(self.w, 4)
+
+    @property
+    def stream(self) -> int:
+        """The residual stream on one rank, which is what stages hand to each other."""
+        return self.tokens * self.config.model.width // self.t * self.w
+
+    @property
+    def statistic(self) -> int:
+        """One number for each position on a rank."""
+        return self.tokens // self.t * self.z
+
+    @property
+    def gathered(self) -> int:
+        """The residual stream gathered over tp; 0 where that takes no copy."""
+        return self.stream * self.t if self.t > 1 else 0
+
+    @property
+    def _matrix(self) -> int:
+        """Elements of the embedding, or of the head, on one rank."""
+        return self.config.model.vocab_size * self.config.model.width // self.t
+
+    def _widths(self) -> tuple[int, int, int]:
+        """Bytes of activations q, k and f wide, on one rank."""
+        model, one = self.config.model, self.tokens * self.w
+        q, k = model.heads * model.head_size, model.kv_heads * model.head_size
+        return one * q // self.t, one * k // self.t, one * model.ffn // self.t
+
+    def _layer_kept(self) -> tuple[Kept, ...]:
+        """What a layer keeps, its input first."""
+        model = self.config.model
+        q, k, f = self._widths()
+        of_head = self.tokens * self.z // self.t  # one number for each position and head, all heads split over tp
+        normed = model.qk_norm
+        found = [
+            Kept("norms", self.stream, "attention norm"),
+            Kept("norms", self.statistic, "attention norm"),
+            Kept("attention", self.stream, "projections", for_weights=True, cheap=True),
+            Kept("attention", q, "attention", cheap=normed),
+            Kept("attention", k, "attention", cheap=normed),
+            Kept("attention", k, "attention"),
+            Kept("attention", model.heads * of_head, "attention"),
+            Kept("attention", q, "output", for_weights=True),
+            Kept("norms", self.stream, "mlp norm"),
+            Kept("norms", self.statistic, "mlp norm"),
+            Kept("mlp", self.stream, "gate and up", for_weights=True, cheap=True),
+            Kept("mlp", f, "swiglu"),
+            Kept("mlp", f, "swiglu"),
+            Kept("mlp", f, "down", for_weights=True, cheap=True),
+        ]
+        for width, heads in ((q, model.heads), (k, model.kv_heads)) if normed else ():
+            found += [Kept("norms", width, "rope"), Kept("norms", heads * of_head, "rope")]
+        return tuple(found)
+
+    def _layer_backward(self) -> tuple[Moment, ...]:
+        """Of a layer; the gradient of the residual stream is there all the time."""
+        model, weights, t, w = self.config.model, layer_parameters(self.config.model), self.t, self.w
+        q, k, f = self._widths()
+        down = w * model.width * model.ffn // t
+        output = w * model.width * model.heads * model.head_size // t
+        stream, gathered = self.stream, self.gathered or self.stream
+        return (
+            Moment("down", stream + self.gathered + f, down, put_off=gathered),
+            Moment("swiglu", stream + 3 * f),
+            Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, put_off=2 * f),
+            Moment("mlp norm", stream + self._norm()),
+            Moment("output", stream + self.gathered + q, output, put_off=gathered),
+            Moment("attention", stream + 2 * q + 2 * k),
+            Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
+            Moment("projections", stream + self._linear(q + 2 * k), w * weights.attention // t - output, q + 2 * k),
+            Moment("attention norm", stream + self._norm()),
+        )
+
+    def _linear(self, grads: int) -> int:
+        """Backward of layers that share an input: `grads` of their outputs, the input gathered, and its gradient."""
+        return grads + (2 * self.gathered + self.stream if self.gathered else self.stream)
+
+    def _norm(self) -> int:
+        """Backward of a norm: its gradient, and three temporaries in float32 or wider."""
+        return self.stream + 3 * self.stream * self.z // self.w

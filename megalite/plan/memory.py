@@ -1,0 +1,105 @@
+"""Bytes that one pipeline rank holds at the peak of a training step, by what they are.
+
+Walks the rank's program of the very table that the runner executes: the parts of its stages (`plan.activations`)
+keep activations from forward to backward, gradients accumulate or are reduced, weights are gathered and freed.
+
+    P  parameters of the rank's stages before data-parallel sharding, N those of one part
+    D  ranks that share out parameters: dp_shard · cp, or 1 with mode ddp
+    w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
+
+    parameters          pP/D
+    optimizer states    2pP/D
+    gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); 0 where a single
+                        data-parallel rank computes in the precision of its parameters
+    gradients           pP/D once they are reduced, which is after every micro-batch (zero2, zero3) or the last one
+                        (ddp, zero1); until then rP. Of the newest part to be reduced another rN, until the next is
+    activations         see plan.activations
+    temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3)
+
+Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
+and what kernels allocate inside.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Config
+from megalite.plan.activations import TOKEN, Activations
+from megalite.plan.pipeline import micro_batches, table_of
+from megalite.plan.recompute import Cost, Mode, choose_for_all, every_nth, held_by_rank
+from megalite.plan.split import split_of
+from megalite.plan.walk import HOST, Item, Walk
+from megalite.schedule.actions import Table
+
+KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
+FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # time of a layer, in forward passes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one pipeline rank at the peak of a training step; of host memory, at a peak of its own."""
+
+    pp: int
+    bytes: dict[Item, int]
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+        return sum(size for (kind, _), size in self.bytes.items() if kind != HOST)
+
+    def of(self, kind: str) -> dict[str, int]:
+        """Bytes of one kind by component."""
+        return {component: size for (found, component), size in self.bytes.items() if found == kind}
+
+
+def rank_memory(config: Config, pp: int, table: Table | None = None) -> Memory:
+    """The predicted memory of pipeline rank `pp`; `parallel.dp_shard` and `batch.micro` must be numbers.
+
+    table: what `table_of` gives, where it is there already. Raises InputError for a schedule that cannot run.
+    """
+    table = table or table_of(config)
+    peak = Walk(config, table, pp, recompute_modes(config, table, pp)).run()
+    return Memory(pp, {**peak, ("activations", "inputs"): micro_batches(config) * input_bytes(config)})
+
+
+def input_bytes(config: Config) -> int:
+    """Of one micro-batch: its samples, and the tokens and targets made of them."""
+    return TOKEN * config.batch.micro_size * (3 * config.model.sequence_length + 1)
+
+
+def enough_micro_batches(config: Config, pp: int) -> int:
+    """The least number of micro-batches whose peak on pipeline rank `pp` is that of the configured number."""
+
+    def peak(m: int) -> dict[Item, int]:
+        table = table_of(config, m)
+        return Walk(config, table, pp, recompute_modes(config, table, pp)).run()
+
+    p, full = config.parallel.pp, micro_batches(config)
+    wanted = peak(full)
+    for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
+        if m >= full:
+            break
+        try:
+            if peak(m) == wanted:
+                return m
+        except InputError:  # the schedule cannot have so few
+            continue
+    return full
+
+
+def recompute_modes(config: Config, table: Table, pp: int) -> dict[int, list[Mode]]:
+    """By stage of a pipeline rank: the mode of each of its layers.
+
+    Where a budget is set, runs choose by costs that they measure; here kept bytes come from `plan.activations` and
+    times from FLOPs, with a little for selective. Raises InputError for a budget that nothing fits.
+    """
+    train, split = config.train, split_of(config)
+    if train.recompute != "budget":
+        mode, n = train.recompute, train.recompute_every
+        return {stage: every_nth(mode, n, split[stage]) for stage in table.stages_of(pp)}
+    assert train.recompute_budget is not None, "validation asks for it"
+    sizes = Activations(config)
+    costs = {mode: Cost(seconds, sizes.layer_bytes(mode)) for mode, seconds in FORWARDS.items()}
+    layers = iter(choose_for_all(costs, held_by_rank(table, split), train.recompute_budget)[pp])
+    return {stage: list(islice(layers, split[stage])) for stage in table.stages_of(pp)}

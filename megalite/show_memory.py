@@ -1,0 +1,129 @@
+"""`megalite show --memory`: predicted bytes of the ranks, and those that a dry run counts beside them."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Config
+from megalite.plan.memory import KINDS, Memory, rank_memory
+from megalite.plan.pipeline import table_of
+from megalite.plan.walk import HOST
+
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # the others follow
+SHORT = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporaries")  # KINDS as headings
+NOTE = """\
+Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies
+outside of PyTorch's allocator{outside}, its rounding and
+fragmentation, and what kernels allocate inside.
+"""
+ON_CUDA = "Sizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries.\n"
+
+
+def memory_of_ranks(config: Config) -> list[Memory]:
+    """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
+    table = table_of(config)
+    return [rank_memory(config, pp, table) for pp in range(config.parallel.pp)]
+
+
+def fullest(memories: Sequence[Memory]) -> Memory:
+    return max(memories, key=lambda memory: memory.total)
+
+
+def measure(args: argparse.Namespace, pp: int) -> dict[str, int]:
+    """Bytes by kind that a dry run of pipeline rank `pp` counts, in a process of its own: this one imports no torch."""
+    with Console(stderr=True).status(f"Dry run of pipeline rank {pp} ..."):
+        child = subprocess.run(
+            dry_run_command(args, pp), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    if child.returncode != 0:
+        said = child.stderr.strip() if child.returncode == 2 else child.stderr.strip().rpartition("\n")[2]
+        raise InputError(f"--measure: the dry run failed: {said or f'exit code {child.returncode}'}")
+    found: dict[str, int] = json.loads(child.stdout)
+    return found
+
+
+def dry_run_command(args: argparse.Namespace, pp: int) -> list[str]:
+    world = [] if args.world_size is None else [f"--world-size={args.world_size}"]
+    return [sys.executable, "-m", "megalite.dryrun", f"--pp={pp}", *world, *args.files, *args.overrides]
+
+
+def memory_sections(
+    config: Config, memories: Sequence[Memory], measured: dict[str, int] | None
+) -> list[tuple[str, RenderableType]]:
+    """Headings and tables: the fullest rank by kind and component, and all pipeline ranks if there are several."""
+    most = fullest(memories)
+    which = f" of pipeline rank {most.pp}, the fullest of {len(memories)}" if len(memories) > 1 else ""
+    on_cuda = config.run.device != "cpu"
+    note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
+    sections: list[tuple[str, RenderableType]] = [
+        (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
+        ("Conventions", Text(f"{note}{ON_CUDA if on_cuda else ''}")),
+    ]
+    if len(memories) > 1:
+        name, unit = _unit(most.total)
+        sections.insert(1, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
+    return sections
+
+
+def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
+    """Rows by kind, and of each by component; counted are kinds only."""
+    name, unit = _unit(memory.total)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for column in (name, "share", *(("measured", "difference") if measured is not None else ())):
+        table.add_column(column, justify="right")
+
+    def row(label: str, size: int, share: str, counted: int | None = None, style: str | None = None) -> None:
+        cells = [] if counted is None else [f"{counted / unit:,.3f}", _difference(size, counted)]
+        table.add_row(label, f"{size / unit:,.3f}", share, *cells, style=style)
+
+    for kind in (*KINDS, HOST):
+        parts = memory.of(kind)
+        counted = None if measured is None else measured.get(kind, 0)
+        if not parts and not counted:
+            continue
+        if kind == HOST:
+            table.add_section()
+        share = (lambda size: "") if kind == HOST else (lambda size: f"{size / memory.total:.1%}")
+        row(kind, sum(parts.values()), share(sum(parts.values())), counted, style="bold")
+        for component, size in _in_order(parts):
+            row(f"  {component}", size, share(size))
+        if kind == KINDS[-1]:
+            total = None if measured is None else sum(size for of, size in measured.items() if of != HOST)
+            row("total", memory.total, "100.0%", total, style="bold")
+    return table
+
+
+def _ranks(memories: Sequence[Memory], unit: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("rank", "total", *SHORT):
+        table.add_column(column, justify="right")
+    for memory in memories:
+        sizes = (memory.total, *(sum(memory.of(kind).values()) for kind in KINDS))
+        table.add_row(str(memory.pp), *(f"{size / unit:,.2f}" for size in sizes))
+    return table
+
+
+def _in_order(parts: dict[str, int]) -> list[tuple[str, int]]:
+    """Components as a reader expects them, where there are several."""
+    order = (*(name for name in COMPONENTS if name in parts), *(name for name in parts if name not in COMPONENTS))
+    return [(name, parts[name]) for name in order] if len(parts) > 1 else []
+
+
+def _unit(size: int) -> tuple[str, int]:
+    """The largest unit of which there are at least two."""
+    return next((unit for unit in UNITS if size >= 2 * unit[1]), UNITS[-1])
+
+
+def _difference(predicted: int, counted: int) -> str:
+    """Of the prediction from what was counted."""
+    return f"{predicted / counted - 1:+.1%}" if counted else ""

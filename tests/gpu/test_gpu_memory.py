@@ -1,0 +1,66 @@
+"""Recompute and offload on a CUDA device: the same numbers in less memory; `make gpu` runs it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config.layout import Layout
+from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
+from megalite.dist.mesh import Mesh
+from megalite.train.build import build
+from megalite.train.step import mean_loss, train_step
+from megalite.verify import random_batch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PLAIN = Config(
+    run=Run(device="cuda"),
+    model=Model(layers=6, width=256, heads=4, kv_heads=2, ffn=768, vocab_size=512, sequence_length=1024),
+    parallel=Parallel(dp_shard=1),
+    batch=Batch(micro=4, global_=8),
+    train=Train(steps=4, precision="fp64"),
+)
+LESS = {
+    "selective": Train(steps=4, precision="fp64", recompute="selective"),
+    "full": Train(steps=4, precision="fp64", recompute="full"),
+    "offload": Train(steps=4, precision="fp64", offload_activations=True),
+    "offload selective": Train(steps=4, precision="fp64", recompute="selective", offload_activations=True),
+    "budget": Train(steps=4, precision="fp64", recompute="budget", recompute_budget=0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def losses_and_peak(config: Config) -> tuple[list[float], int]:
+    mesh = Mesh.build(Layout(), torch.device("cuda"))
+    assert mesh is not None
+    job = build(config, mesh)
+    losses = []
+    for step in range(4):
+        if step == 1:
+            torch.cuda.reset_peak_memory_stats()
+        losses.append(mean_loss(job, train_step(job, random_batch(job, step), step)[0]))
+    return losses, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("case", LESS)
+def test_activations_take_less_memory_and_nothing_else_changes(case: str, one_rank: None) -> None:
+    expected, most = losses_and_peak(PLAIN)
+    losses, peak = losses_and_peak(replace(PLAIN, train=LESS[case]))
+    assert losses == pytest.approx(expected, rel=1e-10)
+    assert peak < most
+
+
+def test_the_optimizer_takes_less_memory_on_the_host(one_rank: None) -> None:
+    expected, most = losses_and_peak(PLAIN)
+    losses, peak = losses_and_peak(replace(PLAIN, optim=Optim(offload=True)))
+    assert losses == pytest.approx(expected, rel=1e-10)
+    assert peak < most

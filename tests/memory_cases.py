@@ -1,0 +1,47 @@
+"""Configurations whose memory is predicted and counted: every precision, data mode, schedule and way to recompute."""
+
+from typing import Any
+
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+
+SIZES = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "ffn": 640, "vocab_size": 4096, "sequence_length": 512}
+Overrides = dict[str, Any]
+PIPELINE: Overrides = {"model.layers": 4, "parallel.pp": 2, "batch.global": 8}
+SHARDED: Overrides = {"parallel.dp_shard": 2}
+
+CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
+    "fp32": ({"train.precision": "fp32"}, 0),
+    "fp64, tp": ({"train.precision": "fp64", "parallel.tp": 2}, 0),
+    "bf16, micro-batch of 4": ({"batch.micro": 4, "batch.global": 8}, 0),
+    "query and key norms, biases": ({"model.qk_norm": True, "model.qkv_bias": True, **SHARDED}, 0),
+    "tied": ({"model.tie_embeddings": True, **SHARDED}, 0),
+    "tied, first of 2 stages": ({"model.tie_embeddings": True, **SHARDED, **PIPELINE}, 0),
+    "tied, last of 2 stages": ({"model.tie_embeddings": True, **SHARDED, **PIPELINE}, 1),
+    "ddp": ({"parallel.data.mode": "ddp", **SHARDED}, 0),
+    "zero1": ({"parallel.data.mode": "zero1", **SHARDED}, 0),
+    "zero2, replicas": ({"parallel.data.mode": "zero2", "parallel.dp_replicate": 2, **SHARDED}, 0),
+    "zero2, bf16 reduction": ({"parallel.data.mode": "zero2", "parallel.data.reduce_precision": "bf16", **SHARDED}, 0),
+    "zero3, tp": ({"parallel.tp": 4, **SHARDED}, 0),
+    "recompute full": ({"train.recompute": "full", "batch.micro": 4, **SHARDED}, 0),
+    "recompute selective": ({"train.recompute": "selective", "batch.micro": 4, "model.qk_norm": True}, 0),
+    "recompute every second layer": ({"train.recompute": "full", "train.recompute_every": 2, "batch.micro": 4}, 0),
+    "recompute within a budget": ({"train.recompute": "budget", "train.recompute_budget": 0.02, "batch.micro": 4}, 0),
+    "activations offloaded": ({"train.offload_activations": True, "batch.micro": 4}, 0),
+    "offloaded and recomputed": ({"train.offload_activations": True, "train.recompute": "full", **PIPELINE}, 1),
+    "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
+    "1f1b": ({"parallel.data.mode": "zero2", **SHARDED, **PIPELINE}, 0),
+    "gpipe": ({"parallel.pipeline.schedule": "gpipe", "train.precision": "fp32", **PIPELINE}, 1),
+    "interleaved_1f1b": ({"parallel.pipeline.schedule": "interleaved_1f1b", **SHARDED, **PIPELINE}, 0),
+    "zb_h1": ({"parallel.pipeline.schedule": "zb_h1", "train.precision": "fp32", "parallel.tp": 2, **PIPELINE}, 0),
+    "zb_h2": ({"parallel.pipeline.schedule": "zb_h2", "train.recompute": "selective", **PIPELINE}, 0),
+    "zbv": ({"parallel.pipeline.schedule": "zbv", "parallel.data.mode": "zero1", **SHARDED, **PIPELINE}, 0),
+    "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),
+}
+
+
+def configured(overrides: Overrides) -> Config:
+    """A model of 4 million parameters, changed by `overrides`."""
+    values = {f"model.{key}": value for key, value in SIZES.items()} | {"parallel.dp_shard": 1, **overrides}
+    return check(load([], [f"{key}={value}" for key, value in values.items()]))

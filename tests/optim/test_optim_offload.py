@@ -1,0 +1,86 @@
+"""The optimizer on the host is the optimizer on the device, bit for bit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from toy_jobs import Parts, advance, config_of, load_and_train, make, one_rank, parts, train_and_save
+
+from megalite.config.layout import Layout
+from megalite.config.schema import Config
+from megalite.optim import offload
+from megalite.optim.offload import MOMENTS, HostAdamW
+
+HERE = config_of(Layout())
+HOST = replace(HERE, optim=replace(HERE.optim, offload=True))
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def same(one: Parts, other: Parts) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name].values, other[name].values) for name in one)
+
+
+def test_steps_are_bitwise_those_on_the_device() -> None:
+    here, host = make(HERE), make(HOST)
+    assert isinstance(host.optimizer, HostAdamW)
+    assert advance(here, 0, 4) == advance(host, 0, 4)
+    assert same(parts(here), parts(host))
+
+
+def test_settings_reach_the_optimizer() -> None:
+    here, host = make(HERE).optimizer, make(HOST).optimizer
+    assert len(here.param_groups) == len(host.param_groups) == 2
+    for one, other in zip(here.param_groups, host.param_groups, strict=True):
+        assert [one[key] for key in ("lr", "betas", "eps", "weight_decay")] == [
+            other[key] for key in ("lr", "betas", "eps", "weight_decay")
+        ]
+
+
+def test_states_are_there_before_the_first_step_and_placed_as_parameters() -> None:
+    job = make(HOST)
+    for name, param in job.named_parameters():
+        for moment in MOMENTS:
+            state = job.optimizer.state[param][moment]
+            assert state.placements == param.placements, name
+            assert state.shape == param.shape
+            assert not state.to_local().any()
+
+
+def test_every_step_copies_each_gradient_and_weight_once() -> None:
+    job = make(HOST)
+    copied: list[torch.Tensor] = []
+    original = offload.to_host
+
+    def to_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        copied.append(tensor)
+        copy = original(tensor, stream)
+        assert copy.data_ptr() != tensor.data_ptr()
+        return copy
+
+    with patch.object(offload, "to_host", to_host):
+        advance(job, 0, 2)
+    parameters = sum(param.numel() for _, param in job.named_parameters())
+    assert sum(tensor.numel() for tensor in copied) == 2 * 2 * parameters
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(HOST, HOST), (HOST, HERE), (HERE, HOST)], ids=["both", "off", "on"])
+def test_a_checkpoint_continues_with_and_without(saved: Config, loaded: Config, tmp_path: Path) -> None:
+    losses, after = train_and_save(saved, tmp_path, at=2, steps=4)
+    _, _, again, found = load_and_train(loaded, tmp_path / "step-00000002", 4)
+    assert again == losses[2:]
+    assert same(found, after)
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    job = make(HOST)
+    before = parts(job)
+    job.optimizer.step()
+    assert same(before, parts(job))

@@ -1,0 +1,108 @@
+"""What runs on the ranks in the tests of context parallelism; attention with an explicit mask is the oracle."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megalite.config.layout import Layout
+from megalite.dist.mesh import Mesh
+from megalite.parallel.context import attention
+from megalite.parallel.sequence import Documents, Method, rows, split, unsplit
+
+CPU = torch.device("cpu")
+METHODS: tuple[Method, ...] = ("ring", "ulysses", "all_gather")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one comparison."""
+
+    method: Method
+    cp: int
+    heads: int
+    kv_heads: int
+    documents: bool
+    length: int
+    samples: int = 2
+    head_size: int = 4
+
+
+def cases() -> list[Case]:
+    """Every method on 2, 4 and 8 ranks, with and without documents, from as many kv heads as query heads to one."""
+    found = []
+    for method, cp, documents in product(METHODS, (2, 4, 8), (False, True)):
+        for heads, kv_heads in ((8, 8), (8, 2), (24, 6), (8, 1)):
+            found.append(Case(method, cp, heads, kv_heads, documents, 6 * 2 * cp))
+    return found
+
+
+def documents(case: Case) -> list[Documents] | None:
+    """Documents of random length, some shorter than a rank's part and some that span several."""
+    if not case.documents:
+        return None
+    choose = random.Random(f"{case}")
+    inner = range(1, case.length)
+    counts = [choose.choice((0, 1, 2, 5, len(inner) // 2)) for _ in range(case.samples)]
+    return [(0, *sorted(choose.sample(inner, count)), case.length) for count in counts]
+
+
+def mask(length: int, bounds: Documents) -> Tensor:
+    """Which query attends to which key, `[length, length]`."""
+    position = torch.arange(length)
+    document = torch.bucketize(position, torch.tensor(bounds), right=True)
+    return (document[:, None] == document) & (position[:, None] >= position)
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Documents] | None) -> Tensor:
+    """Unsplit attention with an explicit mask."""
+    s, b = q.shape[:2]
+    masks = torch.stack([mask(s, bounds) for bounds in documents or [(0, s)] * b])[:, None]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=masks).permute(2, 0, 1, 3)
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(case.cp)
+
+    def random_heads(count: int) -> Tensor:
+        shape = (case.length, case.samples, count, case.head_size)
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    return [random_heads(count) for count in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+
+
+def differences(case: Case) -> list[float]:
+    """Of output, dq, dk and dv put together from all ranks: the largest difference from the oracle's."""
+    mesh = Mesh.build(Layout(cp=case.cp), CPU)
+    if mesh is None:
+        return []
+    bounds = documents(case)
+    mine = rows(case.method, case.cp, mesh.coordinates["cp"], case.length)
+    *leaves, grad = (split(x, mine) for x in inputs(case))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = attention(case.method, mesh.cp, case.length, CPU, bounds)(*leaves)
+    y.backward(grad)
+    whole = [leaf.requires_grad_() for leaf in inputs(case)[:3]]
+    expected = oracle(*whole, bounds)
+    expected.backward(inputs(case)[3])
+    pairs = zip([y, *(leaf.grad for leaf in leaves)], [expected, *(leaf.grad for leaf in whole)], strict=True)
+    return [(joined(mine.detach(), mesh, case.method) - theirs).abs().max().item() for mine, theirs in pairs]
+
+
+def joined(x: Tensor, mesh: Mesh, method: Method) -> Tensor:
+    """The parts of all ranks in the order of the unsplit sequence."""
+    parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(mesh.layout.cp)]
+    dist.all_gather(parts, x.contiguous(), group=mesh.cp)
+    return unsplit(parts, method)
+
+
+def all_differences() -> list[tuple[Case, list[float]]]:
+    return [(case, differences(case)) for case in cases()]

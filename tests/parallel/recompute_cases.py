@@ -1,0 +1,190 @@
+"""What runs on the ranks in the tests of recompute and offload."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from toy_jobs import make
+
+from megalite.config.layout import Layout
+from megalite.config.schema import Batch, Config, Context, Model, Parallel, Pipeline, Train
+from megalite.dist import collectives
+from megalite.dist.mesh import Mesh
+from megalite.live_bytes import LiveBytes
+from megalite.model.decoder import Decoder
+from megalite.model.init import initialize
+from megalite.optim import offload as optimizer_offload
+from megalite.parallel import offload
+from megalite.parallel.recompute import Counted, recompute
+from megalite.parallel.sequence import Method
+from megalite.plan.pipeline import table_of
+from megalite.plan.recompute import MODES, Cost, Mode, held_by_rank, kept_bytes
+from megalite.plan.split import split_of
+from megalite.train import build as train_build
+from megalite.train import recompute as train_recompute
+from megalite.train.build import Job
+from megalite.train.recompute import measured_costs
+from megalite.train.step import train_step
+from megalite.verify import Difference, compare, random_batch
+
+CPU = torch.device("cpu")
+MODEL = Model(
+    layers=4, width=16, heads=4, kv_heads=2, head_width=6, ffn=20, vocab_size=32, sequence_length=8, qk_norm=True
+)
+
+
+def config_of(
+    layout: Layout, schedule: str = "1f1b", model: Model = MODEL, context: Method = "ring", **train: Any
+) -> Config:
+    """Two sequences in each of three micro-batches."""
+    degrees = layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
+    parallel = Parallel(*degrees, pipeline=Pipeline(schedule), context=Context(context))
+    return Config(
+        model=model,
+        parallel=parallel,
+        batch=Batch(2, 6 * layout.dp),
+        train=Train(steps=3, precision="fp64", **train),
+    )
+
+
+def one_layer(mesh: Mesh, model: Model, mode: Mode, keeping: offload.Keeping) -> tuple[Decoder, torch.Tensor]:
+    """A stage of one layer, and an input of two sequences for it."""
+    stage = Decoder(model, mesh.tp, range(1), first=False, last=False).to(torch.float64).to_empty(device=CPU)
+    initialize(stage, model, 0)
+    recompute(stage.layers["0"], mode, keeping)
+    x = torch.ones(model.sequence_length // mesh.layout.tp, 2, model.width, dtype=torch.float64, requires_grad=True)
+    return stage, x
+
+
+def saved_bytes(tp: int, model: Model) -> dict[Mode, int] | None:
+    """What one layer saves in every mode."""
+    mesh = Mesh.build(Layout(tp=tp), CPU)
+    if mesh is None:
+        return None
+    found: dict[Mode, int] = {}
+    for mode in MODES:
+        counted = Counted()
+        stage, x = one_layer(mesh, model, mode, counted)
+        stage(x, None)
+        found[mode] = counted.bytes
+    return found
+
+
+def collectives_of(tp: int, mode: Mode) -> tuple[Counter[str], Counter[str]] | None:
+    """What one layer communicates in forward and in backward."""
+    mesh = Mesh.build(Layout(tp=tp), CPU)
+    if mesh is None:
+        return None
+    stage, x = one_layer(mesh, MODEL, mode, offload.AsIs)
+    counts = []
+    with counting("all_gather_single", "reduce_scatter_single") as count:
+        y = stage(x, None)
+        counts.append(Counter(count))
+        y.sum().backward()
+        counts.append(count - counts[0])
+    return counts[0], counts[1]
+
+
+@contextmanager
+def counting(*names: str) -> Iterator[Counter[str]]:
+    """Counts calls of functions of `megalite.dist.collectives` by their name."""
+    count: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(collectives, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with patch.multiple(collectives, **{name: counted(name) for name in names}):
+        yield count
+
+
+def live_bytes(config: Config) -> dict[str, int]:
+    """Bytes by kind at the peak of a step, what has been copied to the host by itself."""
+    job = make(config)
+    live = LiveBytes()
+    original = offload.to_host
+
+    def to_host(*args: Any) -> torch.Tensor:
+        copy = original(*args)
+        live.add([copy], "host")
+        return copy
+
+    train_step(job, random_batch(job, 0), 0)
+    with patch.object(offload, "to_host", to_host), patch.object(optimizer_offload, "to_host", to_host), live:
+        train_step(job, random_batch(job, 1), 1)
+    return live.peak()
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """How a rank of a job was built within a budget."""
+
+    costs: dict[Mode, Cost]  # measured once more
+    modes: list[Mode]  # of its layers
+    limit: int  # bytes
+    saved: list[int]  # bytes of each layer, in one forward pass
+    held: list[int]  # micro-batches that each layer holds
+
+
+def within_budget(config: Config, share: float) -> tuple[Config, dict[Mode, Cost]]:
+    """A budget `share` of the way from what all layers save when run again to what they save when not. Collective."""
+    mesh = Mesh.build(config.parallel.layout, CPU)
+    told = [None if mesh is None else measured_costs(config, mesh)]
+    dist.broadcast_object_list(told, src=0)
+    costs = told[0]
+    held = held_by_rank(table_of(config), split_of(config))
+    most, least = (max(kept_bytes(costs, rank, [mode] * len(rank)) for rank in held) for mode in ("none", "full"))
+    budget = (least + share * (most - least)) / (1 << 30)
+    return replace(config, train=replace(config.train, recompute="budget", recompute_budget=budget)), costs
+
+
+def compare_within_budget(config: Config, share: float) -> list[Difference]:
+    return compare(within_budget(config, share)[0], 3, 1e-10)
+
+
+def built(config: Config) -> tuple[Job, list[Mode], list[Counted]] | None:
+    """A job, the modes of its layers, and the count of what each saves in its latest forward pass."""
+    mesh = Mesh.build(config.parallel.layout, CPU)
+    if mesh is None:
+        return None
+    modes: list[Mode] = []
+    counts: list[Counted] = []
+
+    def counting_recompute(layer: nn.Module, mode: Mode, _: offload.Keeping) -> None:
+        modes.append(mode)
+        counts.append(Counted())
+        recompute(layer, mode, counts[-1])
+
+    with patch.object(train_build, "recompute", counting_recompute):
+        return train_build.build(config, mesh), modes, counts
+
+
+def modes_of(config: Config) -> list[Mode]:
+    """What this rank's layers recompute, one stage after another."""
+    job = built(config)
+    return [] if job is None else job[1]
+
+
+def budgeted(config: Config, share: float) -> Budgeted | None:
+    """Build and run a job within a budget."""
+    config, costs = within_budget(config, share)
+    with patch.object(train_recompute, "measured_costs", lambda *_: costs):
+        found = built(config)
+    if found is None:
+        return None
+    job, modes, counts = found
+    train_step(job, random_batch(job, 0), 0)
+    held = held_by_rank(table_of(config), split_of(config))[job.mesh.coordinates["pp"]]
+    limit = round((config.train.recompute_budget or 0) * (1 << 30))
+    return Budgeted(measured_costs(config, job.mesh), modes, limit, [count.bytes for count in counts], held)

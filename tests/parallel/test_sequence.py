@@ -1,0 +1,98 @@
+"""Which rank holds which positions, and which blocks of attention follow."""
+
+import pytest
+import torch
+from context_cases import METHODS, mask
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalite.parallel.attention import Block
+from megalite.parallel.sequence import Documents, Method, Sequences, gaps, own_blocks, ring_steps, rows, split, unsplit
+
+CPU = torch.device("cpu")
+CP = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, Documents]:
+    """A number of ranks, a length that they can share, and documents."""
+    cp = draw(CP)
+    length = 2 * cp * draw(st.integers(1, 5))
+    begins = draw(st.sets(st.integers(1, length - 1)))
+    return cp, length, (0, *sorted(begins), length)
+
+
+def matrix(blocks: list[Block], queries: int, keys: int) -> Tensor:
+    """How often each query attends to each key."""
+    found = torch.zeros(queries, keys, dtype=torch.int64)
+    for block in blocks:
+        part = found[block.queries, block.keys]
+        if not block.documents:
+            part += 1
+        for begin, end in zip(block.documents, block.documents[1:], strict=False):
+            part[begin:end, begin:end] += torch.ones(end - begin, end - begin, dtype=torch.int64).tril()
+    return found
+
+
+@given(CP, st.integers(1, 4), st.sampled_from(METHODS))
+def test_every_position_is_on_one_rank_and_unsplit_restores_their_order(cp: int, chunk: int, method: Method) -> None:
+    whole = torch.arange(2 * cp * chunk * 3).view(-1, 3)
+    parts = [split(whole, rows(method, cp, rank, len(whole))) for rank in range(cp)]
+    assert {len(part) for part in parts} == {len(whole) // cp}
+    assert all((part.diff(dim=0) > 0).all() for part in parts)
+    assert torch.equal(unsplit(parts, method), whole)
+
+
+@given(CP, st.integers(1, 4))
+def test_zigzag_balances_the_causal_triangle(cp: int, chunk: int) -> None:
+    length = 2 * cp * chunk
+    work = {sum(position + 1 for part in rows("ring", cp, rank, length) for position in part) for rank in range(cp)}
+    assert len(work) == 1
+
+
+@given(layouts())
+def test_the_steps_of_the_ring_are_the_mask(layout: tuple[int, int, Documents]) -> None:
+    cp, length, documents = layout
+    sequences = [Sequences(slice(None), documents)]
+    held = [rows("ring", cp, rank, length) for rank in range(cp)]
+    for rank, mine in enumerate(held):
+        steps = [own_blocks(mine, sequences, CPU), *ring_steps(cp, rank, length, sequences)]
+        expected = split(mask(length, documents), mine)
+        for step, blocks in enumerate(steps):
+            theirs = held[(rank - step) % cp]
+            found = matrix(blocks, length // cp, length // cp)
+            assert torch.equal(found, split(expected.T, theirs).T.long())
+
+
+@given(layouts())
+def test_own_rows_and_the_gaps_between_are_the_mask(layout: tuple[int, int, Documents]) -> None:
+    cp, length, documents = layout
+    sequences = [Sequences(slice(None), documents)]
+    for rank in range(cp):
+        mine = rows("all_gather", cp, rank, length)
+        found = torch.zeros(length // cp, length, dtype=torch.int64)
+        own = matrix(own_blocks(mine, sequences, CPU), length // cp, length // cp)
+        found[:, torch.cat([torch.arange(part.start, part.stop) for part in mine])] += own
+        for gap, blocks in gaps(mine, sequences):
+            found[:, gap] += matrix(blocks, length // cp, gap.stop - gap.start)
+        assert torch.equal(found, split(mask(length, documents), mine).long())
+
+
+@given(layouts())
+def test_at_most_one_rectangle_reaches_over_to_another_rank(layout: tuple[int, int, Documents]) -> None:
+    cp, length, documents = layout
+    steps = [ring_steps(cp, rank, length, [Sequences(slice(None), documents)]) for rank in range(cp)]
+    assert all(len(blocks) <= 1 and not any(block.documents for block in blocks) for step in steps for blocks in step)
+
+
+def test_samples_have_documents_of_their_own() -> None:
+    sequences = [Sequences(slice(0, 1), (0, 5, 16)), Sequences(slice(1, 2), (0, 16))]
+    first, second = own_blocks(rows("ring", 2, 0, 16), sequences, CPU)
+    assert (first.samples, first.documents) == (slice(0, 1), (0, 4, 8))  # position 5 is held elsewhere
+    assert (second.samples, second.documents) == (slice(1, 2), (0, 8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_holds_everything(method: Method) -> None:
+    assert rows(method, 1, 0, 7) == (range(7),)

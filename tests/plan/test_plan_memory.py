@@ -1,0 +1,129 @@
+"""Predicted memory: what must hold of it in every configuration. How exact it is, tests/test_dryrun.py tells."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_cases import CASES, PIPELINE, SHARDED, Overrides, configured
+
+from megalite.config.errors import InputError
+from megalite.parallel.offload import SHARE
+from megalite.plan.activations import OFFLOAD_SHARE, Activations
+from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory, recompute_modes
+from megalite.plan.pipeline import table_of
+from megalite.plan.size import model_parameters, stage_parameters
+from megalite.plan.split import split_of
+from megalite.plan.walk import HOST
+from megalite.schedule.simulate import simulate
+
+
+def of(overrides: Overrides, kind: str, pp: int = 0) -> int:
+    return sum(rank_memory(configured(overrides), pp).of(kind).values())
+
+
+def total(overrides: Overrides, pp: int = 0) -> int:
+    return rank_memory(configured(overrides), pp).total
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_and_states_of_one_rank_are_those_of_the_model(precision: str, tied: bool) -> None:
+    overrides = {"train.precision": precision, "model.tie_embeddings": tied}
+    count, each = model_parameters(configured(overrides).model).total, 8 if precision == "fp64" else 4
+    assert of(overrides, "parameters") == each * count
+    assert of(overrides, "optimizer states") == 2 * each * count
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_of_pipeline_ranks_are_those_of_their_stages(tied: bool) -> None:
+    overrides = {**PIPELINE, "model.tie_embeddings": tied}
+    config = configured(overrides)
+    for pp, stage in enumerate(stage_parameters(config.model, split_of(config))):
+        assert of(overrides, "parameters", pp) == 4 * stage.total
+
+
+def test_tensor_parallel_ranks_share_out_all_but_the_norms() -> None:
+    memory = rank_memory(configured({"parallel.tp": 4}), 0).of("parameters")
+    whole = model_parameters(configured({}).model)
+    assert memory == {name: 4 * getattr(whole, name) // (1 if name == "norms" else 4) for name in memory}
+
+
+def test_data_modes_hold_ever_less() -> None:
+    # Enough micro-batches for gradients to pile up, and few tokens, so that weights and gradients decide.
+    small = {"model.sequence_length": 64, "batch.global": 32, "parallel.dp_shard": 4}
+    totals = [total({**small, "parallel.data.mode": mode}) for mode in ("ddp", "zero1", "zero2", "zero3")]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 4
+
+
+def test_replicas_share_out_nothing() -> None:
+    both = {"parallel.dp_shard": 2, "parallel.dp_replicate": 2}
+    assert of(both, "parameters") == of({"parallel.dp_shard": 2}, "parameters")
+
+
+def test_recompute_keeps_ever_less() -> None:
+    modes = ({"train.recompute": mode} for mode in ("none", "selective", "full"))
+    kept = [of({**mode, "batch.micro": 4, "model.layers": 8}, "activations") for mode in modes]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[1] > kept[2]
+    every = {"train.recompute": "full", "train.recompute_every": 2, "batch.micro": 4, "model.layers": 8}
+    assert kept[0] > of(every, "activations") > kept[2]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.floats(0.01, 0.2))
+def test_a_budget_is_kept(budget: float) -> None:
+    config = configured({"train.recompute": "budget", "train.recompute_budget": budget, "batch.micro": 4})
+    (modes,) = recompute_modes(config, table_of(config), 0).values()
+    assert sum(Activations(config).layer_bytes(mode) for mode in modes) <= budget * 2**30
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    config = configured({"train.recompute": "budget", "train.recompute_budget": 0.0001})
+    with pytest.raises(InputError, match=r"train\.recompute_budget"):
+        rank_memory(config, 0)
+
+
+def test_offloading_moves_bytes_to_the_host() -> None:
+    for key in ("train.offload_activations", "optim.offload"):
+        assert of({key: True}, HOST) > 0
+        assert total({key: True}) < total({})
+    assert of({"optim.offload": True}, "optimizer states") == 0
+    assert rank_memory(configured({}), 0).of(HOST) == {}
+
+
+def test_the_share_that_stays_on_the_device_is_the_runtimes() -> None:
+    assert OFFLOAD_SHARE == SHARE
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("pp", [0, 1])
+def test_as_many_micro_batches_are_held_as_the_simulation_says(schedule: str, pp: int) -> None:
+    long = {"model.sequence_length": 8192}  # so that the peak is where most activations are held
+    config = configured({**PIPELINE, **long, "parallel.pipeline.schedule": schedule})
+    table = table_of(config)
+    held = simulate(table).peak_live[pp] * 4 // table.stages  # layers
+    one = sum(kept.bytes for kept in Activations(config).layer("none").kept if kept.component == "mlp")
+    assert (held - 1) * one < rank_memory(config, pp).of("activations")["mlp"] <= held * one
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_components_are_named_and_add_up(name: str) -> None:
+    overrides, pp = CASES[name]
+    memory = rank_memory(configured(overrides), pp)
+    assert {kind for kind, _ in memory.bytes} <= {*KINDS, HOST}
+    assert min(memory.bytes.values()) > 0
+    assert memory.total + sum(memory.of(HOST).values()) == sum(memory.bytes.values())
+    assert all(component and component != kind for kind, component in memory.bytes)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero3"])
+def test_few_micro_batches_are_enough_to_reach_the_peak(mode: str) -> None:
+    config = configured({**PIPELINE, **SHARDED, "parallel.data.mode": mode, "batch.global": 64})
+    assert 1 < enough_micro_batches(config, 0) <= 8
+    assert enough_micro_batches(configured({"batch.global": 1}), 0) == 1
+
+
+def test_a_longer_sequence_takes_more_of_what_depends_on_it() -> None:
+    short, long = (rank_memory(configured({"model.sequence_length": length}), 0) for length in (4096, 8192))
+    assert sum(long.of("activations").values()) == pytest.approx(2 * sum(short.of("activations").values()), rel=0.01)
+    assert long.of("parameters") == short.of("parameters")

@@ -1,0 +1,113 @@
+"""Which layers recompute."""
+
+from itertools import product
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Train
+from megalite.plan.recompute import (
+    GIB,
+    MODES,
+    Cost,
+    Mode,
+    choose,
+    choose_for_all,
+    every_nth,
+    held_by_rank,
+    in_flight,
+    kept_bytes,
+)
+from megalite.schedule.generate import build
+from megalite.schedule.simulate import simulate
+
+COSTS: dict[Mode, Cost] = {"none": Cost(1.0, 30), "selective": Cost(1.1, 20), "full": Cost(1.4, 5)}
+costs = st.fixed_dictionaries(
+    {mode: st.builds(Cost, st.integers(0, 9).map(float), st.integers(0, 9)) for mode in MODES}
+)
+held = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+def seconds(costs: dict[Mode, Cost], modes: tuple[Mode, ...]) -> float:
+    return sum(costs[mode].seconds for mode in modes)
+
+
+def test_the_configuration_has_these_modes() -> None:
+    assert (*MODES, "budget") == get_args(Train.__annotations__["recompute"])
+
+
+@given(costs, held, st.integers(0, 200))
+def test_the_choice_fits_and_none_that_fits_is_cheaper(costs: dict[Mode, Cost], held: list[int], limit: int) -> None:
+    everything = list(product(MODES, repeat=len(held)))
+    fitting = [modes for modes in everything if kept_bytes(costs, held, modes) <= limit]
+    chosen = choose(costs, held, limit)
+    if not fitting:
+        assert chosen is None
+        return
+    assert chosen is not None
+    assert kept_bytes(costs, held, chosen) <= limit
+    assert seconds(costs, tuple(chosen)) == min(seconds(costs, modes) for modes in fitting)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (10_000, {"none": 4}),
+        (3 * 120, {"none": 4}),
+        (3 * 120 - 1, {"none": 3, "selective": 1}),
+        (3 * 80, {"selective": 4}),
+        (3 * 80 - 1, {"none": 1, "selective": 2, "full": 1}),
+        (3 * 20, {"full": 4}),
+    ],
+)
+def test_less_memory_takes_more_recompute(limit: int, expected: dict[Mode, int]) -> None:
+    chosen = choose(COSTS, [3] * 4, limit)
+    assert chosen is not None
+    assert {mode: chosen.count(mode) for mode in expected} == expected
+
+
+def test_layers_that_hold_more_micro_batches_recompute_first() -> None:
+    assert choose(COSTS, [1, 4, 2], 4 * 5 + (1 + 2) * 30) == ["none", "full", "none"]
+
+
+def test_every_nth_counts_from_the_first_layer() -> None:
+    assert every_nth("full", 2, 5) == ["full", "none", "full", "none", "full"]
+    assert every_nth("selective", 1, 3) == ["selective"] * 3
+    assert every_nth("full", 4, 0) == []
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2"]), st.integers(1, 4), st.integers(1, 9))
+def test_one_stage_is_in_flight_as_simulated(name: str, ranks: int, micro_batches: int) -> None:
+    table = build(name, ranks, micro_batches)
+    for rank, peak in enumerate(simulate(table).peak_live):
+        assert in_flight(table, rank) == {rank: peak}
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)])
+def test_stages_of_a_rank_are_counted_each_at_its_fullest(name: str, virtual: int) -> None:
+    table = build(name, 4, 8, virtual)
+    for rank, peak in enumerate(simulate(table).peak_live):
+        found = in_flight(table, rank)
+        assert tuple(found) == table.stages_of(rank)
+        assert max(found.values()) <= peak <= sum(found.values())
+
+
+def test_layers_hold_what_their_stage_does() -> None:
+    assert held_by_rank(build("1f1b", 3, 8), [2, 3, 1]) == [[3, 3], [2, 2, 2], [1]]
+
+
+def test_every_rank_gets_a_choice_of_its_own() -> None:
+    assert choose_for_all(COSTS, [[3, 3], [1, 1]], 60 / GIB) == [["full", "full"], ["none", "none"]]
+
+
+def test_the_least_limit_that_would_do_is_told_and_does() -> None:
+    big = {mode: Cost(cost.seconds, cost.bytes << 20) for mode, cost in COSTS.items()}
+    held = [[7] * 3, [50] * 3]
+    with pytest.raises(InputError, match=r"train\.recompute_budget = 0\.5: .* use at least 0\.733"):
+        choose_for_all(big, held, 0.5)
+    assert choose_for_all(big, held, 0.733)[1] == ["full"] * 3
+    with pytest.raises(InputError):
+        choose_for_all(big, held, 0.732)

@@ -1,0 +1,87 @@
+"""`megalite show --memory`."""
+
+import re
+
+import pytest
+from memory_cases import SIZES, configured
+
+from megalite import show_memory
+from megalite.cli import main
+from megalite.plan.memory import rank_memory
+
+MIB = 1 << 20
+MODEL = [f"model.{key}={value}" for key, value in SIZES.items()]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
+    """The rows of all tables by their first cell."""
+    assert main(["show", *MODEL, *arguments]) == 0
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
+def test_every_component_and_the_total(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = shown(capsys, "--memory", "train.precision=fp32")
+    memory = rank_memory(configured({"train.precision": "fp32"}), 0)
+    assert rows["total"] == [f"{memory.total / MIB:,.3f}", "100.0%"]
+    weights = sum(memory.of("parameters").values())
+    assert rows["parameters"] == [f"{weights / MIB:,.3f}", f"{weights / memory.total:.1%}"]
+    assert rows["optimizer states"][0] == f"{2 * weights / MIB:,.3f}"
+    assert {"embedding", "attention", "mlp", "norms", "head", "inputs"} <= rows.keys()
+    assert "gathered weights" not in rows
+    assert "Pipeline ranks, MiB" not in rows
+
+
+def test_the_fullest_of_several_ranks_is_shown_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = {"parallel.pp": 2, "train.precision": "fp32", "model.vocab_size": 65536}
+    rows = shown(capsys, "--memory", *(f"{key}={value}" for key, value in overrides.items()))
+    memories = [rank_memory(configured(overrides), pp) for pp in range(2)]
+    assert memories[1].total > memories[0].total
+    assert any(heading.startswith("Memory of pipeline rank 1, the fullest of 2: pp 2") for heading in rows)
+    for memory in memories:
+        assert rows[str(memory.pp)][0] == f"{memory.total / MIB:,.2f}"
+    assert rows["total"][0] == f"{memories[1].total / MIB:,.3f}"
+
+
+def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = shown(capsys, "--memory", "--measure", "batch.global=2", "optim.offload=true")
+    predicted, share, measured, difference = rows["total"]
+    assert share == "100.0%"
+    assert float(predicted) == pytest.approx(float(measured), rel=0.05)
+    assert float(difference.rstrip("%")) == pytest.approx(100 * (float(predicted) / float(measured) - 1), abs=0.1)
+    assert rows["parameters"][0] == rows["parameters"][2]
+    assert rows["host memory"][0] == rows["host memory"][1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_not_counted_is_said(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--memory", f"run.device={device}"]) == 0
+    output = capsys.readouterr().out
+    assert "Not counted" in output
+    assert ("NCCL" in output) == (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import sys; sys.exit('Traceback\\n  somewhere\\nMemoryError: too large')", "MemoryError: too large"),
+        ("import sys; print('parallel.pp = 3: rule', file=sys.stderr); sys.exit(2)", "parallel.pp = 3: rule"),
+        ("import os; os._exit(7)", "exit code 7"),
+    ],
+)
+def test_a_dry_run_that_fails_is_one_message(
+    program: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = show_memory.dry_run_command
+    monkeypatch.setattr(show_memory, "dry_run_command", lambda *args: [command(*args)[0], "-c", program])
+    assert main(["show", "--memory", "--measure"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.strip() == f"megalite: error: --measure: the dry run failed: {expected}"
+
+
+def test_measuring_needs_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["show", "--measure"])
+    assert ended.value.code == 2
+    assert "--measure: needs --memory" in capsys.readouterr().err

@@ -32,6 +32,8 @@ check: install
 bench: install
 	$(BIN)/megalite-bench-step
 	$(BIN)/megalite-bench-memory
+	$(BIN)/megalite-bench-pipeline
+	$(BIN)/megalite-bench-context
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'

@@ -30,8 +30,9 @@ from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
 from megalite.parallel.offload import to_host
+from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
-from megalite.plan.memory import HOST, enough_micro_batches, input_bytes, recompute_modes
+from megalite.plan.memory import HOST, enough_micro_batches, recompute_modes
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.recompute import Mode
 from megalite.schedule.actions import Table
@@ -59,7 +60,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
             _materialize(job, mesh)
             batch = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
             found = count_step(job, batch, fake)
-    found["activations"] += (micro_batches(config) - m) * input_bytes(config)
+    found["activations"] += (micro_batches(config) - m) * Activations(config).inputs
     return found
 
 

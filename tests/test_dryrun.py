@@ -78,3 +78,12 @@ def test_bad_input_is_told_in_one_message(capsys: pytest.CaptureFixture[str]) ->
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "model.heads = 3" in captured.err
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
+def test_long_sequences_run_in_parts_and_without_masks(method: str) -> None:
+    """128K tokens on 8 ranks: a mask of booleans would take 16 GiB, a rank's rows of it 2 GiB."""
+    layout = {"parallel.cp": 8, "parallel.context.method": method, "train.recompute": "full", "batch.global": 1}
+    documents = {"data.mask_documents": True, "data.end_of_document": 0}
+    counted = dry_run(configured({"model.sequence_length": 131_072, **layout, **documents}), 0)
+    assert device_total(counted) < 1 << 30

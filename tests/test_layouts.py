@@ -1,8 +1,8 @@
 """Layouts of up to 8 ranks, with every feature, train as one process does.
 
-The layouts are all products of up to 8 over the axes, each of 1, 2, 4 or 8. Each comes at least once, with one setting of
-every feature; settings are chosen, and layouts repeated, until every pair of settings that matter in one layout meets
-in one of them, whether an axis is used counting as a setting too. Layouts take turns, and a layout takes, from 50
+The layouts are all products of up to 8 over the five axes, pp up to 4. Each comes at least once, with one setting of
+every feature; settings are chosen, and layouts repeated, until every pair of settings that matter in one layout
+meets in one of them, whether an axis is used counting as a setting too. Layouts take turns, and a layout takes, from 50
 random candidates, the one with the most pairs not yet seen (the greedy algorithm of AETG: Cohen et al. 1997, IEEE
 Trans. Software Eng. 23(7)); one that has nothing new to offer is passed over.
 """
@@ -15,7 +15,7 @@ import pytest
 from ranks import SIZE, Ranks
 
 from megalite.config.layout import AXES, Layout
-from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, Context, Data, DataParallel, Model, Optim, Parallel, Pipeline, Train
 from megalite.config.validate import validate
 from megalite.verify import compare
 
@@ -29,12 +29,17 @@ FEATURES = {
     "qk_norm": (False, True),
     "qkv_bias": (False, True),
     "mode": ("ddp", "zero1", "zero2", "zero3"),
-    "recompute": ("none", "full"),
+    "method": ("ring", "ulysses", "all_gather"),
+    "documents": ("packed", "masked", "reset"),
+    "recompute": ("none", "selective", "full", "full of every second"),
+    "offload": (False, True),  # of activations
+    "optim_offload": (False, True),
     "clip_norm": (0.0, 0.01),
 }
-MATTERS = {"split": ("pp",), "mode": ("dp_replicate", "dp_shard", "cp")}  # only where one of the axes is used
-LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1,), (1, 2, 4, 8))]
-LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= SIZE and layout.pp <= 4]
+# Only where one of the axes is used:
+MATTERS = {"split": ("pp",), "mode": ("dp_replicate", "dp_shard", "cp"), "method": ("cp",)}
+LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4), *[(1, 2, 4, 8)] * 4)]
+LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= SIZE]
 Setting = tuple[str, object]
 Row = dict[str, object]  # one setting of every feature
 
@@ -93,27 +98,34 @@ def configuration(layout: Layout, row: Row) -> Config:
     pipeline = Pipeline(row["schedule"])
     count, pipeline.split = layers(row["split"], layout.pp * pipeline.stages_per_rank)
     kv_heads = max(2, layout.tp)
+    shared = 2 if row["heads"] == "grouped" else 1
     model = Model(
         layers=count,
         width=10,
-        heads=kv_heads * (2 if row["heads"] == "grouped" else 1),
+        heads=max(kv_heads * shared, layout.tp * layout.cp),  # Ulysses shares out the heads of a tp rank
         kv_heads=kv_heads,
         head_width=6,
         ffn=24,
         vocab_size=40,
-        sequence_length=8,
+        sequence_length=16,
         tie_embeddings=row["tie_embeddings"],
         qk_norm=row["qk_norm"],
         qkv_bias=row["qkv_bias"],
     )
     micro_batches = {"few": max(1, layout.pp - 1), "multiple": 2 * layout.pp, "ragged": 2 * layout.pp + 1}
-    parallel = Parallel(*layout.shape, pipeline=pipeline, data=DataParallel(row["mode"]))
+    parallel = Parallel(
+        *layout.shape, pipeline=pipeline, context=Context(row["method"]), data=DataParallel(row["mode"])
+    )
+    recompute, *every = str(row["recompute"]).split(" ", 1)
+    train = Train(3, "fp64", recompute, 1 + len(every), offload_activations=row["offload"])
+    masked = row["documents"] != "packed"
     return Config(
         model=model,
         parallel=parallel,
         batch=Batch(row["micro"], row["micro"] * layout.dp * micro_batches[row["micro_batches"]]),
-        train=Train(steps=3, precision="fp64", recompute=row["recompute"]),
-        optim=Optim(clip_norm=row["clip_norm"]),
+        train=train,
+        optim=Optim(clip_norm=row["clip_norm"], offload=row["optim_offload"]),
+        data=Data(mask_documents=masked, reset_positions=row["documents"] == "reset", end_of_document=3),
     )
 
 

@@ -22,9 +22,11 @@ MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, se
 Parts = dict[str, Part]
 
 
-def config_of(layout: Layout, model: Model = MODEL) -> Config:
+def config_of(layout: Layout, model: Model = MODEL, schedule: str = "1f1b") -> Config:
     """Two micro-batches a step, one for eight data-parallel ranks; of four stages, the ends have no layer."""
-    pipeline = Pipeline(split=[0, 1, 1, 0] if layout.pp == 4 else None)
+    pipeline = Pipeline(schedule)
+    if layout.pp * pipeline.stages_per_rank == 4:
+        pipeline.split = [0, 1, 1, 0]
     return Config(
         model=model,
         parallel=Parallel(layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, pipeline),
@@ -58,9 +60,14 @@ def advance(job: Job, first: int, last: int) -> list[float]:
 
 def parts(job: Job) -> Parts:
     """This rank's parts of all weights and moments."""
-    found = {name: Part.of(param) for name, param in job.named_parameters()}
+    found: Parts = {}
     for name, param in job.named_parameters():
-        found |= {f"{name} {moment}": Part.of(job.optimizer.state[param][moment]) for moment in store.MOMENTS}
+        state = job.optimizer.state[param]
+        here = {name: param, **{f"{name} {moment}": state[moment] for moment in store.MOMENTS}}
+        for key, tensor in here.items():
+            part = Part.of(tensor)
+            assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"
+            found[key] = part
     return found
 
 

@@ -63,12 +63,12 @@ def attend_backward(
 ) -> None:
     """Add to `dq` and `dkv`, in place, what `blocks` owe to the gradient of the final `out`; lse is final too."""
     for block in blocks:
-        rows, keys = (block.queries, block.samples), (block.keys, slice(None), block.samples)
+        rows = block.queries, block.samples
         backward = _backward_cuda if q.is_cuda else _backward_cpu
         result = grad[rows], out[rows], lse[block.samples, :, block.queries].contiguous()
-        block_dq, block_dk, block_dv = backward(*result, *_cut(q, kv, block), block)
-        dq[rows] += block_dq
-        dkv[keys] += torch.stack((block_dk, block_dv), dim=1)
+        found = backward(*result, *_cut(q, kv, block), block)
+        for total, part in zip(_cut(dq, dkv, block), found, strict=True):
+            total += part
 
 
 def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,9 +138,20 @@ class Activations:
 
     @property
     def angles(self) -> int:
-        """Cosines and sines that every stage makes for a micro-batch."""
-        model = self.config.model
-        return model.sequence_length * model.head_size * self.z
+        """Cosines and sines for a step, of the positions on a rank, or of all where they depend on documents."""
+        model, resets = self.config.model, self.config.data.reset_positions
+        return model.sequence_length // (1 if resets else self.config.parallel.cp) * model.head_size * self.z
+
+    @property
+    def turns(self) -> int:
+        """Cosines and sines that a stage looks up for a micro-batch, where positions depend on documents."""
+        return self.tokens * self.config.model.head_size * self.z if self.config.data.reset_positions else 0
+
+    @property
+    def inputs(self) -> int:
+        """Of a micro-batch: its samples, and the tokens, targets and positions made of them."""
+        made = 3 if self.config.data.reset_positions else 2
+        return TOKEN * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
     @property
     def t(self) -> int:
@@ -197,6 +208,7 @@ class Activations:
             Kept("attention", q, "attention", cheap=normed),
             Kept("attention", k, "attention", cheap=normed),
             Kept("attention", k, "attention"),
+            *self._kept_by_ulysses(),
             Kept("attention", model.heads * of_head, "attention"),
             Kept("attention", q, "output", for_weights=True),
             Kept("norms", self.stream, "mlp norm"),
@@ -223,11 +235,51 @@ class Activations:
             Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, put_off=2 * f),
             Moment("mlp norm", stream + self._norm()),
             Moment("output", stream + self.gathered + q, output, put_off=gathered),
-            Moment("attention", stream + 2 * q + 2 * k),
+            Moment("attention", stream + q + self._attention_backward()),
             Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
             Moment("projections", stream + self._linear(q + 2 * k), w * weights.attention // t - output, q + 2 * k),
             Moment("attention norm", stream + self._norm()),
         )
+
+    def _kept_by_ulysses(self) -> tuple[Kept, ...]:
+        """Its output by heads beside that by positions, and further copies of keys and values to share out."""
+        if not self._exchanges_heads:
+            return ()
+        q, k, _ = self._widths()
+        return Kept("attention", q, "attention"), Kept("attention", 2 * k * (self._kv_copies - 1), "attention")
+
+    def _attention_backward(self) -> int:
+        """The gradients of queries, keys and values, and what the method of context parallelism takes for them."""
+        q, k, _ = self._widths()
+        wide, cp, kv = self.z // self.w, self.config.parallel.cp, 2 * k
+        if self._exchanges_heads:
+            return 2 * (q + kv * self._kv_copies) + q
+        if cp == 1 and not self.config.data.mask_documents:
+            return q + kv
+        sums, own = wide * (q + kv), self._block(q, kv)  # in float32 or wider
+        if cp == 1:
+            return sums + own
+        if self.config.parallel.context.method == "ring":
+            others = 2 if cp > 2 else 1  # sums for another rank: those being made, and those on their way home
+            return sums + own + (others - 1) * kv + others * wide * kv
+        far = self._block(q // 2, (cp - 1) * kv) + (1 + wide) * cp * kv
+        return sums + max(far, (1 + 3 * wide) * cp * kv)  # then the sums are sorted by rank
+
+    def _block(self, queries: int, keys_and_values: int) -> int:
+        """The gradients of a block of attention; the CPU makes those of keys by query heads, and joins pieces."""
+        if self.config.run.device == "cuda":
+            return queries + keys_and_values
+        model = self.config.model
+        return 2 * (queries + keys_and_values * model.heads // model.kv_heads) + keys_and_values
+
+    @property
+    def _exchanges_heads(self) -> bool:
+        return self.config.parallel.context.method == "ulysses" and self.config.parallel.cp > 1
+
+    @property
+    def _kv_copies(self) -> int:
+        kv_heads = self.config.model.kv_heads // self.t
+        return math.lcm(kv_heads, self.config.parallel.cp) // kv_heads
 
     def _linear(self, grads: int) -> int:
         """Backward of layers that share an input: `grads` of their outputs, the input gathered, and its gradient."""

@@ -14,7 +14,8 @@ keep activations from forward to backward, gradients accumulate or are reduced, 
     gradients           pP/D once they are reduced, which is after every micro-batch (zero2, zero3) or the last one
                         (ddp, zero1); until then rP. Of the newest part to be reduced another rN, until the next is
     activations         see plan.activations
-    temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3)
+    temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3); activations
+                        made again or brought back
 
 Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and what kernels allocate inside.
@@ -25,7 +26,7 @@ from itertools import islice
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
-from megalite.plan.activations import TOKEN, Activations
+from megalite.plan.activations import Activations
 from megalite.plan.pipeline import micro_batches, table_of
 from megalite.plan.recompute import Cost, Mode, choose_for_all, every_nth, held_by_rank
 from megalite.plan.split import split_of
@@ -60,12 +61,7 @@ def rank_memory(config: Config, pp: int, table: Table | None = None) -> Memory:
     """
     table = table or table_of(config)
     peak = Walk(config, table, pp, recompute_modes(config, table, pp)).run()
-    return Memory(pp, {**peak, ("activations", "inputs"): micro_batches(config) * input_bytes(config)})
-
-
-def input_bytes(config: Config) -> int:
-    """Of one micro-batch: its samples, and the tokens and targets made of them."""
-    return TOKEN * config.batch.micro_size * (3 * config.model.sequence_length + 1)
+    return Memory(pp, {**peak, ("activations", "inputs"): micro_batches(config) * Activations(config).inputs})
 
 
 def enough_micro_batches(config: Config, pp: int) -> int:

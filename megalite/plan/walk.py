@@ -98,6 +98,7 @@ class Walk:
             self._hold_weights(HOST if self.config.optim.offload else "optimizer states", part, 2 * p, shards)
             if self.states.frees and part.with_stage:
                 self._hold_weights("gathered weights", part, self.states.w)
+        self._hold("activations", "attention", self.sizes.angles)
         self._see()
         for item in self.table.programs[self.pp]:
             if isinstance(item, Exchange):
@@ -120,7 +121,7 @@ class Walk:
         return {item: size for item, size in (self.peak | self.host_peak).items() if size}
 
     def _forward(self, action: Action) -> None:
-        self._hold("activations", "attention", self.sizes.angles)
+        self._hold("activations", "attention", self.sizes.turns)
         for part in self.parts[action.stage]:
             for kept in part.kept:
                 self._hold("activations", kept.component, kept.bytes)
@@ -144,7 +145,7 @@ class Walk:
             puts_off = split and part.puts_off
             beside = self._gathered(parts[index - 1]) if index > 0 and states.shards > 1 else 0
             for kept in part.remade:
-                self._hold("activations", kept.component, kept.bytes)
+                self._hold("temporaries", kept.component, kept.bytes)
             if part.offloaded:
                 self._fetch(action, index)
                 self._fetch(action, index - 1)
@@ -156,7 +157,7 @@ class Walk:
                 self._release(part, moment, waiting if puts_off else None)
             if not puts_off:
                 self._take(place, part, not split and (action.stage, action.micro) in self.reduces, beside)
-        self._hold("activations", "attention", -self.sizes.angles)
+        self._hold("activations", "attention", -self.sizes.turns)
         if action.stage > 0:
             self._hold("activations", "between stages", self.sizes.stream)
             self._see()
@@ -187,18 +188,20 @@ class Walk:
 
     def _release(self, part: Part, moment: Moment, waiting: Counter[Item] | None) -> None:
         """Free what was kept until `moment`; what gradients of weights still need goes to `waiting`, if given."""
-        for kept in (*part.kept, *part.remade, *part.offloaded):
-            if kept.until == moment.name and (waiting is None or not kept.for_weights):
-                self._hold("activations", kept.component, -kept.bytes)
+        groups = (("activations", part.kept), ("temporaries", (*part.remade, *part.offloaded)))
+        ended = [(kind, kept) for kind, group in groups for kept in group if kept.until == moment.name]
+        for kind, kept in ended:
+            if waiting is None or not kept.for_weights:
+                self._hold(kind, kept.component, -kept.bytes)
         if waiting is None:
             return
-        for cheap in (cheap for cheap in part.cheap if cheap.until == moment.name and cheap.for_weights):
-            self._hold("activations", cheap.component, cheap.bytes)
-        self._hold("activations", "put off", moment.put_off)
-        waiting["activations", "put off"] += moment.put_off
-        for kept in (*part.kept, *part.remade, *part.offloaded, *part.cheap):
-            if kept.until == moment.name and kept.for_weights:
-                waiting["activations", kept.component] += kept.bytes
+        cheap = [("temporaries", kept) for kept in part.cheap if kept.until == moment.name]
+        for kind, kept in cheap:
+            self._hold(kind, kept.component, kept.bytes if kept.for_weights else 0)
+        self._hold("gradients", "put off", moment.put_off)
+        waiting["gradients", "put off"] += moment.put_off
+        for kind, kept in (*ended, *cheap):
+            waiting[kind, kept.component] += kept.bytes if kept.for_weights else 0
 
     def _fetch(self, action: Action, index: int) -> None:
         """Bring what a part has offloaded back to the device, for the first time."""
@@ -207,7 +210,7 @@ class Walk:
             return
         self.fetched.add((action.micro, place))
         for kept in self.parts[action.stage][index].offloaded:
-            self._hold("activations", kept.component, kept.bytes)
+            self._hold("temporaries", kept.component, kept.bytes)
             self._hold(HOST, kept.component, -kept.bytes)
 
     def _offloads_input(self, stage: int) -> bool:

@@ -61,6 +61,17 @@ def test_any_layout_loads_any_other(saved: Layout, loaded: Layout, model: object
     assert all(tensor.any() for tensor in expected.values()), "a tensor of zeros would compare equal to nothing loaded"
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("zbv", "1f1b"), ("interleaved_1f1b", "zbv"), ("1f1b", "dualpipev")])
+def test_virtual_stages_exchange_checkpoints(saved: str, loaded: str, ranks: Ranks, tmp_path: Path) -> None:
+    """In a V both copies of a tied embedding are on one rank."""
+    wrote = ranks.run(train_and_save, config_of(PIPELINE, TIED, saved), tmp_path, 2)
+    read = ranks.run(load_and_train, config_of(PIPELINE, TIED, loaded), tmp_path / "step-00000002", 3)
+    expected, found = assemble([there for _, there in wrote]), assemble([there for _, there, _, _ in read])
+    assert all(expected[name].equal(found[name]) for name in expected)
+    assert all(tensor.any() for tensor in expected.values())
+    assert assemble([there for _, _, _, there in read]).keys() == expected.keys(), "and the copies agree after a step"
+
+
 @pytest.mark.parametrize("model", [NARROW, TIED], ids=["narrow norms", "tied"])
 def test_one_rank_and_eight_exchange_checkpoints(model: object, ranks: Ranks, tmp_path: Path) -> None:
     alone = config_of(Layout(), model)

@@ -1,5 +1,7 @@
 """Which rank holds which positions, and which blocks of attention follow."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from context_cases import METHODS, mask
@@ -30,7 +32,7 @@ def matrix(blocks: list[Block], queries: int, keys: int) -> Tensor:
         part = found[block.queries, block.keys]
         if not block.documents:
             part += 1
-        for begin, end in zip(block.documents, block.documents[1:], strict=False):
+        for begin, end in pairwise(block.documents):
             part[begin:end, begin:end] += torch.ones(end - begin, end - begin, dtype=torch.int64).tril()
     return found
 

@@ -1,0 +1,83 @@
+"""What the ranks are given of a batch: the right tokens, positions and documents."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs_cases import DOCUMENTS, configuration, tokens_are_in_order, validation_losses
+from ranks import Ranks
+from toy_jobs import make, one_rank
+
+from megalite.config.layout import Layout
+from megalite.config.schema import Data
+from megalite.data.documents import boundaries
+from megalite.parallel.sequence import Method
+from megalite.train.build import Job
+from megalite.train.inputs import inputs, positions_in_documents
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+PACKED = [5, 6, 7, 0, 8, 9, 0, 0, 4, 3]  # documents of 4, 3, 1 and 2 tokens; 0 ends one
+
+
+@given(TOKENS)
+def test_positions_start_anew_where_documents_begin(tokens: list[int]) -> None:
+    bounds = boundaries(torch.tensor(tokens).numpy(), 0)
+    positions = positions_in_documents(torch.tensor(tokens), 0).tolist()
+    assert positions == [position for begin, end in pairwise(bounds) for position in range(end - begin)]
+
+
+def logits(job: Job, tokens: list[int]) -> torch.Tensor:
+    """Of one sequence, `[s, v]`."""
+    step = inputs(job, torch.tensor([[[*tokens, 1]]]))
+    with torch.no_grad():
+        return job.stages[0](step.tokens[0], step.places[0])[:, 0]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_document_comes_out_as_if_it_were_alone(reset: bool) -> None:
+    """Wherever it stands: to RoPE only distances count."""
+    config = configuration(Layout(), "ring")
+    with one_rank():
+        job = make(replace(config, data=replace(DOCUMENTS, reset_positions=reset)))
+        packed = logits(job, PACKED)
+        alone = torch.cat([logits(job, PACKED[begin:end]) for begin, end in ((0, 4), (4, 7), (7, 8), (8, 10))])
+        unmasked = logits(make(replace(config, data=Data())), PACKED)
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-14)
+    assert (unmasked[:4] - packed[:4]).abs().max() < 1e-14
+    assert (unmasked[4:] != packed[4:]).any(dim=-1).all()
+
+
+def test_angles_are_those_of_the_positions() -> None:
+    batch = torch.tensor([[[*PACKED, 1], [*reversed(PACKED), 1]]])
+    with one_rank():
+        config = configuration(Layout(), "ring")
+        restarted = inputs(make(config), batch).places[0].angles()
+        config = replace(config, data=replace(DOCUMENTS, reset_positions=False))
+        running = inputs(make(config), batch).places[0].angles()
+    first, second = [0, 1, 2, 3, 0, 1, 2, 0, 0, 1], [0, 1, 2, 0, 0, 1, 2, 0, 1, 2]
+    for found, table in zip(restarted, running, strict=True):
+        assert torch.equal(found, torch.cat((table[first], table[second]), dim=1))
+
+
+def test_without_documents_all_micro_batches_share_their_places() -> None:
+    with one_rank():
+        job = make(replace(configuration(Layout(), "ring"), data=Data()))
+        places = inputs(job, torch.zeros(3, 2, 9, dtype=torch.int64)).places
+    assert len(places) == 3
+    assert {(id(each.cos), id(each.sin), each.attention, each.positions) for each in places} == {
+        (id(places[0].cos), id(places[0].sin), places[0].attention, None)
+    }
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
+def test_the_parts_of_all_ranks_are_the_batch_in_order(method: Method, ranks: Ranks) -> None:
+    assert all(ranks.run(tokens_are_in_order, method))
+
+
+def test_evaluation_sees_every_part_of_a_sequence(ranks: Ranks) -> None:
+    told = ranks.run(validation_losses, Layout(pp=2, cp=2, tp=2), "ring")
+    alone = told[0][0]
+    assert [losses[-1] for losses in told] == [pytest.approx(alone, rel=1e-14)] * 8

@@ -1,0 +1,30 @@
+"""What a rank finds out about its device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Config, Context, Data, Model, Parallel, Train
+from megalite.train.worker import check_attention
+
+CUDA = torch.device("cuda")
+RING = Config(parallel=Parallel(cp=2), model=Model(head_width=64))
+DOCUMENTS = Config(data=Data(mask_documents=True), model=Model(head_width=64))
+
+
+@pytest.mark.parametrize("config", [RING, DOCUMENTS], ids=["ring", "documents"])
+def test_blocks_of_attention_on_cuda_need_what_flash_attention_takes(config: Config) -> None:
+    check_attention(config, CUDA)
+    with pytest.raises(InputError, match=r"on CUDA needs train\.precision = bf16, not fp64"):
+        check_attention(replace(config, train=Train(precision="fp64")), CUDA)
+    with pytest.raises(InputError, match="at most 256, not 12 wide"):
+        check_attention(replace(config, model=Model(head_width=12)), CUDA)
+
+
+def test_other_attention_and_the_cpu_take_everything() -> None:
+    exact = Train(precision="fp64")
+    check_attention(Config(train=exact), CUDA)
+    check_attention(replace(RING, train=exact, parallel=Parallel(cp=2, context=Context("ulysses"))), CUDA)
+    check_attention(replace(RING, train=exact), torch.device("cpu"))

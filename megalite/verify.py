@@ -30,7 +30,7 @@ from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start
 from megalite.plan.pipeline import table_of
 from megalite.train.build import Job, build
-from megalite.train.step import gradients, mean_loss, train_step
+from megalite.train.step import gradients, mean_loss, update
 
 CPU = torch.device("cpu")
 END_OF_DOCUMENT = 0  # in the shrunken copy
@@ -110,12 +110,13 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(config, mesh)
     initial = _parameters(job)
-    gradients(job, random_batch(job, 0))
-    first = [(name, Part.of(param.grad)) for name, param in job.named_parameters()]
-    job.optimizer.zero_grad()
-    results = [train_step(job, random_batch(job, step), step) for step in range(steps)]
-    losses = [mean_loss(job, loss) for loss, _ in results]
-    return Trace(losses, [norm.item() for _, norm in results], initial, first, _parameters(job))
+    losses, norms, first = [], [], []
+    for step in range(steps):
+        losses.append(mean_loss(job, gradients(job, random_batch(job, step))))
+        if step == 0:
+            first = [(name, Part.of(param.grad)) for name, param in job.named_parameters()]
+        norms.append(update(job, step).item())
+    return Trace(losses, norms, initial, first, _parameters(job))
 
 
 def random_batch(job: Job, step: int) -> Tensor:

@@ -9,6 +9,8 @@ from megalite.config.validate import check
 SIZES = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "ffn": 640, "vocab_size": 4096, "sequence_length": 512}
 Overrides = dict[str, Any]
 PIPELINE: Overrides = {"model.layers": 4, "parallel.pp": 2, "batch.global": 8}
+ALL_GATHER: Overrides = {"parallel.context.method": "all_gather"}
+DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
 SHARDED: Overrides = {"parallel.dp_shard": 2}
 
 CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
@@ -31,6 +33,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "activations offloaded": ({"train.offload_activations": True, "batch.micro": 4}, 0),
     "offloaded and recomputed": ({"train.offload_activations": True, "train.recompute": "full", **PIPELINE}, 1),
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
+    "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
+    "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
+    "ulysses": ({"parallel.cp": 8, "parallel.context.method": "ulysses", "model.sequence_length": 4096}, 0),
+    "documents": ({"parallel.cp": 2, "model.sequence_length": 4096, **DOCUMENTS}, 0),
     "1f1b": ({"parallel.data.mode": "zero2", **SHARDED, **PIPELINE}, 0),
     "gpipe": ({"parallel.pipeline.schedule": "gpipe", "train.precision": "fp32", **PIPELINE}, 1),
     "interleaved_1f1b": ({"parallel.pipeline.schedule": "interleaved_1f1b", **SHARDED, **PIPELINE}, 0),

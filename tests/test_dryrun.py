@@ -12,7 +12,7 @@ from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.walk import HOST
 from megalite.verify import random_batch
 
-TOLERANCE = 0.05
+TOLERANCE = 0.02
 
 
 def device_total(found: dict[str, int]) -> int:

@@ -159,11 +159,11 @@ def _report(configs: dict[str, Config], rows: list[dict[str, Any]], command: str
 def _show(report: dict[str, Any]) -> None:
     table = Table(
         title=f"Peak of a training step, {report['parameters'] / 1e6:.0f}M parameters, {report['precision']}, "
-        f"micro-batches of {report['micro_batch_tokens']:,} tokens",
+        f"micro-batches of {report['micro_batch_tokens']:,} tokens; MiB",
         title_justify="left",
     )
-    table.add_column("")
-    for column in ("predicted MiB", "counted MiB", "difference", "host MiB", "activations MiB"):
+    table.add_column("", no_wrap=True)
+    for column in ("predicted", "counted", "difference", "host", "activations"):
         table.add_column(column, justify="right")
     for row in report["rows"]:
         sizes = (row["predicted_bytes"], row["counted_bytes"])

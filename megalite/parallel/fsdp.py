@@ -11,7 +11,7 @@ earlier and its RESHARD ends it; its REDUCE says after which backward gradients 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -90,6 +90,8 @@ def after_weight_gradients(stage: object, reduction: Reduction) -> None:
     FSDP2 does both in what it runs at the end of a backward pass; torch's own pipeline runtime calls it as well.
     """
     if isinstance(stage, FSDPModule):
+        if reduction.now:  # take them in first: I has widened the vectors' gradients, and only one dtype can be reduced
+            after_weight_gradients(stage, replace(reduction, now=False, last=False))
         before_backward(stage, "", reduction)
         stage._get_fsdp_state()._root_post_backward_final_callback()
 

@@ -51,6 +51,7 @@ class Moment:
     temporaries: int
     weights: int = 0  # gradients of weights made here, which stay at least until those of the whole part are there
     put_off: int = 0  # gradients of outputs that a split backward keeps until W
+    gathers: bool = True  # the weights of this part are gathered, or on their way
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Activations:
             Kept("head", (2 * self.z + TOKEN + 1) * self.tokens, "output"),
         )
         backward = (
-            Moment("loss", 0 if self.w == self.z else block),
+            # A block in float32 is there until the next one is.
+            Moment("loss", 0 if self.w == self.z else 2 * block, gathers=False),
             Moment("output", self._linear(0), self.w * self._matrix),
             Moment("norm", self._norm()),
         )

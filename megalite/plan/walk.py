@@ -153,7 +153,10 @@ class Walk:
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(place) else made)
                 again = sum(cheap.bytes for cheap in part.cheap if cheap.until == moment.name)
-                self._see(moment.temporaries + made + again + beside, self._gathered(part))
+                if moment.gathers:
+                    self._see(moment.temporaries + made + again + beside, self._gathered(part))
+                else:
+                    self._see(moment.temporaries)
                 self._release(part, moment, waiting if puts_off else None)
             if not puts_off:
                 self._take(place, part, not split and (action.stage, action.micro) in self.reduces, beside)
@@ -171,9 +174,13 @@ class Walk:
         parts = self.parts[action.stage]
         places = [(action.stage, index) for index, part in enumerate(parts) if part.puts_off]
         made = sum(self.states.w * parts[index].parameters.total for _, index in places)
-        self._see((0 if all(map(self._adds_at_once, places)) else made) + self.sizes.gathered)
+        if all(map(self._adds_at_once, places)):
+            made = 0
+        # What was put off goes layer by layer as gradients are made: most is held at one of the ends.
+        self._see(made // max(1, len(places)) + self.sizes.gathered)
         for (kind, component), size in self.put_off.pop((action.stage, action.micro)).items():
             self._hold(kind, component, -size)
+        self._see(made)
         reduce = (action.stage, action.micro) in self.reduces
         for index in reversed(range(len(parts))):
             part = parts[index]

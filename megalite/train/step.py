@@ -19,14 +19,7 @@ def train_step(job: Job, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
     batch `[m, b, s + 1]`: this rank's micro-batches. Nothing here waits for the device.
     """
     loss = gradients(job, batch)
-    norm = global_norm(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
-    if job.config.optim.clip_norm > 0:
-        clip(job.stages, norm, job.config.optim.clip_norm)
-    for group in job.optimizer.param_groups:
-        group["lr"] = learning_rate(job.config.schedule, job.config.optim.lr, job.config.train.steps, step)
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    return loss, norm
+    return loss, update(job, step)
 
 
 def gradients(job: Job, batch: Tensor) -> Tensor:
@@ -35,6 +28,18 @@ def gradients(job: Job, batch: Tensor) -> Tensor:
     loss = job.training(batch).run(inputs(job, batch, scale))
     finish(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
     return loss * scale
+
+
+def update(job: Job, step: int) -> Tensor:
+    """Use up the gradients for optimizer step number `step`; their global norm."""
+    norm = global_norm(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
+    if job.config.optim.clip_norm > 0:
+        clip(job.stages, norm, job.config.optim.clip_norm)
+    for group in job.optimizer.param_groups:
+        group["lr"] = learning_rate(job.config.schedule, job.config.optim.lr, job.config.train.steps, step)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return norm
 
 
 @torch.no_grad()

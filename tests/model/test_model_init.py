@@ -204,6 +204,6 @@ def mismatches(config: Config) -> set[str]:
     mesh = Mesh.build(config.parallel.layout, torch.device("cpu"))
     if mesh is None:
         return set()
-    stage = build_stage(config, mesh)
+    stage = build_stage(config, mesh, mesh.coordinates["pp"], mesh.layout.pp)
     wholes = {name: param.full_tensor() for name, param in stage.named_parameters()}
     return {name for name, found in wholes.items() if not torch.equal(found, _expected(name, found.shape, 0))}

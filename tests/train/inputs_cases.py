@@ -45,6 +45,7 @@ def validation_losses(layout: Layout, method: Method) -> list[float]:
     for where in (Layout(), layout):
         mesh = Mesh.build(where, CPU)
         if mesh is not None:
-            job = build(configuration(where, method), mesh)
+            config = configuration(where, method)
+            job = build(replace(config, data=replace(DOCUMENTS, reset_positions=False)), mesh)
             found.append(evaluate(job, [random_batch(job, 0)]))
     return found

@@ -1,8 +1,7 @@
 """The methods of context parallelism on local processes: bytes sent (counted), memory (measured) and time.
 
-Every rank runs attention, forward and backward, over its part of a sequence of 8 query heads and 2 key-value heads.
-Bytes are those that a rank hands to collectives and sends for others, forward and backward; memory is the peak of live
-tensors beside the inputs.
+Every rank runs attention, forward and backward, over its part of two sequences, with 8 query and 2 kv heads. Bytes are
+those that a rank hands to collectives and sends for others; memory is the peak of live tensors beside the inputs.
 """
 
 import argparse
@@ -58,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(COMMAND, lambda: _launch(options, arguments))
 
 
-def configuration(method: Method, cp: int, length: int, precision: str, micro: int = 2) -> Config:
-    """Samples of 8 query heads and 2 kv heads."""
+def configuration(method: Method, cp: int, length: int, precision: str, head_width: int = 8) -> Config:
+    """Two samples of 8 query heads and 2 kv heads."""
     return Config(
-        model=Model(heads=8, kv_heads=2, head_width=64 if precision == "fp32" else 8, sequence_length=length),
+        model=Model(heads=8, kv_heads=2, head_width=head_width, sequence_length=length),
         parallel=Parallel(dp_shard=1, cp=cp, context=Context(method)),
-        batch=Batch(micro=micro),
+        batch=Batch(micro=2),
         train=Train(precision=precision),  # type: ignore[arg-type]
     )
 
@@ -129,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]) -> int:
     start(place, "cpu", TIMEOUT)
     torch.set_num_threads(1)
-    configs = {method: configuration(method, options.cp, options.length, "fp32", micro=1) for method in METHODS}
+    configs = {method: configuration(method, options.cp, options.length, "fp32", 64) for method in METHODS}
     mesh = Mesh.build(configs["ring"].parallel.layout, CPU)
     assert mesh is not None
     runs = {method: attend(config, mesh) for method, config in configs.items()}
@@ -179,7 +178,8 @@ def _bytes(config: Config, mesh: Mesh) -> dict[str, Any]:
 def _show(report: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(
-        f"Attention over {report['sequence_length']:,} tokens on {report['cp']} ranks, fp32, of one rank:", markup=False
+        f"Attention over 2 × {report['sequence_length']:,} tokens on {report['cp']} ranks, fp32; of one rank:",
+        markup=False,
     )
     shown = Table()
     shown.add_column("method")

@@ -145,7 +145,7 @@ def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--unit", type=float, default=10.0, metavar="MS", help="length of a sleep (10)")
+    parser.add_argument("--unit", type=float, default=30.0, metavar="MS", help="length of a sleep (30)")
     parser.add_argument("--micro-batches", type=int, default=12, metavar="M", help="in a step (12)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of every runner (5)")
     parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/pipeline_cpu.json", help="(%(default)s)")

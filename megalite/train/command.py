@@ -9,6 +9,7 @@ from megalite.config.validate import check, check_files
 from megalite.dist.local import launch
 from megalite.dist.ranks import find_place, let_others_speak
 from megalite.plan.fit import fit_micro
+from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
 
 
@@ -20,6 +21,8 @@ def run(args: argparse.Namespace) -> int:
         if config.batch.memory is not None or config.run.device == "cpu":  # else the ranks ask their GPUs
             config = fit_micro(config)
         check_files(config)
+        if config.batch.micro != "auto":
+            table_of(config)  # refuses a schedule that cannot run before any rank is started
         folder = Folder.of(config)
         folder.make()
     except InputError:

@@ -1,12 +1,10 @@
 """What runs on the ranks in the tests of context parallelism; attention with an explicit mask is the oracle."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,14 +12,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
-from megalite.dist import collectives
 from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.parallel.context import attention
-from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Documents, Method, rows, split, unsplit
 from megalite.plan.context import bytes_sent
+from megalite_tools.bench_context import attend, configuration, counted_bytes
 
 CPU = torch.device("cpu")
 METHODS: tuple[Method, ...] = ("ring", "ulysses", "all_gather")
@@ -114,55 +110,6 @@ def joined(x: Tensor, mesh: Mesh, method: Method) -> Tensor:
 
 def all_differences() -> list[tuple[Case, list[float]]]:
     return [(case, differences(case)) for case in cases()]
-
-
-def configuration(method: Method, cp: int, length: int, precision: str) -> Config:
-    """Two samples of 8 query heads and 2 kv heads."""
-    return Config(
-        model=Model(heads=8, kv_heads=2, head_width=8, sequence_length=length),
-        parallel=Parallel(dp_shard=1, cp=cp, context=Context(method)),
-        batch=Batch(micro=2),
-        train=Train(precision=precision),
-    )
-
-
-def attend(config: Config, mesh: Mesh) -> Callable[[], Tensor]:
-    """Attention of this rank's part of random sequences; the leaves are made before."""
-    model, part = config.model, config.model.sequence_length // config.parallel.cp
-    dtype = compute_dtype(config.train.precision)
-    q, k, v = (
-        torch.randn(part, config.batch.micro, heads, model.head_size).to(dtype).requires_grad_()
-        for heads in (model.heads, model.kv_heads, model.kv_heads)
-    )
-    run = attention(config.parallel.context.method, mesh.cp, model.sequence_length, CPU)
-    return lambda: run(q, k, v)
-
-
-@contextmanager
-def counted_bytes(cp: int) -> Iterator[list[int]]:
-    """What this rank sends to others inside, transfer by transfer."""
-    found: list[int] = []
-
-    def counting(function: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            found.append(size(*args))
-            return function(*args, **options)
-
-        return call
-
-    def sends(operations: Sequence[dist.P2POp]) -> int:
-        return sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
-
-    gather, scatter = collectives.all_gather_single, collectives.reduce_scatter_single
-    with (
-        patch.object(dist, "batch_isend_irecv", counting(dist.batch_isend_irecv, sends)),
-        patch.object(
-            dist, "all_to_all_single", counting(dist.all_to_all_single, lambda _, x: x.nbytes * (cp - 1) // cp)
-        ),
-        patch.object(collectives, "all_gather_single", counting(gather, lambda _, x: x.nbytes * (cp - 1))),
-        patch.object(collectives, "reduce_scatter_single", counting(scatter, lambda _, x: x.nbytes * (cp - 1) // cp)),
-    ):
-        yield found
 
 
 def traffic(method: Method, cp: int, precision: str) -> tuple[tuple[int, int], tuple[int, int]] | None:

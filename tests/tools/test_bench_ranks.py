@@ -1,0 +1,39 @@
+"""The benchmarks that start ranks of their own, small enough for a test."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.schedule.generate import NAMES
+from megalite_tools import bench_context, bench_pipeline
+
+
+def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path) -> None:
+    out = tmp_path / "pipeline.json"
+    assert bench_pipeline.main(["--unit", "1", "--micro-batches", "8", "--steps", "1", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["schedules"]
+    assert tuple(row["schedule"] for row in rows) == NAMES
+    for row in rows:
+        assert row["simulated_seconds"] > 0.024, "eight forwards and backwards"
+        assert set(row["seconds"]) == {"megalite"} | ({"torch"} if row["schedule"] in bench_pipeline.TORCH else set())
+        assert min(map(min, row["seconds"].values())) > 0.024
+
+
+def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
+    out = tmp_path / "context.json"
+    assert bench_context.main(["--cp", "2", "--length", "64", "--rounds", "1", "--out", str(out)]) == 0
+    rows = {row["method"]: row for row in json.loads(out.read_text())["methods"]}
+    assert set(rows) == {"ring", "ulysses", "all_gather"}
+    assert all(row["sent"] == row["sent_predicted"] > 0 for row in rows.values())
+    assert rows["ring"]["peak"] < rows["all_gather"]["peak"]
+
+
+@pytest.mark.parametrize(
+    ("main", "argument"),
+    [(bench_pipeline.main, "--micro-batches=7"), (bench_pipeline.main, "--unit=0"), (bench_context.main, "--cp=3")],
+)
+def test_bad_input_is_refused(main: object, argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([argument, "--out", str(tmp_path / "out.json")]) == 2  # type: ignore[operator]
+    assert argument.partition("=")[0] in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

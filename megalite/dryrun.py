@@ -133,7 +133,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         with (
             _swapped(_sharding_prop, "detect_fake_mode", lambda *_: own),
             _swapped(FakeWork, "is_completed", lambda _: True),
-            _swapped(train.build, "modes_by_stage", _modes),
+            _swapped(train.build, "recompute_modes", _modes),
         ):
             yield
     finally:

@@ -8,6 +8,7 @@ Trans. Software Eng. 23(7)); one that has nothing new to offer is passed over.
 """
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
@@ -151,3 +152,15 @@ def test_layout_trains_as_one_process(layout: Layout, row: Row, ranks: Ranks) ->
     }
     assert tolerances == pytest.approx(required, rel=1e-9, abs=0.0)
     assert [difference for difference in told[0] if not difference.passed] == []
+
+
+def test_three_stages_on_a_rank(ranks: Ranks) -> None:
+    """More than the two that the layouts above have."""
+    row = cases()[0][1] | {"schedule": "interleaved_1f1b", "micro_batches": "ragged", "documents": "packed"}
+    config = configuration(Layout(pp=2, dp_shard=2), row)
+    pipeline = Pipeline("interleaved_1f1b", virtual_stages=3)
+    config = replace(
+        config, model=replace(config.model, layers=7), parallel=replace(config.parallel, pipeline=pipeline)
+    )
+    assert validate(config, 4) == []
+    assert [difference for difference in ranks.run(compare, config, 3, 1e-10)[0] if not difference.passed] == []

@@ -277,7 +277,7 @@ def _show(report: dict[str, Any]) -> None:
         markup=False,
     )
     shown = Shown()
-    shown.add_column("schedule")
+    shown.add_column("schedule", no_wrap=True)
     for column in ("simulated ms", "megalite ms", "/ simulated", "torch ms", "megalite / torch"):
         shown.add_column(column, justify="right")
     for row in report["schedules"]:

@@ -22,13 +22,12 @@ and what kernels allocate inside.
 """
 
 from dataclasses import dataclass
-from itertools import islice
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.pipeline import micro_batches, table_of
-from megalite.plan.recompute import Cost, Mode, choose_for_all, every_nth, held_by_rank
+from megalite.plan.recompute import Cost, Mode, modes_by_stage
 from megalite.plan.split import split_of
 from megalite.plan.walk import HOST, Item, Walk
 from megalite.schedule.actions import Table
@@ -90,12 +89,9 @@ def recompute_modes(config: Config, table: Table, pp: int) -> dict[int, list[Mod
     Where a budget is set, runs choose by costs that they measure; here kept bytes come from `plan.activations` and
     times from FLOPs, with a little for selective. Raises InputError for a budget that nothing fits.
     """
-    train, split = config.train, split_of(config)
-    if train.recompute != "budget":
-        mode, n = train.recompute, train.recompute_every
-        return {stage: every_nth(mode, n, split[stage]) for stage in table.stages_of(pp)}
-    assert train.recompute_budget is not None, "validation asks for it"
     sizes = Activations(config)
-    costs = {mode: Cost(seconds, sizes.layer_bytes(mode)) for mode, seconds in FORWARDS.items()}
-    layers = iter(choose_for_all(costs, held_by_rank(table, split), train.recompute_budget)[pp])
-    return {stage: list(islice(layers, split[stage])) for stage in table.stages_of(pp)}
+
+    def costs() -> dict[Mode, Cost]:
+        return {mode: Cost(seconds, sizes.layer_bytes(mode)) for mode, seconds in FORWARDS.items()}
+
+    return modes_by_stage(config.train, table, split_of(config), pp, costs)

@@ -6,12 +6,13 @@ full       keep the layer's input; run the layer again
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal
 
 from megalite.config.errors import InputError, Problem
+from megalite.config.schema import Train
 from megalite.schedule.actions import Action, Table
 from megalite.schedule.simulate import LIVE
 
@@ -75,11 +76,6 @@ def choose(costs: Mapping[Mode, Cost], held: Sequence[int], limit: int) -> list[
     return best and best[2]
 
 
-def kept_bytes(costs: Mapping[Mode, Cost], held: Sequence[int], modes: Sequence[Mode]) -> int:
-    """Bytes that a rank's layers keep when each holds its most micro-batches."""
-    return sum(count * costs[mode].bytes for count, mode in zip(held, modes, strict=True))
-
-
 def choose_for_all(costs: Mapping[Mode, Cost], held: Sequence[Sequence[int]], budget: float) -> list[list[Mode]]:
     """`choose` for every pipeline rank, with `train.recompute_budget` in GiB.
 
@@ -95,3 +91,18 @@ def choose_for_all(costs: Mapping[Mode, Cost], held: Sequence[Sequence[int]], bu
         fix = f"use at least {needed}, a smaller batch.micro, or more tensor or context parallelism"
         raise InputError([Problem("train.recompute_budget", rule, fix, budget)])
     return found
+
+
+def modes_by_stage(
+    train: Train, table: Table, split: Sequence[int], rank: int, costs: Callable[[], Mapping[Mode, Cost]]
+) -> dict[int, list[Mode]]:
+    """By stage of a pipeline rank: the mode of each of its layers. `costs` are asked for where a budget is set.
+
+    split: layers per stage. Raises InputError for a budget that nothing fits.
+    """
+    stages = table.stages_of(rank)
+    if train.recompute != "budget":
+        return {stage: every_nth(train.recompute, train.recompute_every, split[stage]) for stage in stages}
+    assert train.recompute_budget is not None, "validation asks for it"
+    layers = iter(choose_for_all(costs(), held_by_rank(table, split), train.recompute_budget)[rank])
+    return {stage: list(islice(layers, split[stage])) for stage in stages}

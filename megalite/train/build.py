@@ -22,7 +22,7 @@ from megalite.plan.recompute import Mode, every_nth
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import build_forward
-from megalite.train.recompute import modes_by_stage
+from megalite.train.recompute import recompute_modes
 
 
 @dataclass
@@ -65,7 +65,7 @@ def build(config: Config, mesh: Mesh) -> Job:
     Raises InputError for a schedule that cannot run.
     """
     table, pp = table_of(config), mesh.coordinates["pp"]
-    modes = modes_by_stage(config, mesh, table)
+    modes = recompute_modes(config, mesh, table)
     stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
     return Job(config, mesh, stages, gradients, table.placement, build_optimizer(stages.values(), config.optim))

@@ -1,5 +1,6 @@
 """Which layers recompute."""
 
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import get_args
 
@@ -19,7 +20,6 @@ from megalite.plan.recompute import (
     every_nth,
     held_by_rank,
     in_flight,
-    kept_bytes,
 )
 from megalite.schedule.generate import build
 from megalite.schedule.simulate import simulate
@@ -37,6 +37,11 @@ def seconds(costs: dict[Mode, Cost], modes: tuple[Mode, ...]) -> float:
 
 def test_the_configuration_has_these_modes() -> None:
     assert (*MODES, "budget") == get_args(Train.__annotations__["recompute"])
+
+
+def kept_bytes(costs: Mapping[Mode, Cost], held: Sequence[int], modes: Sequence[Mode]) -> int:
+    """Bytes that a rank's layers keep when each holds its most micro-batches."""
+    return sum(count * costs[mode].bytes for count, mode in zip(held, modes, strict=True))
 
 
 @given(costs, held, st.integers(0, 200))

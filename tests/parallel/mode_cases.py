@@ -1,0 +1,19 @@
+"""What runs on the ranks in the tests of data-parallel modes in bf16."""
+
+import torch
+
+from megalite.config.schema import Config
+from megalite.dist.mesh import Mesh
+from megalite.train.build import build
+from megalite.train.step import mean_loss, train_step
+from megalite.verify import random_batch
+
+
+def curve(config: Config, steps: int) -> list[tuple[float, float]] | None:
+    """Losses and gradient norms of the first steps."""
+    mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
+    if mesh is None:
+        return None
+    job = build(config, mesh)
+    results = [train_step(job, random_batch(job, step), step) for step in range(steps)]
+    return [(mean_loss(job, loss), norm.item()) for loss, norm in results]

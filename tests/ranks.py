@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
 
 from megalite.dist.mesh import Mesh
 
@@ -78,11 +79,30 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
+def _share_groups() -> None:
+    """Make a process group once for every set of ranks, whatever it is for: gloo holds its threads for good.
+
+    A few dozen sets make up the meshes of all layouts, which would otherwise have hundreds of groups.
+    """
+    make: Callable[..., Any] = distributed_c10d.new_group
+    made: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: Sequence[int], *args: Any, **options: Any) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(list(ranks), *args, **options)
+        return made[key]
+
+    for module in (dist, distributed_c10d, device_mesh):
+        module.new_group = new_group
+
+
 def _serve(rank: int, meeting: Path, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", timedelta(seconds=60), SIZE, rank)
-    Mesh.build = staticmethod(cache(Mesh.build))  # a group of gloo holds its threads for good: make each once
+    Mesh.build = staticmethod(cache(Mesh.build))
+    _share_groups()
     with suppress(EOFError):
         while True:
             function, args = pipe.recv()

@@ -48,7 +48,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 8
+    assert len(tour) == 10
     outputs = {}
     for line in tour:
         words = shlex.split(line)
@@ -58,5 +58,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         outputs[" ".join(words[:2])] = done.stdout
     assert "step 2/2" in outputs["megalite train"]
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+    assert "measured" in outputs["megalite show"]
     assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000
     assert outputs["megalite-generate runs/small"].startswith("Once")

@@ -30,6 +30,7 @@ from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
 from megalite.parallel.offload import to_host
+from megalite.parallel.sequence import Documents
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import HOST, enough_micro_batches, recompute_modes
@@ -49,7 +50,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     process group.
     """
     layout, m = config.parallel.layout, enough_micro_batches(config, pp)
-    data = replace(config.data, mask_documents=False, reset_positions=False)  # tokens without data end no document
+    data = replace(config.data, end_of_document=0)  # in place of the tokenizer's: no token has a value here
     config = replace(config, data=data, train=replace(config.train, compile=False))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(layout.rank(pp=pp), layout.world_size):
@@ -134,6 +135,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
             _swapped(_sharding_prop, "detect_fake_mode", lambda *_: own),
             _swapped(FakeWork, "is_completed", lambda _: True),
             _swapped(train.build, "recompute_modes", _modes),
+            _swapped(train.inputs, "documents_of", _one_document_each),
         ):
             yield
     finally:
@@ -143,6 +145,11 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
 def _modes(config: Config, mesh: Mesh, table: Table) -> dict[int, list[Mode]]:
     """What layers recompute; nothing can be measured here."""
     return recompute_modes(config, table, mesh.coordinates["pp"])
+
+
+def _one_document_each(batch: Tensor, _: int) -> list[list[Documents]]:
+    """Tokens without data end no document; masks and positions take what they take for several."""
+    return [[(0, batch.shape[2] - 1)] * batch.shape[1]] * batch.shape[0]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start
 from megalite.plan.pipeline import table_of
 from megalite.train.build import Job, build
-from megalite.train.step import gradients, mean_loss, update
+from megalite.train.step import gradients, update
 
 CPU = torch.device("cpu")
 END_OF_DOCUMENT = 0  # in the shrunken copy
@@ -112,10 +112,12 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     initial = _parameters(job)
     losses, norms, first = [], [], []
     for step in range(steps):
-        losses.append(mean_loss(job, gradients(job, random_batch(job, step))))
+        loss = gradients(job, random_batch(job, step))
         if step == 0:
             first = [(name, Part.of(param.grad)) for name, param in job.named_parameters()]
-        norms.append(update(job, step).item())
+        reading = update(job, loss, step).read()
+        losses.append(reading.loss)
+        norms.append(reading.norm)
     return Trace(losses, norms, initial, first, _parameters(job))
 
 

@@ -11,7 +11,13 @@ Overrides = dict[str, Any]
 PIPELINE: Overrides = {"model.layers": 4, "parallel.pp": 2, "batch.global": 8}
 ALL_GATHER: Overrides = {"parallel.context.method": "all_gather"}
 DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
+ULYSSES: Overrides = {"parallel.context.method": "ulysses"}
 SHARDED: Overrides = {"parallel.dp_shard": 2}
+HYBRID: Overrides = {"parallel.dp_replicate": 2, **SHARDED}
+TIED: Overrides = {"model.tie_embeddings": True}
+ZERO2: Overrides = {"parallel.data.mode": "zero2"}
+NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
+NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
 CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
     "fp32": ({"train.precision": "fp32"}, 0),
@@ -35,14 +41,41 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
     "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
     "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
+    "norms of heads made again, ring": ({**NORMED, "parallel.cp": 4}, 0),
+    "norms of heads made again, all_gather": ({**NORMED, "parallel.cp": 4, **ALL_GATHER}, 0),
+    "norms of heads made again, ulysses": ({**NORMED, "parallel.cp": 4, **ULYSSES}, 0),
+    "norms of heads made again, documents": ({**NORMED, **DOCUMENTS}, 0),
     "ulysses": ({"parallel.cp": 8, "parallel.context.method": "ulysses", "model.sequence_length": 4096}, 0),
     "documents": ({"parallel.cp": 2, "model.sequence_length": 4096, **DOCUMENTS}, 0),
+    "documents, ulysses": ({"parallel.cp": 2, "model.sequence_length": 4096, **ULYSSES, **DOCUMENTS}, 0),
+    "documents, no context parallelism": ({"model.sequence_length": 2048, **DOCUMENTS}, 0),
     "1f1b": ({"parallel.data.mode": "zero2", **SHARDED, **PIPELINE}, 0),
     "gpipe": ({"parallel.pipeline.schedule": "gpipe", "train.precision": "fp32", **PIPELINE}, 1),
     "interleaved_1f1b": ({"parallel.pipeline.schedule": "interleaved_1f1b", **SHARDED, **PIPELINE}, 0),
     "zb_h1": ({"parallel.pipeline.schedule": "zb_h1", "train.precision": "fp32", "parallel.tp": 2, **PIPELINE}, 0),
     "zb_h2": ({"parallel.pipeline.schedule": "zb_h2", "train.recompute": "selective", **PIPELINE}, 0),
     "zbv": ({"parallel.pipeline.schedule": "zbv", "parallel.data.mode": "zero1", **SHARDED, **PIPELINE}, 0),
+    "zb_h1, tied, last stage": ({**TIED, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE}, 1),
+    "zbv, tied": ({**TIED, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
+    "zbv, tied, zero2": ({**TIED, "parallel.pipeline.schedule": "zbv", **ZERO2, **SHARDED, **PIPELINE}, 0),
+    "1f1b, replicas, bf16 reduction": ({**ZERO2, **NARROW, **HYBRID, **PIPELINE}, 0),
+    "zb_h1, replicas": ({**ZERO2, "parallel.pipeline.schedule": "zb_h1", **HYBRID, **PIPELINE}, 0),
+    "zb_h1, replicas, bf16 reduction": (
+        {**ZERO2, **NARROW, "parallel.pipeline.schedule": "zb_h1", **HYBRID, **PIPELINE},
+        0,
+    ),
+    "zbv, zero2, selective and offloaded": (
+        {
+            **ZERO2,
+            "parallel.pipeline.schedule": "zbv",
+            "train.recompute": "selective",
+            "train.offload_activations": True,
+            "parallel.tp": 2,
+            **SHARDED,
+            **PIPELINE,
+        },
+        0,
+    ),
     "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),
 }
 

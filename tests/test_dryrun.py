@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from memory_cases import CASES, SIZES, configured
+from memory_cases import CASES, DOCUMENTS, SIZES, configured
 from toy_jobs import make, one_rank
 
 from megalite.dryrun import count_step, dry_run, main
@@ -36,8 +36,9 @@ def test_the_prediction_is_what_a_dry_run_counts(name: str) -> None:
         {"train.precision": "fp32", "batch.global": 2, "batch.micro": 2},
         {"train.recompute": "selective", "batch.global": 2},
         {"train.offload_activations": True, "optim.offload": True, "batch.global": 2},
+        {**DOCUMENTS, "data.end_of_document": 0, "batch.global": 2, "batch.micro": 2},
     ],
-    ids=["fp32", "bf16, selective", "offloaded"],
+    ids=["fp32", "bf16, selective", "offloaded", "documents"],
 )
 def test_a_dry_run_counts_what_real_tensors_take(overrides: dict[str, object]) -> None:
     config = configured(overrides)

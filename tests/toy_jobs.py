@@ -2,19 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint import store
+from megalite.checkpoint.files import Writer
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Failed, Saved, Saver
+from megalite.checkpoint.state import State
+from megalite.checkpoint.together import Together
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
 from megalite.dist.mesh import Mesh
+from megalite.optim.offload import MOMENTS
 from megalite.train.build import Job, build
-from megalite.train.step import mean_loss, train_step
+from megalite.train.step import train_step
 from megalite.verify import Part, random_batch
 
 CPU = torch.device("cpu")
@@ -55,7 +62,7 @@ def make(config: Config) -> Job:
 
 def advance(job: Job, first: int, last: int) -> list[float]:
     """Take steps `first` to `last` − 1, each on tokens of its own; their losses."""
-    return [mean_loss(job, train_step(job, random_batch(job, step), step)[0]) for step in range(first, last)]
+    return [train_step(job, random_batch(job, step), step).read().loss for step in range(first, last)]
 
 
 def parts(job: Job) -> Parts:
@@ -63,7 +70,7 @@ def parts(job: Job) -> Parts:
     found: Parts = {}
     for name, param in job.named_parameters():
         state = job.optimizer.state[param]
-        here = {name: param, **{f"{name} {moment}": state[moment] for moment in store.MOMENTS}}
+        here = {name: param, **{f"{name} {moment}": state[moment] for moment in MOMENTS}}
         for key, tensor in here.items():
             part = Part.of(tensor)
             assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"
@@ -71,9 +78,25 @@ def parts(job: Job) -> Parts:
     return found
 
 
+def saver(job: Job, folder: Path) -> Saver:
+    return Saver(State(job.stages, job.optimizer), job.config, (), folder, Together())
+
+
+def restorer(job: Job, config: Config | None = None) -> Restorer:
+    return Restorer(State(job.stages, job.optimizer), config or job.config, (), Together())
+
+
+def progress_at(job: Job, step: int) -> Progress:
+    samples = step * job.config.batch.global_
+    return Progress(step, step, samples, samples * job.config.model.sequence_length)
+
+
 def save(job: Job, folder: Path, step: int) -> Path:
-    progress = store.Progress(step, step * job.config.batch.global_, asdict(job.config.model))
-    return store.save(folder, job.stages, job.optimizer, progress)
+    """Save, and wait until it is durable."""
+    with saver(job, folder) as writer:
+        writer.save(progress_at(job, step))
+        writer.finish()
+    return folder / f"step-{step:08d}"
 
 
 def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tuple[list[float], Parts]:
@@ -84,21 +107,55 @@ def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tup
     return losses + advance(job, at, steps), parts(job)
 
 
-def load_and_train(config: Config, path: Path, steps: int) -> tuple[store.Progress, Parts, list[float], Parts]:
+def load_and_train(config: Config, path: Path, steps: int) -> tuple[Progress, Parts, list[float], Parts]:
     """Load into a job that has other weights and `steps` steps taken; what was loaded, and what comes of it."""
     job = make(replace(config, run=replace(config.run, seed=99)))
-    progress = store.load(path, job.stages, job.optimizer, config)
+    progress = restorer(job, config).all(path)
     loaded = parts(job)
     counts = {job.optimizer.state[param]["step"].item() for _, param in job.named_parameters()}
-    assert counts == {progress.step}
+    assert counts == {progress.updates}
     losses = advance(job, progress.step, steps)
     return progress, loaded, losses, parts(job)
+
+
+def fail_on_one_rank(config: Config, folder: Path, where: str) -> tuple[str, list[int]]:
+    """Save twice, the first time with a fault of rank 5; the error, and the steps saved after it."""
+    job = make(config)
+    write = Writer.write_data
+
+    def faulty(writer: Writer, *args: Any) -> Any:
+        if where == "writing":
+            raise OSError("the disk of rank 5 is broken")
+        results = write(writer, *args)
+        next(writer.path.glob("__5_*")).unlink()  # as the first rank sees a file system of another node
+        return results
+
+    with saver(job, folder) as writer:
+        if dist.get_rank() == 5:
+            Writer.write_data = faulty  # type: ignore[method-assign]
+        try:
+            writer.save(progress_at(job, 1))
+            writer.wait()
+        finally:
+            Writer.write_data = write  # type: ignore[method-assign]
+        (failed,) = writer.news()
+        assert isinstance(failed, Failed)
+        writer.save(progress_at(job, 2))
+        writer.finish()
+        return failed.error, [item.step for item in writer.news() if isinstance(item, Saved)]
+
+
+def load_newest(config: Config, folder: Path) -> tuple[int, list[str]]:
+    """The step that a run would continue from, and what was said about others."""
+    said: list[str] = []
+    progress = restorer(make(config)).newest(folder, said.append)
+    return progress.step if progress else 0, said
 
 
 def load_weights(config: Config, path: Path) -> tuple[Parts, bool]:
     """The weights alone, and whether the optimizer was left untouched."""
     job = make(replace(config, run=replace(config.run, seed=99)))
-    store.load_weights(path, job.stages, config)
+    restorer(job, config).weights(path)
     return {name: Part.of(param) for name, param in job.named_parameters()}, not job.optimizer.state
 
 

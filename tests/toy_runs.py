@@ -1,18 +1,19 @@
 """Whole training runs of toy jobs, on tokens made up on the spot."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from toy_jobs import make
+from toy_jobs import make, restorer, saver
 
-from megalite.checkpoint import store
+from megalite.checkpoint.progress import Progress
 from megalite.config.schema import Config
 from megalite.data.loader import Loader
 from megalite.plan.batches import GlobalBatch
 from megalite.train.build import Job
 from megalite.train.loop import Batches, train
-from megalite.train.worker import resume
 
 
 class RandomSamples:
@@ -43,11 +44,17 @@ class Notes:
     """Stands in for the report."""
 
     def __init__(self) -> None:
+        self.code: int | None = None  # that training ended with
         self.records: list[tuple[int, dict[str, float]]] = []
         self.said: list[str] = []
+        self.events: list[tuple[int, str, dict[str, object]]] = []
 
     def record(self, step: int, values: dict[str, float]) -> None:
         self.records.append((step, values))
+
+    def event(self, step: int, name: str, text: str, **details: object) -> None:
+        self.events.append((step, name, details))
+        self.said.append(text)
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -55,15 +62,28 @@ class Notes:
     def stepped(self, step: int) -> None:
         pass
 
+    def named(self, name: str) -> list[tuple[int, dict[str, object]]]:
+        """Every event of that name, with its step."""
+        return [(step, details) for step, event, details in self.events if event == name]
+
     def curve(self, name: str) -> dict[int, float]:
         return {step: values[name] for step, values in self.records if name in values}
 
 
-def run(config: Config, folder: Path, start: store.Progress | None = None) -> tuple[Notes, Notebook, Notebook]:
-    """Train as one rank of all; from `start`, or from what is in `folder`."""
+def run(
+    config: Config, folder: Path, start: Progress | None = None, prepare: Callable[[Job], object] = lambda _: None
+) -> tuple[Notes, Notebook, Notebook]:
+    """Train as one rank of all; from `start`, or from what is in `folder`.
+
+    prepare: is given the job first.
+    """
     job, notes = make(config), Notes()
+    prepare(job)
     training, validation = Notebook(job), Notebook(job)
-    train(job, Batches(training, validation), start or resume(job, folder), folder, notes)  # type: ignore[arg-type]
+    reload = partial(restorer(job).newest, folder, notes.say)
+    progress = start or reload() or Progress()
+    with saver(job, folder) as writer:
+        notes.code = train(job, Batches(training, validation), progress, writer, reload, notes)  # type: ignore[arg-type]
     return notes, training, validation
 
 

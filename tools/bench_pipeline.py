@@ -38,6 +38,7 @@ from torch.distributed.pipelining import (
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.dist.local import launch
+from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start
@@ -241,7 +242,7 @@ def _ours(table: Table, mesh: Mesh, unit: float) -> tuple[Run, list[nn.Parameter
     gradients = {number: WeightGradients() for number in table.stages_of(mesh.rank)}
     stages = {number: Stage(unit, owner) for number, owner in gradients.items()}
     activation = Activation(SIZE, torch.float32, CPU)
-    pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3")
+    pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3", Activity())
     m = table.micro_batches
     step = Step(_micro_batches(m), [torch.zeros(SIZE)] * m, [None] * m)
     return lambda: _discard(pipeline.run(step)), [stage.weight for stage in stages.values()]

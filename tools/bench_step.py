@@ -37,7 +37,7 @@ from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
 from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
-from megalite.train.step import mean_loss, train_step
+from megalite.train.step import train_step
 from megalite_tools.bench_peer import LlamaForCausalLM, Step, build_peer
 from megalite_tools.results import cpu_name, write_whole
 
@@ -186,8 +186,8 @@ def _serve(name: str, config: Config, pipe: Connection) -> None:
 
 def _ours(job: Job) -> Step:
     def step(batch: Tensor, number: int) -> tuple[float, float]:
-        loss, norm = train_step(job, batch, number)
-        return mean_loss(job, loss), norm.item()
+        reading = train_step(job, batch, number).read()
+        return reading.loss, reading.norm
 
     return step
 

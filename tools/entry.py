@@ -6,14 +6,13 @@ from collections.abc import Callable
 from megalite.config.errors import InputError
 
 
-def exit_code(command: str, work: Callable[[], None]) -> int:
-    """Do `work` and return the exit code, 0; 2: bad input, told on stderr; 130: interrupted, nothing written."""
+def exit_code(command: str, work: Callable[[], int | None]) -> int:
+    """Do `work` and return its exit code, or 0; 2: bad input, told on stderr; 130: interrupted, nothing written."""
     try:
-        work()
+        return work() or 0
     except InputError as error:
         print(f"{command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{command}: interrupted; nothing was written", file=sys.stderr)
         return 130
-    return 0

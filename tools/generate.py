@@ -9,7 +9,10 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import store
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.manifest import NAME, complete
+from megalite.checkpoint.state import State
+from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import load
@@ -67,9 +70,9 @@ def _generate(options: argparse.Namespace) -> None:
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """The run folder and the checkpoint that `path` means: a run's newest, or the one given."""
-    if store.NAME.fullmatch(path.name):
+    if NAME.fullmatch(path.name):
         return path.resolve().parent.parent, path
-    found = store.complete(path / "checkpoints")
+    found = complete(path / "checkpoints")
     if not found:
         raise InputError(f"{path}: no checkpoint; give a run folder, or one of its checkpoints")
     return path, found[-1]
@@ -82,7 +85,7 @@ def load_decoder(config: Config, checkpoint: Path) -> Decoder:
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     decoder = build_stage(alone, mesh, 0, 1)
-    store.load_weights(checkpoint, {0: decoder}, alone)
+    Restorer(State({0: decoder}), alone, (), Together()).weights(checkpoint)
     return decoder
 
 

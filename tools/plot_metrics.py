@@ -1,12 +1,12 @@
 """Draw the loss curves of a run, or of several to compare, as a picture."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.errors import InputError
+from megalite.train.records import read_records
 from megalite_tools.entry import exit_code
 
 try:
@@ -41,18 +41,10 @@ def _plot(runs: Sequence[Path], out: Path) -> None:
 def read_metrics(path: Path) -> dict[str, Curve]:
     """The curves that are drawn. Where a run was resumed and repeated a step, the later record counts."""
     curves: dict[str, dict[int, float]] = {}
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}; give the folder of a run") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            values = {name: float(record[name]) for name in CURVES if record.get(name) is not None}
-            for name, value in values.items():
-                curves.setdefault(name, {})[int(record["step"])] = value
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise InputError(f"{path}: line {number} is no record of a run: {line[:80]}") from None
+    for record in read_records(path):
+        for name in CURVES:
+            if record.get(name) is not None:
+                curves.setdefault(name, {})[record["step"]] = record[name]
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 

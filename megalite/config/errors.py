@@ -1,4 +1,4 @@
-"""Mistakes of the user, told so that they can be mended."""
+"""What stops a command with a message instead of a traceback."""
 
 import json
 from collections.abc import Sequence
@@ -31,6 +31,10 @@ class InputError(ValueError):
     def __init__(self, what: str | Sequence[Problem]) -> None:
         self.problems = () if isinstance(what, str) else tuple(what)
         super().__init__(what if isinstance(what, str) else _listed(self.problems))
+
+
+class Unhealthy(RuntimeError):
+    """Training was stopped by one of its guards, on every rank: shown as one message, exit code 4."""
 
 
 def _listed(problems: Sequence[Problem]) -> str:

@@ -165,6 +165,12 @@ class Train:
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
     offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
     compile: bool = False  # torch.compile each layer
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"  # where the loss or a gradient is not finite
+    max_bad_steps: int = 10  # steps of a run that may be skipped or rolled back
+    rollback_skip: int = 1  # global batches left out after a rollback, the last being that of the offending step
+    on_spike: Literal["ignore", "warn", "rollback"] = "warn"  # where the loss is far above those before
+    spike_window: int = 128  # latest losses that a loss is compared with
+    spike_threshold: float = 8.0  # robust standard deviations above their median that make a spike
     timeout: float = 600.0  # seconds a rank waits for its peers before it gives up
 
 
@@ -207,7 +213,12 @@ class Data:
 class Checkpoint:
     interval: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # newest checkpoints to keep; 0: all
+    keep_every: int = 0  # keep those of every n-th step forever; 0: none
+    async_: bool = True  # write in the background, from a copy in host memory
+    max_failures: int = 3  # checkpoints in a row that may fail to be written before training stops
     resume: str = "auto"  # auto: the newest of this run, if any; never; or the path of a checkpoint
+    weights: str | None = None  # path of a checkpoint whose weights a new run begins with
+    verify: bool = True  # compare every file with its hash when loading; sizes always are
 
 
 @dataclass

@@ -39,12 +39,17 @@ AT_LEAST = {
     "batch.curriculum.tokens": 1,
     "train.steps": 1,
     "train.recompute_every": 1,
+    "train.max_bad_steps": 0,
+    "train.rollback_skip": 1,
+    "train.spike_window": 8,
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
     "schedule.warmup": 0,
     "schedule.decay": 1,
     "checkpoint.interval": 0,
     "checkpoint.keep": 0,
+    "checkpoint.keep_every": 0,
+    "checkpoint.max_failures": 0,
     "log.interval": 1,
     "eval.interval": 0,
     "eval.steps": 0,
@@ -58,6 +63,7 @@ POSITIVE = (
     "model.init_std",
     "batch.memory",
     "train.recompute_budget",
+    "train.spike_threshold",
     "train.timeout",
     "optim.lr",
     "optim.eps",
@@ -93,6 +99,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *_world(config.parallel, world_size),
         *batch_rules(config.batch, dp, config.model.sequence_length, config.parallel.sequence_parts),
         *recompute_rules(config.train),
+        *_rollback(config),
         *_betas(config.optim.betas),
         *_schedule(config.schedule, config.train.steps),
         *_sources("data.train", config.data.train),
@@ -126,6 +133,9 @@ def validate_files(config: Config) -> list[Problem]:
         problems.append(
             Problem("checkpoint.resume", "no such checkpoint", "use auto, never or the path of a checkpoint", resume)
         )
+    weights = config.checkpoint.weights
+    if weights is not None and not Path(weights).exists():
+        problems.append(Problem("checkpoint.weights", "no such checkpoint", "mend the path, or use null", weights))
     return problems
 
 
@@ -239,6 +249,13 @@ def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
         rule = f"the layout makes {shard * others} ranks, but the job has {world_size}"
         fitting = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
         yield Problem("parallel.dp_shard", rule, f"{fitting}start {shard * others} ranks", shard)
+
+
+def _rollback(config: Config) -> Iterator[Problem]:
+    for key, value in (("on_bad_step", config.train.on_bad_step), ("on_spike", config.train.on_spike)):
+        if value == "rollback" and config.checkpoint.interval == 0:
+            rule = "needs checkpoints to go back to, but checkpoint.interval = 0 saves at the end only"
+            yield Problem(f"train.{key}", rule, "set checkpoint.interval", value)
 
 
 def _betas(betas: list[float]) -> Iterator[Problem]:

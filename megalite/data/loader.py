@@ -41,8 +41,8 @@ class Loader:
                 f" times {self.dp} data-parallel ranks"
             )
         count = batch.samples // self.dp
-        first = batch.first + self.dp_rank * count
-        tokens = torch.from_numpy(np.stack([self.samples[index] for index in range(first, first + count)]))
+        mine = batch.ids[self.dp_rank * count :][:count]
+        tokens = torch.from_numpy(np.stack([self.samples[index] for index in mine]))
         length = self.samples.sequence_length // batch.pieces
         micros = tokens.unfold(1, length + 1, length).reshape(-1, self.micro_batch * batch.pieces, length + 1)
         return micros.pin_memory() if self._pin_memory else micros

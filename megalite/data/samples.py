@@ -60,6 +60,10 @@ class Samples:
         counts = mixture_counts(count, self._weights)
         return [taken / part.samples for taken, part in zip(counts, self.parts, strict=True)]
 
+    def fingerprints(self) -> list[str]:
+        """What tells each source's tokens from others'."""
+        return [store.fingerprint() for store in self._stores]
+
     def _cut(self, store: TokenStore) -> Part:
         samples = (store.tokens - 1) // self.sequence_length
         if samples < 1:

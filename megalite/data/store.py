@@ -4,6 +4,7 @@ The `.idx`, little-endian and unpadded: 9 bytes magic · u64 version · u8 dtype
 u64 boundaries D · i32[S] lengths in tokens · i64[S] byte offsets · i64[D] document boundaries, in sequences.
 """
 
+import hashlib
 import os
 import struct
 from array import array
@@ -24,6 +25,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 
 _CHUNK = 1 << 22  # entries verified at a time
+_PAGES, _PAGE = 32, 4096  # of each file, that make up a fingerprint; the length of one in bytes
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -66,6 +68,18 @@ class TokenStore:
             raise ValueError(f"{self.prefix}: document {index} of a store of {self.documents}")
         start, end = (self._token_of_sequence(int(self._boundaries[at])) for at in (index, index + 1))
         return self.read(start, end - start)
+
+    def fingerprint(self) -> str:
+        """Tells this store from others, wherever it lies: a hash of both files' sizes and of pages spread over them."""
+        digest = hashlib.sha256()
+        for path in (self._bin, self._idx):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                for page in range(_PAGES):
+                    file.seek(max(0, size - _PAGE) * page // (_PAGES - 1))
+                    digest.update(file.read(_PAGE))
+        return digest.hexdigest()
 
     def verify(self, vocab_size: int | None = None) -> int:
         """Read everything; return the largest token id (−1 if empty).

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
+LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # ask a run to stop in a state from which it can be resumed
 GRACE = 3.0  # seconds between asking the ranks to end and killing them
 
 
@@ -30,19 +32,21 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path) -
     """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
 
     Rank 0 keeps the terminal, the others write into the folder `logs`. The first rank to fail ends the job: the others
-    are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5.
+    are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5. The signals of `STOP`
+    are handed on to the ranks, however long these take to obey; ranks start with them blocked. Raises KeyboardInterrupt
+    at the second SIGINT, when no rank is left.
     """
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
         ranks: list[subprocess.Popen[bytes]] = []
-        previous = {number: signal.signal(number, _forward_to(ranks)) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            for rank in range(world_size):
-                ranks.append(_spawn(module, arguments, rank, world_size, Path(meeting), logs))
-            failed = _wait(ranks)
+            with _handing_on(ranks):
+                with _blocked():
+                    for rank in range(world_size):
+                        ranks.append(_spawn(module, arguments, rank, world_size, Path(meeting), logs))
+                failed = _wait(ranks)
+                _stop(ranks)
         finally:
-            _stop(ranks)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            _kill(ranks)
         return _explain(ranks, failed, Path(meeting), logs) if failed else 0
 
 
@@ -51,24 +55,54 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    environment[MEETING] = str(meeting)
+    environment |= {MEETING: str(meeting), LAUNCHER: str(os.getpid())}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     output: IO[bytes] | None = None if rank == 0 else log_file(logs, rank).open("ab")
     try:
         command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches all of the terminal's processes: ranks would hear of it twice
+        )
     finally:
         if output is not None:
             output.close()
 
 
-def _forward_to(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-untyped-def]
+@contextmanager
+def _handing_on(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Send the ranks what comes in; the second SIGINT is an interrupt."""
+    interrupts = 0
+
     def handler(number: int, frame: object) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and interrupts == 2:
+            raise KeyboardInterrupt
         for process in ranks:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    return handler
+    previous = {number: signal.signal(number, handler) for number in STOP}
+    try:
+        yield
+    finally:
+        for number, handled in previous.items():
+            signal.signal(number, handled)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Hold signals up until all ranks are there to be told; ranks inherit it, and hear once they have handlers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
@@ -82,26 +116,33 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ask the ranks that are left to end, and give them some time."""
     deadline = time.monotonic() + GRACE
     for process in ranks:
         if process.poll() is None:
             process.terminate()
     for process in ranks:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+
+
+def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.wait()
 
 
 def _explain(ranks: list[subprocess.Popen[bytes]], failed: list[int], meeting: Path, logs: Path) -> int:
     """Print why the job ended, and return its exit code.
 
     A rank that died of a signal could write nothing and its peers complain of its absence, so it is the
-    cause; otherwise the earliest error is, and one that does not merely miss a peer comes first.
+    cause; otherwise the earliest error is, and one that does not merely miss a peer comes first. A rank that
+    `_stop` has stopped is no cause.
     """
     killed = [rank for rank in failed if ranks[rank].returncode < 0]
     reports = [json.loads(path.read_text()) for path in sorted(meeting.glob("rank_*.error"))]
+    reports = [report for report in reports if report["code"] != 3 or report["rank"] in failed]
     if killed:
         name = signal.Signals(-ranks[killed[0]].returncode).name
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""

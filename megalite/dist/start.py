@@ -1,28 +1,23 @@
-"""Start-up and end of a rank: device, process group, and what is left behind when the rank fails."""
+"""Start-up and end of a rank: meeting the others, device, process group, and what a failure is called."""
 
-import ctypes
-import json
-import logging
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from megalite.config.errors import InputError
-from megalite.dist.local import MEETING, error_file
+from megalite.config.errors import InputError, Unhealthy
+from megalite.dist.last_words import log, tell, tell_launcher
+from megalite.dist.local import MEETING
 from megalite.dist.ranks import Place, let_others_speak
-
-log = logging.getLogger("megalite")
-log.addHandler(logging.NullHandler())  # until the rank's log file is open, nothing is logged
+from megalite.dist.signals import die_with_launcher, hear
 
 LOST_PEER = (
     "closed by peer",
@@ -34,11 +29,59 @@ LOST_PEER = (
 )
 
 
-def start(place: Place, device: Literal["auto", "cpu", "cuda"], timeout: float) -> torch.device:
+class LostPeer(RuntimeError):
+    """Ranks do not come or do not answer: shown as one message, exit code 5."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of a collective tells that another rank is gone."""
+    signs = any(sign in str(error).lower() for sign in LOST_PEER)
+    return isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and signs)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one attempt have met."""
+
+    store: dist.Store
+    hosts: dist.Store  # rank -> the name of its host
+    host: str  # this one
+    keeper: str  # who is lost when the store is
+
+
+def meet(place: Place, timeout: float) -> Meeting:
+    """Wait until all ranks are there.
+
+    timeout: in seconds. Raises LostPeer if some do not come, InputError if the address of rank 0 is missing.
+    """
+    store, keeper = _open_store(place, timeout)
+    hosts, host = dist.PrefixStore("host", store), socket.gethostname()
+    hosts.set(str(place.rank), host)
+    nth = store.add("arrived", 1)
+    if nth == place.world_size:
+        store.set("complete", "yes")
+    deadline, pause = time.monotonic() + timeout, 0.01
+    while not store.check(["complete"]):
+        if time.monotonic() > deadline:
+            absent = range(place.world_size) if nth == 1 else ()  # one rank looks for them
+            raise LostPeer(_absent([rank for rank in absent if not hosts.check([str(rank)])], timeout))
+        time.sleep(pause)
+        pause = min(1.5 * pause, 1.0)
+    return Meeting(store, hosts, host, keeper)
+
+
+def _absent(ranks: list[int], timeout: float) -> str:
+    who = f"rank {', '.join(map(str, ranks))}" if ranks else "some ranks"
+    return f"{who} did not come within {timeout:g} s (train.timeout)"
+
+
+def start(
+    place: Place, device: Literal["auto", "cpu", "cuda"], timeout: float, meeting: Meeting | None = None
+) -> torch.device:
     """Join the job: pick this rank's device and open the default process group.
 
-    timeout: seconds that a rank waits for its peers in one collective. Raises InputError when the device or
-    the address of rank 0 is missing.
+    timeout: seconds that a rank waits for its peers in one collective. meeting: None, if the ranks have not met yet.
+    Raises InputError when the device or the address of rank 0 is missing.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda":
@@ -51,8 +94,9 @@ def start(place: Place, device: Literal["auto", "cpu", "cuda"], timeout: float) 
         torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        store = (meeting or meet(place, timeout)).store
         wait = timedelta(seconds=timeout)
-        dist.init_process_group(backend, _address(), wait, place.world_size, place.rank)
+        dist.init_process_group(backend, None, wait, place.world_size, place.rank, store)
     return torch.device(kind, place.local_rank) if kind == "cuda" else torch.device("cpu")
 
 
@@ -61,17 +105,30 @@ def start_alone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _address() -> str:
-    """Where the ranks meet."""
+def _open_store(place: Place, timeout: float) -> tuple[dist.Store, str]:
+    """The key-value store over which the ranks find each other, and who keeps it."""
     folder = os.environ.get(MEETING)
     if folder or os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if folder:
-        return f"file://{folder}/store"
+        return dist.FileStore(f"{folder}/store", place.world_size), "the launcher"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"{' and '.join(missing)} must name the node and port of rank 0; see launch/slurm.sbatch")
-    return "env://"
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps one for all of its attempts
+    keeper, keeps = ("torchrun's agent" if agent else "rank 0"), place.rank == 0 and not agent
+    try:
+        wait = timedelta(seconds=timeout)
+        store = dist.TCPStore(host, int(port), place.world_size, keeps, wait, wait_for_workers=False)
+    except ValueError:
+        raise InputError(f"MASTER_PORT = {port}: must be a port number") from None
+    except dist.DistNetworkError as error:
+        if keeps:
+            raise InputError(f"MASTER_PORT = {port}: rank 0 cannot listen there, choose another; {error}") from None
+        raise LostPeer(f"{keeper} does not answer at {host}:{port}: {error}") from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store), f"{keeper} at {host}:{port}"
 
 
 def run_rank(main: Callable[[], int], place: Place) -> int:
@@ -80,7 +137,8 @@ def run_rank(main: Callable[[], int], place: Place) -> int:
     What `main` returns is the verdict of the whole job, the same on every rank. A failing rank must not wait for
     its peers in some destructor: they notice its death, and fail too.
     """
-    _die_with_launcher()
+    die_with_launcher()
+    hear()
     try:
         code = main()
         if dist.is_initialized():
@@ -92,7 +150,7 @@ def run_rank(main: Callable[[], int], place: Place) -> int:
         sys.stderr.flush()
         os._exit(code)
     if code != 0 and MEETING in os.environ:
-        _tell_launcher(code, "", place)
+        tell_launcher(code, "", place)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
@@ -102,9 +160,11 @@ def _explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the message that an error calls for."""
     if isinstance(error, InputError):
         return 2, f"error: {error}"
+    if isinstance(error, Unhealthy):
+        return 4, f"unhealthy training: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER):
+    if is_lost_peer(error):
         return 5, f"lost a peer: {error}"
     return 1, "".join(traceback.format_exception(error))
 
@@ -112,32 +172,10 @@ def _explain(error: BaseException) -> tuple[int, str]:
 def _report(code: int, text: str, place: Place) -> None:
     """Tell the launcher, if it shows the first error of the job, or else the user.
 
-    Bad input is mostly found by all ranks, and rank 0 speaks; who misses a peer lets that one speak.
+    Bad input and unhealthy training are mostly found by all ranks, and rank 0 speaks; who misses a peer lets that one
+    speak.
     """
     log.error(text)
-    if MEETING in os.environ:
-        _tell_launcher(code, text, place)
-        return
-    if code == 5 or (code == 2 and place.rank != 0):
+    if MEETING not in os.environ and (code == 5 or (code in (2, 4) and place.rank != 0)):
         let_others_speak(code)
-    if torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
-        Path(torchrun).write_text(json.dumps({"message": report}))
-    else:
-        print(f"megalite: rank {place.rank} on {socket.gethostname()}: {text}", file=sys.stderr)
-
-
-def _tell_launcher(code: int, text: str, place: Place) -> None:
-    """Leave the local launcher a report; without text, `code` is a verdict that needs no explanation."""
-    report = {"time": time.time(), "rank": place.rank, "code": code, "error": text}
-    path = error_file(Path(os.environ[MEETING]), place.rank)
-    partial = path.with_suffix(".partial")  # the launcher may stop this process at any moment
-    partial.write_text(json.dumps(report))
-    partial.rename(path)
-
-
-def _die_with_launcher() -> None:
-    """Ranks started by the local launcher or by torchrun must not outlive it, even if it is killed (Linux)."""
-    if {MEETING, "TORCHELASTIC_RUN_ID"} & os.environ.keys() and sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    tell(code, text, place)

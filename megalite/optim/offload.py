@@ -33,6 +33,7 @@ class HostAdamW(torch.optim.Optimizer):
         weight_decay: float = 0,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None  # as of torch's fused optimizers: a float32 1 skips the update
         self._stream: torch.cuda.Stream | None = None
         for group in self.param_groups:
             for param in group["params"]:
@@ -44,6 +45,7 @@ class HostAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. All copies to the host are under way before the first update."""
+        skipped = None if self.found_inf is None else to_host(self.found_inf, self._stream)
         arriving = [
             (group, param, self._to_host(param))
             for group in self.param_groups
@@ -53,7 +55,7 @@ class HostAdamW(torch.optim.Optimizer):
         for group, param, (weight, grad, arrived) in arriving:
             if arrived is not None:
                 arrived.synchronize()
-            self._update(group, self.state[param], weight, grad)
+            self._update(group, self.state[param], weight, grad, skipped)
             param.to_local().copy_(weight, non_blocking=True)
 
     def _to_host(self, param: DTensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
@@ -62,7 +64,9 @@ class HostAdamW(torch.optim.Optimizer):
         return weight, grad, None if self._stream is None else self._stream.record_event()
 
     @staticmethod
-    def _update(group: dict[str, Any], state: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
+    def _update(
+        group: dict[str, Any], state: dict[str, Any], weight: Tensor, grad: Tensor, skipped: Tensor | None
+    ) -> None:
         first, second = (state[name].to_local() for name in MOMENTS)
         adamw(
             [weight],
@@ -72,6 +76,7 @@ class HostAdamW(torch.optim.Optimizer):
             [],
             [state["step"]],
             fused=True,
+            found_inf=skipped,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -75,6 +75,9 @@ class Reduction:
     replicas: bool  # replicas add up what each has reduced; else it waits for a later reduction
 
 
+NO_REDUCTION = Reduction(now=False, last=False, replicas=False)
+
+
 def before_backward(stage: object, mode: str, reduction: Reduction) -> None:
     """Tell FSDP2 what the coming backward of `stage` has to do."""
     if isinstance(stage, FSDPModule):

@@ -48,23 +48,22 @@ def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:
 
 
 @torch.no_grad()
-def global_norm(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> Tensor:
-    """L2 norm of all gradients of all stages, the same scalar on every rank and in every layout.
+def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> tuple[list[str], Tensor]:
+    """Parameters whose gradients this rank counts, and the L2 norms of its parts of them, `[parameters]`.
 
-    Of ranks that hold the same elements, the one at position 0 counts them. One all-reduce.
+    Of ranks that hold the same elements, the one at position 0 counts them, so the squares of all ranks' norms add up
+    to the square of the global norm, the same in every layout.
     """
     copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
-    counted = [
-        _local_grad(param)
+    counted = {
+        name: _local_grad(param)
         for number, stage in stages.items()
         for name, param in stage.named_parameters()
         if _counts(param) and not (number == copy and name == TIED)
-    ]
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if counted:
-        squares += torch.stack(torch._foreach_norm(counted)).square().sum()
-    dist.all_reduce(squares, group=mesh.world)
-    return squares.sqrt()
+    }
+    if not counted:
+        return [], torch.zeros(0, device=mesh.device)
+    return list(counted), torch.stack(torch._foreach_norm(list(counted.values())))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megalite.dist.activity import Activity
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
 from megalite.schedule.actions import Action, Exchange, Kind, Table
@@ -52,6 +53,19 @@ class Flight:
     sending: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What the runner notes while an action has no input yet."""
+
+    action: Action
+    transfer: Action
+    peer: int  # pipeline rank
+    rank: int  # in the whole job
+
+    def __str__(self) -> str:
+        return f"{self.action}, waiting for {self.transfer} from pipeline rank {self.peer} (rank {self.rank})"
+
+
 @dataclass(frozen=True)
 class Step:
     """What a step is made of: one entry per micro-batch."""
@@ -78,10 +92,12 @@ class Pipeline:
         group: dist.ProcessGroup,
         activation: Activation,
         mode: str,
+        activity: Activity,
     ) -> None:
         self.program = table.programs[rank]
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
-        self.group, self.activation, self.mode = group, activation, mode
+        self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
+        self.ranks = dist.get_process_group_ranks(group)
         reduces = [item for item in self.program if isinstance(item, Action) and item.kind is Kind.REDUCE]
         self.reduced = {(action.stage, action.micro) for action in reduces}
         self.last_reduced = {action.stage: action.micro for action in reduces}
@@ -94,6 +110,7 @@ class Pipeline:
         flight = Flight()
         total = torch.zeros((), dtype=torch.float64, device=self.activation.device)
         for item in self.program:
+            self.activity(item)
             if isinstance(item, Exchange):
                 self._exchange(item, flight)
                 continue
@@ -112,6 +129,8 @@ class Pipeline:
                     fsdp.reshard(self.stages[item.stage])
                 case Kind.REDUCE:
                     pass  # begun layer by layer by the backward before it, which is told that this comes
+        if flight.sending:
+            self.activity("waiting until other pipeline ranks have received everything")
         for _, work in flight.sending:
             work.wait()
         return total
@@ -121,7 +140,7 @@ class Pipeline:
         if action.stage == 0:
             x = step.tokens[action.micro]
         else:
-            x = self._received(Action(Kind.RECV_F, action.stage, action.micro), flight)
+            x = self._received(Action(Kind.RECV_F, action.stage, action.micro), action, flight)
             if torch.is_grad_enabled():
                 flight.inputs[action] = x.requires_grad_()
         y = stage(x, step.places[action.micro])
@@ -138,12 +157,17 @@ class Pipeline:
 
     def _backward(self, action: Action, flight: Flight) -> None:
         """B: all gradients, or I: those of the inputs, while those of weights are put off."""
-        fsdp.before_backward(self.stages[action.stage], self.mode, self._reduction(action))
+        stage, reduction = self.stages[action.stage], self._reduction(action)
+        # A B between an I and its W finds gradients of vectors, wider than those that it makes: it cannot reduce both.
+        at_end = reduction.now and any(waiting.stage == action.stage for waiting in flight.put_off)
+        fsdp.before_backward(stage, self.mode, fsdp.NO_REDUCTION if at_end else reduction)
         forward = Action(Kind.F, action.stage, action.micro)
         grad = None
         if action.stage < self.table.stages - 1:
-            grad = self._received(Action(Kind.RECV_B, action.stage, action.micro), flight)
+            grad = self._received(Action(Kind.RECV_B, action.stage, action.micro), action, flight)
         torch.autograd.backward([flight.outputs.pop(forward)], [grad])
+        if at_end:
+            fsdp.after_weight_gradients(stage, reduction)
         if action.stage > 0:
             x = flight.inputs.pop(forward)
             assert x.grad is not None
@@ -195,8 +219,12 @@ class Pipeline:
             else:
                 flight.inbox[action_in] = operation.tensor, work
 
-    def _received(self, action: Action, flight: Flight) -> Tensor:
-        tensor, work = flight.inbox.pop(action)
+    def _received(self, transfer: Action, action: Action, flight: Flight) -> Tensor:
+        """What `action` needs, once it is there."""
+        tensor, work = flight.inbox.pop(transfer)
         if work is not None:
+            peer = self.table.peer(transfer)
+            self.activity(Waiting(action, transfer, peer, self.ranks[peer]))
             work.wait()
+            self.activity(action)
         return tensor

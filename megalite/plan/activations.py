@@ -51,6 +51,7 @@ class Moment:
     temporaries: int
     weights: int = 0  # gradients of weights made here, which stay at least until those of the whole part are there
     put_off: int = 0  # gradients of outputs that a split backward keeps until W
+    again: int = 0  # temporaries of W, which makes them from what is put off
     gathers: bool = True  # the weights of this part are gathered, or on their way
 
 
@@ -207,10 +208,7 @@ class Activations:
             Kept("norms", self.stream, "attention norm"),
             Kept("norms", self.statistic, "attention norm"),
             Kept("attention", self.stream, "projections", for_weights=True, cheap=True),
-            Kept("attention", q, "attention", cheap=normed),
-            Kept("attention", k, "attention", cheap=normed),
-            Kept("attention", k, "attention"),
-            *self._kept_by_ulysses(),
+            *self._attention_kept(),
             Kept("attention", model.heads * of_head, "attention"),
             Kept("attention", q, "output", for_weights=True),
             Kept("norms", self.stream, "mlp norm"),
@@ -234,29 +232,42 @@ class Activations:
         return (
             Moment("down", stream + self.gathered + f, down, put_off=gathered),
             Moment("swiglu", stream + 3 * f),
-            Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, put_off=2 * f),
+            Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, 2 * f, self.gathered),
             Moment("mlp norm", stream + self._norm()),
             Moment("output", stream + self.gathered + q, output, put_off=gathered),
             Moment("attention", stream + q + self._attention_backward()),
             Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
-            Moment("projections", stream + self._linear(q + 2 * k), w * weights.attention // t - output, q + 2 * k),
+            Moment(
+                "projections",
+                stream + self._linear(q + 2 * k),
+                w * weights.attention // t - output,
+                q + 2 * k,
+                self.gathered,
+            ),
             Moment("attention norm", stream + self._norm()),
         )
 
-    def _kept_by_ulysses(self) -> tuple[Kept, ...]:
-        """Its output by heads beside that by positions, and further copies of keys and values to share out."""
-        if not self._exchanges_heads:
-            return ()
+    def _attention_kept(self) -> tuple[Kept, ...]:
+        """Queries, keys and values, as the method of attention has them; copies are not what RoPE makes again."""
         q, k, _ = self._widths()
-        return Kept("attention", q, "attention"), Kept("attention", 2 * k * (self._kv_copies - 1), "attention")
+        normed, stacked = self.config.model.qk_norm, 2 * k * self._kv_copies
+        if self._exchanges_heads:  # its output by heads is kept beside that by positions
+            again = stacked if self.config.data.mask_documents else 0
+            return Kept("attention", q + stacked + again, "attention"), Kept("attention", q, "attention")
+        queries = Kept("attention", q, "attention", cheap=normed)
+        if self.config.parallel.cp > 1 or self.config.data.mask_documents:
+            return queries, Kept("attention", stacked, "attention")
+        return queries, Kept("attention", k, "attention", cheap=normed), Kept("attention", k, "attention")
 
     def _attention_backward(self) -> int:
-        """The gradients of queries, keys and values, and what the method of context parallelism takes for them."""
+        """The gradients of queries, keys and values, and what the method of attention takes for them."""
         q, k, _ = self._widths()
-        wide, cp, kv = self.z // self.w, self.config.parallel.cp, 2 * k
+        wide, cp, kv, documents = self.z // self.w, self.config.parallel.cp, 2 * k, self.config.data.mask_documents
         if self._exchanges_heads:
-            return 2 * (q + kv * self._kv_copies) + q
-        if cp == 1 and not self.config.data.mask_documents:
+            kv *= self._kv_copies
+            sums = wide * (q + kv) + self._block(q, kv) if documents else 0
+            return max(2 * (q + kv), sums) + q
+        if cp == 1 and not documents:
             return q + kv
         sums, own = wide * (q + kv), self._block(q, kv)  # in float32 or wider
         if cp == 1:
@@ -280,6 +291,9 @@ class Activations:
 
     @property
     def _kv_copies(self) -> int:
+        """Of each kv head, so that ranks can share them out."""
+        if not self._exchanges_heads:
+            return 1
         kv_heads = self.config.model.kv_heads // self.t
         return math.lcm(kv_heads, self.config.parallel.cp) // kv_heads
 

@@ -1,43 +1,91 @@
 """Which samples every optimizer step takes, and how it cuts them, as pure functions of the samples before it.
 
 Batch-size ramp-up and sequence-length curriculum follow the samples consumed, not steps or ranks, so a run has no
-other data state, and the samples and their order are the same under every ramp, curriculum and layout.
+other data state than these and the ranges of samples it leaves out, and the samples and their order are the same under
+every ramp, curriculum and layout.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from megalite.config.schema import Config
+
+Ranges = tuple[tuple[int, int], ...]  # of samples, [first, end): disjoint and ascending
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
     """What one optimizer step trains on: whole samples, in order."""
 
-    first: int  # samples consumed before
+    first: int  # samples consumed before, left-out ones included
     samples: int
     pieces: int = 1  # shorter sequences that every sample is cut into
+    left_out: Ranges = ()  # inside the batch
 
     @property
     def end(self) -> int:
-        """Samples consumed with this step."""
-        return self.first + self.samples
+        """Samples consumed with this step, left-out ones included."""
+        return self.first + self.samples + sum(end - first for first, end in self.left_out)
+
+    @property
+    def ids(self) -> list[int]:
+        """The samples, in order."""
+        starts = [self.first, *(end for _, end in self.left_out)]
+        ends = [*(first for first, _ in self.left_out), self.end]
+        return [sample for start, end in zip(starts, ends, strict=True) for sample in range(start, end)]
 
 
-def global_batches(config: Config, consumed: int) -> Iterator[GlobalBatch]:
-    """The batches of a run from sample `consumed` on, without end."""
+def global_batches(config: Config, consumed: int, left_out: Ranges = ()) -> Iterator[GlobalBatch]:
+    """The batches of a run from sample `consumed` on, without end; samples of `left_out` are passed over."""
     while True:
+        for first, end in left_out:
+            consumed = end if first <= consumed < end else consumed
         pieces = config.model.sequence_length // sequence_length(config, consumed)
-        batch = GlobalBatch(consumed, batch_size(config, consumed), pieces)
+        size = batch_size(config, consumed)
+        batch = GlobalBatch(consumed, size, pieces, _inside(consumed, size, left_out))
         yield batch
         consumed = batch.end
 
 
-def samples_after(config: Config, steps: int, consumed: int = 0) -> int:
+def samples_after(config: Config, steps: int, consumed: int = 0, left_out: Ranges = ()) -> int:
     """Samples consumed after `steps` more optimizer steps from sample `consumed` on."""
-    while steps > 0 and (size := batch_size(config, consumed)) < config.batch.global_:
-        consumed, steps = consumed + size, steps - 1
-    return consumed + max(0, steps) * config.batch.global_
+    full, passed = config.batch.global_, max((end for _, end in left_out), default=0)
+    for taken, batch in enumerate(islice(global_batches(config, consumed, left_out), max(0, steps))):
+        if batch.samples == full and batch.first >= passed:  # from here on all steps are alike
+            return batch.first + (steps - taken) * full
+        consumed = batch.end
+    return consumed
+
+
+def latest_batches(config: Config, consumed: int, left_out: Ranges, end: int, count: int) -> tuple[int, int]:
+    """The range of samples [first, end) of the last `count` batches up to the one that ends at `end`.
+
+    It goes back to sample `consumed` at most, from which on batches are taken.
+    """
+    batches = takewhile(lambda batch: batch.first < end, global_batches(config, consumed, left_out))
+    return [batch.first for batch in batches][-count:][0], end
+
+
+def joined(ranges: Ranges) -> Ranges:
+    """The same samples as disjoint, ascending ranges that do not touch."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+def _inside(first: int, samples: int, left_out: Ranges) -> Ranges:
+    """The ranges that lie between a batch's samples."""
+    inside, end = [], first + samples
+    for start, stop in left_out:
+        if first < start < end:
+            inside.append((start, stop))
+            end += stop - start
+    return tuple(inside)
 
 
 def batch_sizes(config: Config) -> list[int]:

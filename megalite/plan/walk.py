@@ -16,6 +16,15 @@ Place = tuple[int, int]  # a stage, and the index of a part in it
 
 
 @dataclass(frozen=True)
+class PutOff:
+    """Gradients of some weights that W makes at a time, and what is held for that."""
+
+    place: Place
+    moment: Moment
+    held: Counter[Item]
+
+
+@dataclass(frozen=True)
 class States:
     """How parameters and gradients are held."""
 
@@ -48,8 +57,10 @@ class States:
         return uses_fsdp(self.config)
 
     @property
-    def reduces_each(self) -> bool:
-        return self.mode in ("zero2", "zero3")
+    def replicas(self) -> bool:
+        """Whether shards are added up over replicas, in buffers of their own."""
+        parallel = self.config.parallel
+        return parallel.dp_replicate > 1 or (not parallel.data.sharded and parallel.layout.dp * parallel.cp > 1)
 
     @property
     def frees(self) -> bool:
@@ -78,6 +89,7 @@ class Walk:
         self.parts = {stage: _parts(self.sizes, config, modes[stage], stage, table.stages) for stage in modes}
         reduces = [item for item in table.programs[pp] if isinstance(item, Action) and item.kind is Kind.REDUCE]
         self.reduces = {(action.stage, action.micro) for action in reduces}
+        self.last_reduced = {action.stage: action.micro for action in reduces}
         self.held: Counter[Item] = Counter()
         self.peak: Counter[Item] = Counter()
         self.total = self.most = 0  # bytes on the device
@@ -85,8 +97,11 @@ class Walk:
         self.host_peak: Counter[Item] = Counter()
         self.fetched: set[tuple[int, Place]] = set()  # micro-batch and part whose activations are back from the host
         self.whole: set[Place] = set()  # parts with gradients that are not reduced yet
-        self.sharded: set[Place] = set()  # parts with gradients that are
-        self.put_off: dict[tuple[int, int], Counter[Item]] = {}  # by stage and micro-batch, from I to W
+        self.sharded: dict[Place, int] = {}  # parts with gradients that are, and the bytes of each
+        self.shared: Counter[Place] = (
+            Counter()
+        )  # bytes of a part that replicas add up, kept until they are the next time
+        self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, which FSDP2 keeps until the next are
         self.sending = 0  # tensors on their way to other ranks
 
@@ -138,7 +153,8 @@ class Walk:
     def _backward(self, action: Action) -> None:
         """B, or I: then what weights' gradients are made of stays until W."""
         split, states = action.kind is Kind.I, self.states
-        waiting = self.put_off[action.stage, action.micro] = Counter()
+        reduce = not split and (action.stage, action.micro) in self.reduces
+        at_end = reduce and any(stage == action.stage for stage, _ in self.put_off)  # as the runner does
         parts = self.parts[action.stage]
         for index in reversed(range(len(parts))):
             part, place = parts[index], (action.stage, index)
@@ -157,9 +173,18 @@ class Walk:
                     self._see(moment.temporaries + made + again + beside, self._gathered(part))
                 else:
                     self._see(moment.temporaries)
-                self._release(part, moment, waiting if puts_off else None)
-            if not puts_off:
-                self._take(place, part, not split and (action.stage, action.micro) in self.reduces, beside)
+                held = self._release(part, moment, puts_off)
+                if puts_off and moment.weights:
+                    self.put_off.setdefault((action.stage, action.micro), []).append(PutOff(place, moment, held))
+            if puts_off:
+                continue
+            if reduce and not at_end:
+                self._reduce(action, index, beside)
+            else:
+                self._add_up(place, part, beside)
+        if at_end:
+            self._reduce_all(action)
+        self._end_reductions(action)
         self._hold("activations", "attention", -self.sizes.turns)
         if action.stage > 0:
             self._hold("activations", "between stages", self.sizes.stream)
@@ -171,44 +196,46 @@ class Walk:
 
     def _weight_gradients(self, action: Action) -> None:
         """W: what the layers of a stage have put off, then FSDP2's turn."""
-        parts = self.parts[action.stage]
-        places = [(action.stage, index) for index, part in enumerate(parts) if part.puts_off]
-        made = sum(self.states.w * parts[index].parameters.total for _, index in places)
-        if all(map(self._adds_at_once, places)):
-            made = 0
-        # What was put off goes layer by layer as gradients are made: most is held at one of the ends.
-        self._see(made // max(1, len(places)) + self.sizes.gathered)
-        for (kind, component), size in self.put_off.pop((action.stage, action.micro)).items():
-            self._hold(kind, component, -size)
-        self._see(made)
-        reduce = (action.stage, action.micro) in self.reduces
-        for index in reversed(range(len(parts))):
-            part = parts[index]
+        made: Counter[Place] = Counter()
+        for put_off in self.put_off.pop((action.stage, action.micro), []):
+            new = put_off.moment.weights
+            self._see(made.total() + new + put_off.moment.again)
+            if not self._adds_at_once(put_off.place):
+                made[put_off.place] += new
+            for (kind, component), size in put_off.held.items():
+                self._hold(kind, component, -size)
+        self._see(made.total())
+        for index, part in enumerate(self.parts[action.stage]):
             if part.puts_off:
-                made -= self.states.w * part.parameters.total
-            if part.puts_off or reduce:
-                self._take((action.stage, index), part, reduce, made)
+                place = action.stage, index
+                made.pop(place, None)
+                self._add_up(place, part, made.total())
+        if (action.stage, action.micro) in self.reduces:
+            self._reduce_all(action)
+        self._end_reductions(action)
 
     def _gathered(self, part: Part) -> int:
         """Bytes of weights gathered for the use of `part` only."""
         return self.states.w * part.parameters.total if self.states.frees and not part.with_stage else 0
 
-    def _release(self, part: Part, moment: Moment, waiting: Counter[Item] | None) -> None:
-        """Free what was kept until `moment`; what gradients of weights still need goes to `waiting`, if given."""
+    def _release(self, part: Part, moment: Moment, puts_off: bool) -> Counter[Item]:
+        """Free what was kept until `moment`, but for what is put off; that is the answer."""
         groups = (("activations", part.kept), ("temporaries", (*part.remade, *part.offloaded)))
         ended = [(kind, kept) for kind, group in groups for kept in group if kept.until == moment.name]
         for kind, kept in ended:
-            if waiting is None or not kept.for_weights:
+            if not (puts_off and kept.for_weights):
                 self._hold(kind, kept.component, -kept.bytes)
-        if waiting is None:
-            return
+        held: Counter[Item] = Counter()
+        if not puts_off:
+            return held
         cheap = [("temporaries", kept) for kept in part.cheap if kept.until == moment.name]
         for kind, kept in cheap:
             self._hold(kind, kept.component, kept.bytes if kept.for_weights else 0)
         self._hold("gradients", "put off", moment.put_off)
-        waiting["gradients", "put off"] += moment.put_off
+        held["gradients", "put off"] = moment.put_off
         for kind, kept in (*ended, *cheap):
-            waiting[kind, kept.component] += kept.bytes if kept.for_weights else 0
+            held[kind, kept.component] += kept.bytes if kept.for_weights else 0
+        return held
 
     def _fetch(self, action: Action, index: int) -> None:
         """Bring what a part has offloaded back to the device, for the first time."""
@@ -225,25 +252,35 @@ class Walk:
         return any(kept.until == "attention norm" for kept in self.parts[stage][0].offloaded)
 
     def _adds_at_once(self, place: Place) -> bool:
-        """Whether autograd adds every gradient to one that is there already, and frees it."""
-        return not self.states.managed and place in self.whole
+        """Whether every gradient is added to one that is there already, and freed; FSDP2 widens those of a part first."""
+        return place in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
-    def _take(self, place: Place, part: Part, reduce: bool, beside: int) -> None:
-        """Accumulate or reduce the gradients of `part`, which backward has just made."""
+    def _add_up(self, place: Place, part: Part, beside: int) -> None:
+        """Keep the gradients of `part`, which backward has just made, or add them to those that are held."""
         states = self.states
-        summed = place in self.whole  # into gradients that are held already
+        summed = place in self.whole
+        if not summed:
+            self._hold_weights("gradients", part, states.r)
+            self.whole.add(place)
+        if states.r != states.w:
+            self._see((0 if summed else states.w * part.parameters.total) + beside)
+
+    def _reduce_all(self, action: Action) -> None:
+        """What FSDP2 does at the end of a backward pass with gradients that are there: in the order of the model."""
+        for index in range(len(self.parts[action.stage])):
+            self._reduce(action, index, 0)
+
+    def _reduce(self, action: Action, index: int, beside: int) -> None:
+        """Reduce the gradients of a part, those that backward has just made if it holds no others."""
+        states, place, part = self.states, (action.stage, index), self.parts[action.stage][index]
+        summed = place in self.whole
         made = 0 if summed else states.w * part.parameters.total
         whole = states.r * part.parameters.total
-        if not reduce:
-            if not summed:
-                self._hold_weights("gradients", part, states.r)
-                self.whole.add(place)
-            if states.r != states.w:
-                self._see(made + beside)
-            return
-        self._see(made + beside - self.reducing[place[0]] + whole)
-        self._hold("gradients", "being reduced", whole - self.reducing[place[0]])
-        self.reducing[place[0]] = whole
+        self._release_reduced(action.stage)
+        self._share(place, 0)
+        self._see(made + beside + whole)
+        self._hold("gradients", "being reduced", whole)
+        self.reducing[action.stage] = whole
         if summed:
             self._hold_weights("gradients", part, -states.r)
             self.whole.remove(place)
@@ -251,10 +288,37 @@ class Walk:
             copy = part.newest * (states.r if summed else states.w)
         else:  # and where it has nobody to reduce with, it divides by 1, in a copy
             copy = whole
-        self._see(beside + copy + whole // states.shards)
-        if place not in self.sharded:
-            self._hold_weights("gradients", part, states.p, states.shards)
-            self.sharded.add(place)
+        reduced = whole // states.shards
+        self._see(beside + copy + reduced)
+        waits = states.replicas and not self._last(action) and not self.table.splits_backward
+        held, each = self.sharded.get(place, 0), states.r if waits else states.p
+        if states.r != each:
+            self._see(beside + copy + reduced + (each * part.parameters.total // states.shards if held else 0))
+        if held != each:
+            self._hold_weights("gradients", part, each - held, states.shards)
+            self.sharded[place] = each
+        if states.replicas and not waits and (held or states.r != states.p):
+            self._share(place, reduced)
+
+    def _last(self, action: Action) -> bool:
+        """Whether the reduction after `action` is the last of its stage in the step."""
+        return self.last_reduced.get(action.stage) == action.micro
+
+    def _end_reductions(self, action: Action) -> None:
+        """After the last backward pass of a stage nothing is kept of its reductions but their results."""
+        if action.makes_weight_gradients and self._last(action):
+            self._release_reduced(action.stage)
+            for index in range(len(self.parts[action.stage])):
+                self._share((action.stage, index), 0)
+
+    def _release_reduced(self, stage: int) -> None:
+        self._hold("gradients", "being reduced", -self.reducing.pop(stage, 0))
+
+    def _share(self, place: Place, size: int) -> None:
+        """`size` bytes are now what replicas add up of a part, in place of what was."""
+        self._hold("gradients", "being reduced", size - self.shared.pop(place, 0))
+        if size:
+            self.shared[place] = size
 
     def _exchange(self, exchange: Exchange) -> None:
         """Buffers are made for what comes; what was sent before has arrived."""

@@ -22,7 +22,7 @@ ranks put together and take apart the parameters of a stage; `micro` is then tha
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, listing
 
 
 class Kind(StrEnum):
@@ -132,6 +132,9 @@ class Exchange:
         if others:
             raise InputError(f"an exchange holds only transfers, not {' and '.join(others)}")
         object.__setattr__(self, "actions", tuple(sorted(self.actions, key=lambda action: action.transfer)))
+
+    def __str__(self) -> str:
+        return listing(self.actions, "and")
 
 
 Program = tuple[Action | Exchange, ...]

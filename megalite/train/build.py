@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.schema import Config
+from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
@@ -35,6 +36,7 @@ class Job:
     weight_gradients: dict[int, WeightGradients]  # of the stages, where the schedule splits backward
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     optimizer: torch.optim.Optimizer
+    activity: Activity  # where this rank notes what it is doing
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
     def training(self, batch: Tensor) -> Pipeline:
@@ -59,24 +61,26 @@ class Job:
         return self.pipelines[purpose][1]
 
 
-def build(config: Config, mesh: Mesh) -> Job:
+def build(config: Config, mesh: Mesh, activity: Activity | None = None) -> Job:
     """Build this rank's stages with their initial weights, and its optimizer.
 
-    Raises InputError for a schedule that cannot run.
+    activity: where the rank notes what it is doing; None: nobody watches. Raises InputError for a schedule that
+    cannot run.
     """
     table, pp = table_of(config), mesh.coordinates["pp"]
     modes = recompute_modes(config, mesh, table)
     stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
-    return Job(config, mesh, stages, gradients, table.placement, build_optimizer(stages.values(), config.optim))
+    optimizer = build_optimizer(stages.values(), config.optim)
+    return Job(config, mesh, stages, gradients, table.placement, optimizer, activity or Activity())
 
 
 def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Sequence[Mode] | None = None) -> Decoder:
     """Stage `number` of the model's `stages`, sharded and filled.
 
     modes: what each of its layers recomputes in backward; None: nothing.
-    The order matters: recompute wraps a layer's forward, compile the result, FSDP2 both; memory is taken
-    only when every rank knows which part it holds.
+    The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone with
+    all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
     """
     stage = Decoder(
         config.model, mesh.tp, layers_of(split_of(config))[number], first=number == 0, last=number == stages - 1
@@ -84,9 +88,9 @@ def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Seq
     stage.to(parameter_dtype(config.train.precision))
     keeping = Offload() if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), modes or every_nth("none", 1, len(stage.layers)), strict=True):
-        recompute(layer, mode, keeping)
         if config.train.compile:
-            layer.compile()
+            layer.forward = torch.compile(layer.forward)
+        recompute(layer, mode, keeping)
     if uses_fsdp(config):
         shard(stage, stage.gathered_apart(), mesh, config.train.precision, config.parallel.data)
     stage.to_empty(device=mesh.device)
@@ -101,4 +105,4 @@ def build_pipeline(table: Table, job: Job, shape: torch.Size) -> Pipeline:
     handed = ((tokens - 1) // (mesh.layout.tp * mesh.layout.cp), micro, config.model.width)
     activation = Activation(handed, compute_dtype(config.train.precision), mesh.device)
     rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data.mode
-    return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode)
+    return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode, job.activity)

@@ -3,11 +3,13 @@
 import argparse
 import importlib
 
+from megalite.checkpoint.choose import check_start
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.validate import check, check_files
 from megalite.dist.local import launch
 from megalite.dist.ranks import find_place, let_others_speak
+from megalite.dist.signals import die_with_launcher, stop_before_first_step
 from megalite.plan.fit import fit_micro
 from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
@@ -16,6 +18,9 @@ from megalite.train.folder import Folder
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code."""
     place = find_place()
+    if place is not None:
+        die_with_launcher()
+        stop_before_first_step(place)
     try:
         config = check(load(args.files, args.overrides), place.world_size if place else None)
         if config.batch.memory is not None or config.run.device == "cpu":  # else the ranks ask their GPUs
@@ -24,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
         if config.batch.micro != "auto":
             table_of(config)  # refuses a schedule that cannot run before any rank is started
         folder = Folder.of(config)
+        check_start(config, folder.checkpoints)
         folder.make()
     except InputError:
         if place is not None and place.rank != 0:

@@ -11,7 +11,7 @@ from megalite.model.positions import Places, angles
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import Step
-from megalite.parallel.sequence import Rows, rows, split
+from megalite.parallel.sequence import Documents, Rows, rows, split
 from megalite.train.build import Job
 
 
@@ -39,12 +39,17 @@ def _places(job: Job, batch: Tensor, tokens: Tensor, mine: Rows) -> list[Places]
     if data.mask_documents:
         end = data.end_of_document
         assert end is not None, "the worker has asked the tokenizer"
-        attends = [attend([boundaries(sample, end) for sample in micro]) for micro in batch.numpy()[..., :-1]]
+        attends = list(map(attend, documents_of(batch, end)))
         if data.reset_positions:
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(tokens, end), mine).unbind(1)
     cos, sin = angles(config.model, turns, compute_dtype(config.train.precision))
     return [Places(cos, sin, *rest) for rest in zip(attends, positions, strict=True)]
+
+
+def documents_of(batch: Tensor, end_of_document: int) -> list[list[Documents]]:
+    """Of every micro-batch and sample in `batch` `[m, b, s + 1]`: where documents begin, and s."""
+    return [[boundaries(sample, end_of_document) for sample in micro] for micro in batch.numpy()[..., :-1]]
 
 
 def positions_in_documents(tokens: Tensor, end_of_document: int) -> Tensor:

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megalite.config.load import dump
 from megalite.config.schema import Config
+from megalite.train.records import BACK, mend
 
 FORMATS = {
     "loss": "{:.4f}",
@@ -45,13 +47,20 @@ Record = dict[str, float]
 
 
 class Report:
-    """Reports a run from its one reporting rank; a context manager that leaves whole files behind."""
+    """Reports a run from its one reporting rank; a context manager that leaves whole files behind.
+
+    `metrics.jsonl` only grows: what a killed run had reported after `first_step`, an event takes back.
+    """
 
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         self.steps = config.train.steps
         self.console = Console()
-        self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self.board = _board(folder / "tensorboard") if config.log.tensorboard else None
+        path = folder / "metrics.jsonl"
+        cut = mend(path)
+        resumed = path.exists() and path.stat().st_size > 0
+        self.metrics = path.open("a", buffering=1)
+        self.folder = folder / "tensorboard" if config.log.tensorboard else None
+        self.board = _board(self.folder, first_step + 1 if resumed else None)
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -62,6 +71,10 @@ class Report:
         )
         self.task = self.progress.add_task(config.run.name, total=self.steps, completed=first_step)
         self.began, self.first_step = time.monotonic(), first_step
+        if cut is not None:
+            self.say(f"{path}: cut off its half-written last line {cut[:80]}")
+        if resumed:
+            self._write(first_step, {"event": "resumed"})
 
     def __enter__(self) -> "Report":
         self.progress.start()
@@ -81,13 +94,26 @@ class Report:
 
     def record(self, step: int, values: Record) -> None:
         """Report `values` as of `step` optimizer steps."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.metrics.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        self._write(step, values)
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
         shown = [f"{TITLES.get(name, name)} {FORMATS[name].format(value)}" for name, value in values.items()]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
+
+    def event(self, step: int, name: str, text: str, **details: Any) -> None:
+        """Report what happened to the run at `step`, in words and for programs."""
+        self._write(step, {"event": name, **details})
+        if name in BACK and self.board is not None:
+            self.board.close()
+            self.board = _board(self.folder, step + 1)
+        if self.board is not None:
+            self.board.add_text(name, text, step)
+        self.say(text)
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        known = {name: value if _finite(value) else None for name, value in values.items()}
+        self.metrics.write(json.dumps({"step": step, "time": time.time(), **known}) + "\n")
 
     def _remaining(self, step: int) -> str:
         done = step - self.first_step
@@ -97,9 +123,19 @@ class Report:
         return f"  ETA {timedelta(seconds=round(seconds))}"
 
 
-def _board(folder: Path) -> Any:
-    """A TensorBoard writer; by name, because its import takes seconds that only the reporting rank need spend."""
-    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+def _finite(value: object) -> bool:
+    """Whether JSON can say it."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _board(folder: Path | None, purge: int | None) -> Any:
+    """A TensorBoard writer, if there is a folder for it, that takes back what was written of steps from `purge` on.
+
+    By name, because its import takes seconds that only the reporting rank need spend.
+    """
+    if folder is None:
+        return None
+    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purge)
 
 
 def write_environment(folder: Path, config: Config, ranks: int, device: str) -> None:

@@ -1,6 +1,6 @@
 """One optimizer step and one evaluation, from batches to numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -8,38 +8,46 @@ from torch import Tensor
 
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
-from megalite.parallel.gradients import clip, finish, global_norm
+from megalite.parallel.gradients import clip, counted_norms, finish
 from megalite.train.build import Job
 from megalite.train.inputs import inputs
+from megalite.train.signs import Signs, take_signs
 
 
-def train_step(job: Job, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Optimizer step number `step`, counted from 0: this rank's part of the mean loss, and the global gradient norm.
+def train_step(job: Job, batch: Tensor, step: int, asked: Collection[int] = ()) -> Signs:
+    """Optimizer step number `step`, counted from 0: its vital signs.
 
-    batch `[m, b, s + 1]`: this rank's micro-batches. Nothing here waits for the device.
+    batch `[m, b, s + 1]`: this rank's micro-batches. asked: signals by which this rank was asked to stop, for all to
+    know. Where the loss or the gradient norm is not finite, nothing changes. Nothing here waits for the device.
     """
-    loss = gradients(job, batch)
-    return loss, update(job, step)
+    return update(job, gradients(job, batch), step, asked)
 
 
 def gradients(job: Job, batch: Tensor) -> Tensor:
     """Accumulate the complete gradients of the mean loss; this rank's part of it."""
     scale = 1 / target_tokens(job, batch)
     loss = job.training(batch).run(inputs(job, batch, scale))
+    job.activity("finishing the gradients")
     finish(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
     return loss * scale
 
 
-def update(job: Job, step: int) -> Tensor:
-    """Use up the gradients for optimizer step number `step`; their global norm."""
-    norm = global_norm(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
+def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Signs:
+    """Use up the gradients for optimizer step number `step`; its vital signs.
+
+    loss: this rank's part of the mean loss.
+    """
+    job.activity("updating the weights")
+    names, norms = counted_norms(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
+    signs = take_signs(job.mesh, names, norms, loss if _counts_loss(job) else None, asked)
     if job.config.optim.clip_norm > 0:
-        clip(job.stages, norm, job.config.optim.clip_norm)
+        clip(job.stages, signs.norm, job.config.optim.clip_norm)
+    job.optimizer.found_inf = signs.bad  # type: ignore[attr-defined]  # skips the update where it is 1
     for group in job.optimizer.param_groups:
         group["lr"] = learning_rate(job.config.schedule, job.config.optim.lr, job.config.train.steps, step)
     job.optimizer.step()
     job.optimizer.zero_grad()
-    return norm
+    return signs
 
 
 @torch.no_grad()
@@ -49,18 +57,18 @@ def evaluate(job: Job, batches: Iterable[Tensor]) -> float:
     for batch in batches:
         total += job.evaluation(batch).run(inputs(job, batch))
         tokens += target_tokens(job, batch)
+        job.activity("evaluating")
     for stage in job.stages.values():
         reshard(stage)  # no backward comes to free what forward gathered
-    return mean_loss(job, total / tokens)
+    loss = total / tokens if _counts_loss(job) else torch.zeros_like(total)
+    dist.all_reduce(loss, group=job.mesh.world)
+    return loss.item()
 
 
-def mean_loss(job: Job, loss: Tensor) -> float:
-    """The mean loss per token, from the parts of all ranks. Waits for the device."""
+def _counts_loss(job: Job) -> bool:
+    """Whether this rank's part of the mean loss is one of those that add up to it."""
     at = job.mesh.coordinates
-    counted = at["pp"] == job.placement[-1] and at["tp"] == 0  # tp ranks hold the same sum
-    total = loss.clone() if counted else torch.zeros_like(loss)
-    dist.all_reduce(total, group=job.mesh.world)
-    return total.item()
+    return at["pp"] == job.placement[-1] and at["tp"] == 0  # tp ranks hold the same sum
 
 
 def target_tokens(job: Job, batch: Tensor) -> int:

@@ -1,23 +1,34 @@
 """One rank of `megalite train`: from start-up to the end of the run."""
 
 import logging
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megalite.checkpoint import store
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.manifest import Source as SourceRead
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Saver
+from megalite.checkpoint.state import State
+from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
 from megalite.data.documents import end_of_document
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
+from megalite.dist.activity import Activity
 from megalite.dist.local import log_file
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
-from megalite.dist.start import run_rank, start
+from megalite.dist.signals import ignore_stops
+from megalite.dist.start import meet, run_rank, start
+from megalite.dist.watchdog import watched
 from megalite.plan.batches import samples_after
 from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
@@ -33,10 +44,10 @@ log = logging.getLogger("megalite")
 
 def run(place: Place, config: Config) -> int:
     """Train as the rank at `place`, in a run folder that is there; the exit code."""
-    return run_rank(lambda: _train(place, config), place)
+    return run_rank(lambda: _watched(place, config), place)
 
 
-def _train(place: Place, config: Config) -> int:
+def _watched(place: Place, config: Config) -> int:
     folder = Folder.of(config)
     logging.basicConfig(
         filename=log_file(folder.logs, place.rank),
@@ -44,7 +55,18 @@ def _train(place: Place, config: Config) -> int:
         format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s",
         force=True,
     )
-    device = start(place, config.run.device, config.train.timeout)
+    timeout, activity = config.train.timeout, Activity()
+    meeting = meet(place, timeout)
+    with watched(meeting, place, activity, timeout):
+        # The watchdog speaks before any collective gives up, and knows when others are slow but busy.
+        device = start(place, config.run.device, 10 * timeout, meeting)
+        code = _train(place, config, device, activity)
+        ignore_stops()
+        return code
+
+
+def _train(place: Place, config: Config, device: torch.device, activity: Activity) -> int:
+    folder = Folder.of(config)
     if config.batch.micro == "auto":
         config = fit_micro(config, device_memory(device))
     check_attention(config, device)
@@ -53,21 +75,26 @@ def _train(place: Place, config: Config) -> int:
         config = replace(config, data=replace(config.data, end_of_document=end))
     mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded)
     assert mesh is not None, "validation has compared the layout with the world size"
-    job = build(config, mesh)
+    activity("building the model")
+    job = build(config, mesh, activity)
     at = "  ".join(f"{axis} {position}" for axis, position in mesh.coordinates.items())
     layers = ", ".join(layer for stage in job.stages.values() for layer in stage.layers)
     log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
-    progress = resume(job, folder.checkpoints)
     batches = open_data(job)
-    if place.rank != 0:
-        train(job, batches, progress, folder.checkpoints, None)
-        return 0
-    write_environment(folder.path, config, place.world_size, _device_name(device))
-    with Report(folder.path, config, progress.step) as report:
-        announce(report, job, batches, progress)
-        train(job, batches, progress, folder.checkpoints, report)
-        report.say(f"done: {config.train.steps} steps, run folder {folder.path}")
-    return 0
+    data, state, together = sources_read(job, batches), State(job.stages, job.optimizer), Together()
+    restorer = Restorer(state, config, data, together, job.activity.tick)
+    reload = partial(restorer.newest, folder.checkpoints, warn)
+    progress = begin(config, restorer, reload)
+    with Saver(state, config, data, folder.checkpoints, together, job.activity.tick) as saver:
+        if place.rank != 0:
+            return train(job, batches, progress, saver, reload, None)
+        write_environment(folder.path, config, place.world_size, _device_name(device))
+        with Report(folder.path, config, progress.step) as report:
+            announce(report, job, batches, progress)
+            code = train(job, batches, progress, saver, reload, report)
+            if code == 0:
+                report.say(f"done: {config.train.steps} steps, run folder {folder.path}")
+            return code
 
 
 def check_attention(config: Config, device: torch.device) -> None:
@@ -95,26 +122,27 @@ def device_memory(device: torch.device) -> int | None:
     return int(total.item() * FOR_TENSORS)
 
 
-def resume(job: Job, checkpoints: Path) -> store.Progress:
-    """Continue as `checkpoint.resume` says; where the run stands then."""
-    wanted = job.config.checkpoint.resume
-    found = store.complete(checkpoints)
-    path = Path(wanted) if wanted not in ("auto", "never") else found[-1] if found and wanted == "auto" else None
-    if path is None:
-        if found:
-            raise InputError(
-                f"checkpoint.resume = never, but {checkpoints} holds {found[-1].name}; "
-                "give run.name another name, or resume with checkpoint.resume=auto"
-            )
-        return store.Progress(0, 0, asdict(job.config.model))
-    progress = store.load(path, job.stages, job.optimizer, job.config)
-    if found and store.step_of(found[-1]) > progress.step:
-        raise InputError(
-            f"checkpoint.resume = {wanted}, but {checkpoints} already holds {found[-1].name}, which is newer; "
-            "continue from that with checkpoint.resume=auto, or give run.name another name"
-        )
-    log.info("resumed from %s", path)
-    return progress
+def begin(config: Config, restorer: Restorer, reload: Callable[[], Progress | None]) -> Progress:
+    """Continue as `checkpoint.resume` says, or begin with `checkpoint.weights`; where the run stands then."""
+    checkpoint = config.checkpoint
+    if checkpoint.resume not in ("auto", "never"):
+        return restorer.all(Path(checkpoint.resume))
+    progress = reload() if checkpoint.resume == "auto" else None
+    if progress is None and checkpoint.weights is not None:
+        restorer.weights(Path(checkpoint.weights))
+    return progress or Progress()
+
+
+def warn(text: str) -> None:
+    log.warning(text)
+    print(f"megalite: warning: {text}", file=sys.stderr)
+
+
+def sources_read(job: Job, batches: Batches) -> tuple[SourceRead, ...]:
+    """The training data as a checkpoint remembers it."""
+    samples = batches.train.samples
+    read = zip(job.config.data.train, samples.parts, samples.fingerprints(), strict=True)
+    return tuple(SourceRead(source.path, source.weight, part.tokens, mark) for source, part, mark in read)
 
 
 def open_data(job: Job) -> Batches:
@@ -130,13 +158,13 @@ def open_data(job: Job) -> Batches:
     return Batches(loader(data.train), loader(data.valid) if data.valid else None)
 
 
-def announce(report: Report, job: Job, batches: Batches, progress: store.Progress) -> None:
+def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> None:
     """Say what is about to be trained, on what."""
     config = job.config
     schedule, micro = config.parallel.pipeline.schedule, config.batch.micro
     report.say(f"{config.run.name}: {config.parallel.layout}, schedule {schedule}, micro-batches of {micro}")
     samples = batches.train.samples
-    end = samples_after(config, config.train.steps - progress.step, progress.samples)
+    end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):
         report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
     if job.mesh.device.type == "cuda":

@@ -98,6 +98,20 @@ def test_the_defaults_are_valid() -> None:
             ["data.end_of_document=1024"],
             "data.end_of_document = 1024: must be a token id, from 0 to model.vocab_size − 1 = 1023",
         ),
+        (
+            ["train.on_bad_step=rollback"],
+            'train.on_bad_step = "rollback": needs checkpoints to go back to, but checkpoint.interval = 0 saves at the '
+            "end only; set checkpoint.interval",
+        ),
+        (
+            ["train.on_spike=rollback"],
+            'train.on_spike = "rollback": needs checkpoints to go back to, but checkpoint.interval = 0 saves at the '
+            "end only; set checkpoint.interval",
+        ),
+        (["train.spike_window=4"], "train.spike_window = 4: must be at least 8"),
+        (["train.spike_threshold=0"], "train.spike_threshold = 0.0: must be greater than 0"),
+        (["train.rollback_skip=0"], "train.rollback_skip = 0: must be at least 1"),
+        (["train.max_bad_steps=-1"], "train.max_bad_steps = -1: must be at least 0"),
         (["parallel.pp=5"], "parallel.pp = 5: makes 5 stages, more than model.layers = 4; use pp 4 or fewer"),
         (
             ["parallel.pp=3", "parallel.pipeline.schedule=zbv"],

@@ -53,6 +53,13 @@ def test_shorter_sequences_hold_the_same_tokens_and_targets(samples: Samples, dp
     assert torch.equal(together[:, 1:].flatten(), whole[:, 1:].flatten())
 
 
+def test_left_out_samples_are_not_read(samples: Samples) -> None:
+    batch = GlobalBatch(3, GLOBAL, left_out=((5, 9), (13, 14)))
+    ranks = [Loader(samples, 2, dp=3, dp_rank=rank).read(batch) for rank in range(3)]
+    expected = np.stack([samples[index] for index in (3, 4, 9, 10, 11, 12, *range(14, 20))])
+    assert torch.equal(torch.cat([read.flatten(0, 1) for read in ranks]), torch.from_numpy(expected))
+
+
 def test_batches_come_as_wanted_and_beside_what_was_read(samples: Samples) -> None:
     loader = Loader(samples, 2, dp=2, dp_rank=1)
     wanted = [GlobalBatch(0, 4), GlobalBatch(4, 8, 2), GlobalBatch(12, 12, 4), GlobalBatch(24, 12)]

@@ -11,6 +11,7 @@ import os, signal, sys, time
 from pathlib import Path
 
 rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 def wait_for(*names):
     while not all((folder / name).exists() for name in names):

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,10 @@ import sys
 from pathlib import Path
 from megalite.dist.local import launch
 folder = Path(sys.argv[1])
-sys.exit(launch("program", [str(folder)], 2, folder / "logs"))
+try:
+    sys.exit(launch("program", [str(folder)], 2, folder / "logs"))
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
@@ -27,9 +31,10 @@ def run(module: str, world_size: int, folder: Path, *arguments: str) -> int:
 
 
 @contextmanager
-def launcher_of_two(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launcher_of_two(folder: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher of two ranks, in a process of its own."""
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder)], stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-c", LAUNCHER, str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as process:
         try:
             yield process
         finally:
@@ -61,9 +66,9 @@ def test_logs_of_an_earlier_run_are_kept(program: Program, tmp_path: Path) -> No
 
 
 def test_the_launcher_s_signal_handlers_are_restored(program: Program, tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in local.STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert run(program("sys.exit(rank)"), 2, tmp_path) == 1
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert ([signal.getsignal(number) for number in local.STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
 
 
 def test_a_rank_that_fails_ends_the_job(program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +109,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
     monkeypatch.setattr(local, "_spawn", spawn_one)
     with pytest.raises(OSError, match="no more processes"):
         run(program("time.sleep(600)"), 2, tmp_path)
-    assert [process.returncode for process in started] == [-signal.SIGTERM]
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_the_cause_is_shown_and_not_what_followed_from_it(
@@ -139,7 +144,7 @@ def test_a_rank_killed_by_a_signal_is_named(
     assert capfd.readouterr().err == f"megalite: rank 1 was killed by {name}{hint}; see {log}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", local.STOP)
 def test_a_signal_to_the_launcher_reaches_the_ranks(number: signal.Signals, program: Program, tmp_path: Path) -> None:
     program("""
         def stop(number, frame):
@@ -147,8 +152,8 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(number: signal.Signals, prog
             wait_for("stopped 0", "stopped 1")
             sys.exit(3)
 
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, stop)
         (folder / f"ready {rank}").touch()
         time.sleep(600)
     """)
@@ -157,6 +162,58 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(number: signal.Signals, prog
         launcher.send_signal(number)
         assert launcher.wait(60) == 3
     assert [(tmp_path / f"stopped {rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+
+
+def test_ranks_start_with_signals_held_up(program: Program, tmp_path: Path) -> None:
+    module = program("")
+    (tmp_path / "program.py").write_text(
+        "import signal, sys\nfrom megalite.dist.local import STOP\n"
+        "sys.exit(0 if signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP) else 1)"
+    )
+    assert run(module, 1, tmp_path) == 0
+
+
+def test_the_terminal_s_ctrl_c_reaches_a_rank_once(program: Program, tmp_path: Path) -> None:
+    program("""
+        def stop(number, frame):
+            with (folder / f"interrupts {rank}").open("a") as file:
+                file.write("x")
+
+        signal.signal(signal.SIGINT, stop)
+        (folder / f"ready {rank}").touch()
+        wait_for("enough")
+        sys.exit(3)
+    """)
+    with launcher_of_two(tmp_path, start_new_session=True) as launcher:
+        wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
+        os.killpg(launcher.pid, signal.SIGINT)
+        files = [tmp_path / f"interrupts {rank}" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() for file in files))
+        (tmp_path / "enough").touch()
+        assert launcher.wait(60) == 3
+    assert [file.read_text() for file in files] == ["x", "x"]
+
+
+def test_a_second_interrupt_ends_everything_at_once(program: Program, tmp_path: Path) -> None:
+    program("""
+        def stop(number, frame):
+            (folder / f"pid {rank}").write_text(str(os.getpid()))
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, stop)
+        (folder / f"ready {rank}").touch()
+        while True:
+            time.sleep(600)
+    """)
+    with launcher_of_two(tmp_path) as launcher:
+        wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
+        launcher.send_signal(signal.SIGINT)
+        files = [tmp_path / f"pid {rank}" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        assert launcher.poll() is None, "ranks have as long as they want to obey"
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130
+        assert not any(running(file.read_text()) for file in files)
 
 
 def running(pid: str) -> bool:

@@ -39,7 +39,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
     def losses(name: str) -> list[float]:
-        return [json.loads(line)["loss"] for line in (folder / "runs" / name / "metrics.jsonl").open()]
+        records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").open()]
+        return [record["loss"] for record in records if "loss" in record]
 
     return SimpleNamespace(folder=folder, environment=environment, run=run, losses=losses)
 

@@ -67,3 +67,18 @@ def test_what_only_ranks_can_find_is_told_once(work, cluster, submit) -> None:
     job = submit("data.train=[{path: lost}]")
     assert cluster.wait(job)["JobState"] == "FAILED"
     assert (work.folder / f"{job}.log").read_text().count("no such file: lost.bin and lost.idx") == 1
+
+
+def test_a_stopped_job_comes_back_and_a_cancelled_one_does_not(work, cluster, submit) -> None:
+    job = submit("run.name=stopped", "train.steps=1000000")
+    log, metrics = work.folder / f"{job}.log", work.folder / "runs" / "stopped" / "metrics.jsonl"
+    cluster.until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
+    cluster.run("scancel", "--signal=USR1", job)
+    cluster.until(lambda: "resuming at step" in log.read_text(), "the job back at work")
+    assert log.read_text().count("stopped by SIGUSR1 after step") == 1
+    done = len(work.losses("stopped"))
+    cluster.until(lambda: len(work.losses("stopped")) > done, "another step")
+    cluster.run("scancel", job)
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1"), log.read_text()
+    assert not cluster.processes(SLURM_JOB_ID=job)

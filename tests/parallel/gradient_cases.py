@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Parallel
 from megalite.dist.mesh import Mesh
-from megalite.parallel.gradients import clip, global_norm
+from megalite.parallel.gradients import clip, counted_norms
 from megalite.train.build import Job, build
+from megalite.train.signs import take_signs
 from megalite.train.step import gradients
 from megalite.verify import random_batch
 
@@ -40,7 +41,8 @@ def clipped(config: Config, limit: float) -> Clipped | None:
     job = build(config, mesh)
     gradients(job, random_batch(job, 0))
     before = whole(job)
-    norm = global_norm(job.stages, job.placement, mesh, config.model.tie_embeddings)
+    names, norms = counted_norms(job.stages, job.placement, mesh, config.model.tie_embeddings)
+    norm = take_signs(mesh, names, norms, None, ()).norm
     clip(job.stages, norm, limit)
     after = whole(job)
     return Clipped(

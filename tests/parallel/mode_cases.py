@@ -5,7 +5,7 @@ import torch
 from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
 from megalite.train.build import build
-from megalite.train.step import mean_loss, train_step
+from megalite.train.step import train_step
 from megalite.verify import random_batch
 
 
@@ -15,5 +15,5 @@ def curve(config: Config, steps: int) -> list[tuple[float, float]] | None:
     if mesh is None:
         return None
     job = build(config, mesh)
-    results = [train_step(job, random_batch(job, step), step) for step in range(steps)]
-    return [(mean_loss(job, loss), norm.item()) for loss, norm in results]
+    results = [train_step(job, random_batch(job, step), step).read() for step in range(steps)]
+    return [(reading.loss, reading.norm) for reading in results]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.config.layout import Layout
+from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
 from megalite.parallel.parameter import whole
 from megalite.parallel.pipeline import Activation, Flight, Pipeline, Step
@@ -100,7 +101,7 @@ def runner(mesh: Mesh, table: Table) -> tuple[Pipeline, dict[int, ToyStage]]:
     rank = mesh.coordinates["pp"]
     stages = {number: ToyStage(number, mesh.tp) for number in table.stages_of(rank)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()}
-    return Pipeline(table, stages, gradients, rank, mesh.group("pp"), activation, "zero3"), stages
+    return Pipeline(table, stages, gradients, rank, mesh.group("pp"), activation, "zero3", Activity()), stages
 
 
 def result(total: Tensor, params: Iterable[nn.Parameter]) -> Result:

@@ -11,9 +11,12 @@ from megalite.config.batch import batch_rules
 from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup
 from megalite.plan.batches import (
     GlobalBatch,
+    Ranges,
     batch_size,
     batch_sizes,
     global_batches,
+    joined,
+    latest_batches,
     samples_after,
     sequence_length,
 )
@@ -46,33 +49,78 @@ def configs(draw: st.DrawFn, micro: int = 1, dp: int = 1, parts: int = 1) -> Con
     return config
 
 
-def take(config: Config, steps: int, consumed: int = 0) -> list[GlobalBatch]:
-    return list(islice(global_batches(config, consumed), steps))
+@st.composite
+def ranges(draw: st.DrawFn) -> Ranges:
+    """Samples to leave out, of any steps."""
+    pairs = st.tuples(st.integers(0, 120), st.integers(1, 30)).map(lambda pair: (pair[0], sum(pair)))
+    return joined(tuple(draw(st.lists(pairs, max_size=5))))
 
 
-@given(configs(), st.lists(st.integers(0, 12), max_size=6))
-def test_a_run_in_pieces_takes_the_steps_of_a_whole_one(config: Config, runs: list[int]) -> None:
+def take(config: Config, steps: int, consumed: int = 0, left_out: Ranges = ()) -> list[GlobalBatch]:
+    return list(islice(global_batches(config, consumed, left_out), steps))
+
+
+@given(configs(), st.lists(st.integers(0, 12), max_size=6), ranges())
+def test_a_run_in_pieces_takes_the_steps_of_a_whole_one(config: Config, runs: list[int], left_out: Ranges) -> None:
     consumed, taken = 0, []
     for steps in runs:
-        resumed = take(config, steps, consumed)
-        assert samples_after(config, steps, consumed) == (resumed[-1].end if resumed else consumed)
+        resumed = take(config, steps, consumed, left_out)
+        assert samples_after(config, steps, consumed, left_out) == (resumed[-1].end if resumed else consumed)
         taken += resumed
-        consumed = samples_after(config, steps, consumed)
-    assert taken == take(config, sum(runs))
+        consumed = samples_after(config, steps, consumed, left_out)
+    assert taken == take(config, sum(runs), 0, left_out)
 
 
-@given(configs(), st.integers(1, 60))
-def test_every_sample_is_taken_once_in_order(config: Config, steps: int) -> None:
-    batches = take(config, steps)
-    samples = [sample for batch in batches for sample in range(batch.first, batch.end)]
-    assert samples == list(range(len(samples)))
+@given(configs(), st.integers(1, 60), ranges())
+def test_every_sample_is_taken_once_in_order_but_for_those_left_out(
+    config: Config, steps: int, left_out: Ranges
+) -> None:
+    batches = take(config, steps, 0, left_out)
+    assert all(len(batch.ids) == batch.samples for batch in batches)
+    samples = [sample for batch in batches for sample in batch.ids]
+    passed = {sample for first, end in left_out for sample in range(first, end)}
+    assert samples == [sample for sample in range(batches[-1].end) if sample not in passed]
 
 
-@given(configs(), configs(), st.integers(0, 20), st.integers(0, 20))
-def test_another_ramp_goes_on_where_the_first_stopped(one: Config, other: Config, before: int, after: int) -> None:
-    batches = take(one, before)
-    batches += take(other, after, samples_after(one, before))
-    assert all(batch.end == following.first for batch, following in pairwise(batches))
+@given(configs(), configs(), st.integers(0, 20), st.integers(0, 20), ranges())
+def test_another_ramp_goes_on_where_the_first_stopped(
+    one: Config, other: Config, before: int, after: int, left_out: Ranges
+) -> None:
+    batches = take(one, before, 0, left_out)
+    batches += take(other, after, samples_after(one, before, 0, left_out), left_out)
+    samples = [sample for batch in batches for sample in batch.ids]
+    passed = {sample for first, end in left_out for sample in range(first, end)}
+    assert samples == [sample for sample in range(samples[-1] + 1 if samples else 0) if sample not in passed]
+
+
+@given(configs(), ranges(), st.integers(0, 10), st.integers(0, 10), st.integers(1, 5))
+def test_leaving_out_the_latest_batches_takes_those_before_again_and_goes_on_after(
+    config: Config, left_out: Ranges, saved: int, later: int, count: int
+) -> None:
+    consumed = samples_after(config, saved, 0, left_out)
+    replayed = take(config, later + 1, consumed, left_out)
+    latest = latest_batches(config, consumed, left_out, replayed[-1].end, count)
+    assert latest == (replayed[-count:][0].first, replayed[-1].end)
+    again = take(config, later + 1, consumed, joined((*left_out, latest)))
+    kept = replayed[:-count]
+    assert again[: len(kept)] == kept
+    assert again[len(kept)].first >= replayed[-1].end
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=8))
+def test_joined_ranges_have_the_same_samples_and_gaps_between_them(pairs: list[tuple[int, int]]) -> None:
+    given_ranges = tuple((first, first + length) for first, length in pairs)
+    found = joined(given_ranges)
+    assert all(one[1] < other[0] for one, other in pairwise(found))
+    samples = [sample for first, end in found for sample in range(first, end)]
+    assert samples == sorted({sample for first, end in given_ranges for sample in range(first, end)})
+
+
+def test_leaving_out_by_hand() -> None:
+    config = Config(batch=Batch(1, 4))
+    batches = take(config, 3, 0, ((2, 3), (4, 8), (9, 10)))
+    assert [batch.ids for batch in batches] == [[0, 1, 3, 8], [10, 11, 12, 13], [14, 15, 16, 17]]
+    assert [(batch.first, batch.end) for batch in batches] == [(0, 9), (10, 14), (14, 18)]
 
 
 @given(st.data(), counts, counts, counts)

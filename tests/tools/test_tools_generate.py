@@ -3,16 +3,15 @@
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from toy_jobs import make, one_rank
+from toy_jobs import make, one_rank, save
 
-from megalite.checkpoint import store
 from megalite.config.load import dump
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.tokenizer import load_tokenizer
@@ -39,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
     with one_rank():
         for step in (1, 2):
             job = make(replace(config, run=replace(config.run, seed=step)))
-            store.save(folder / "checkpoints", job.stages, job.optimizer, store.Progress(step, step, asdict(MODEL)))
+            save(job, folder / "checkpoints", step)
     trained = replace(config, parallel=Parallel(pp=2, tp=2, dp_shard=2), train=Train(precision="bf16", compile=True))
     (folder / "config.yaml").write_text(dump(trained))
     return folder

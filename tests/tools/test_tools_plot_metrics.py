@@ -63,6 +63,20 @@ def test_steps_repeated_after_resuming_use_the_later_record(tmp_path: Path) -> N
     assert curves["loss"] == [(1, 10.0), (2, 20.0), (3, 20.0), (4, 20.0)]
 
 
+def test_what_a_run_went_back_on_is_not_drawn(tmp_path: Path) -> None:
+    before = [{"step": step, "loss": 10.0} for step in (1, 2, 3)]
+    after = [{"step": 1, "event": "rollback", "parameters": ["norm.weight"]}, {"step": 4, "loss": 20.0}]
+    curves = read_metrics(write_run(tmp_path, *before, *after) / "metrics.jsonl")
+    assert curves["loss"] == [(1, 10.0), (4, 20.0)]
+
+
+def test_a_line_that_is_being_written_is_passed_over(tmp_path: Path) -> None:
+    path = write_run(tmp_path, {"step": 1, "loss": 1.0}) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert read_metrics(path)["loss"] == [(1, 1.0)]
+
+
 def test_null_is_left_out(tmp_path: Path) -> None:
     curves = read_metrics(write_run(tmp_path, {"step": 1, "loss": None, "grad_norm": 2.0}) / "metrics.jsonl")
     assert curves == {"grad_norm": [(1, 2.0)]}

@@ -1,22 +1,26 @@
 """What the loop does when: reports, evaluations, checkpoints."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+import toy_runs
 from ranks import Ranks
 from toy_jobs import MODEL, config_of, make, one_rank
 from toy_runs import Notebook, Notes, curves
 from toy_runs import run as run_job
 
-from megalite.checkpoint import store
+from megalite.checkpoint.manifest import complete, step_of
+from megalite.checkpoint.progress import Progress
+from megalite.config.errors import Unhealthy
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Checkpoint, Config, Curriculum, Eval, LearningRate, Log, Rampup
 from megalite.config.validate import validate
 from megalite.plan.batches import GlobalBatch
 from megalite.plan.size import flops_per_token
+from megalite.train.guard import Judged
 from megalite.train.loop import Meter
+from megalite.train.signs import Reading
 
 GROWING = Batch(2, 24, rampup=Rampup(8, None, 300), curriculum=Curriculum(2, 500))
 GROWN = [(8, 4), (8, 4), (8, 4), (16, 2), (24, 2), (24, 1)]  # samples and pieces of the first steps
@@ -26,7 +30,7 @@ def run(folder: Path, start: int = 0, lr: float = 0.01, **sections: object) -> t
     base = config_of(Layout(), replace(MODEL, layers=1))
     config: Config = replace(base, optim=replace(base.optim, lr=lr), **sections)  # type: ignore[arg-type]
     with one_rank():
-        return run_job(config, folder, store.Progress(start, 8 * start, asdict(config.model)))
+        return run_job(config, folder, Progress(start, start, 8 * start, 64 * start))
 
 
 def test_a_report_is_the_mean_of_all_steps_since_the_last(tmp_path: Path) -> None:
@@ -80,10 +84,24 @@ def test_checkpoints_are_saved_every_interval_and_at_the_end(
     interval: int, keep: int, left: list[int], tmp_path: Path
 ) -> None:
     notes, _, _ = run(tmp_path, checkpoint=Checkpoint(interval, keep))
-    found = store.complete(tmp_path)
-    assert [store.step_of(path) for path in found] == left
-    assert [store.read_progress(path).samples for path in found] == [8 * step for step in left]
-    assert f"saved {found[-1]}" in notes.said
+    found = complete(tmp_path)
+    assert [step_of(path) for path in found] == left
+    told = {details["checkpoint"]: details["path"] for _, details in notes.named("saved")}
+    assert told.items() >= {step_of(path): str(path) for path in found}.items()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_no_run_ends_well_without_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = Notes()
+    monkeypatch.setattr(toy_runs, "Notes", lambda: notes)
+    (tmp_path / "step-00000006.partial").write_text("in the way")
+    with pytest.raises(Unhealthy, match="the last checkpoint could not be written"):
+        run(tmp_path)
+    ((step, details),) = notes.named("save_failed")
+    assert (step, details["checkpoint"]) == (6, 6)
+    assert "step-00000006.partial" in str(details["error"])
+    assert len(notes.curve("loss")) == 6
 
 
 def test_a_resumed_run_reads_on_where_it_stood(tmp_path: Path) -> None:
@@ -95,7 +113,7 @@ def test_a_resumed_run_reads_on_where_it_stood(tmp_path: Path) -> None:
 def test_a_finished_run_has_nothing_to_do(start: int, tmp_path: Path) -> None:
     notes, _, _ = run(tmp_path, start)
     assert notes.records == []
-    assert store.complete(tmp_path) == []
+    assert complete(tmp_path) == []
 
 
 def test_batches_and_sequences_grow(tmp_path: Path) -> None:
@@ -104,7 +122,6 @@ def test_batches_and_sequences_grow(tmp_path: Path) -> None:
     samples = [sum(size for size, _ in GROWN[:step]) for step in range(1, 7)]
     assert [batch.end for batch in training.asked] == samples
     assert notes.curve("tokens") == {step: 8 * count for step, count in enumerate(samples, 1)}
-    assert store.read_progress(store.complete(tmp_path)[-1]).samples == samples[-1]
     assert validation.asked == [GlobalBatch(0, 24)] * 3
 
 
@@ -130,9 +147,9 @@ def test_the_meter_counts_all_ranks_tokens_and_shorter_sequences_flops() -> None
     model = replace(MODEL, layers=1)
     with one_rank():
         meter = Meter(make(config_of(Layout(), model)))
-        for shape in ((2, 4, 9), (3, 8, 5)):
-            meter.add(torch.zeros(()), torch.zeros(shape, dtype=torch.int64))
-    assert meter.tokens == [64, 96]
+        for batch in (GlobalBatch(0, 8), GlobalBatch(8, 12, pieces=2)):
+            meter.add(Judged(1, batch, Reading(1.0, 1.0, ()), "good", ""))
+    assert meter.tokens == 160
     short = replace(model, sequence_length=4)
     assert meter.flops == 64 * flops_per_token(model) + 96 * flops_per_token(short)
 

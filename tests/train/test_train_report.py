@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 import megalite
 from megalite.config.load import load
 from megalite.config.schema import Config, Log, Parallel, Run, Source, Train
+from megalite.train.records import read_events, read_records
 from megalite.train.report import FORMATS, Report, write_environment
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
@@ -30,6 +32,12 @@ RECORDS = {
     10: {"loss": 2.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 1e5, "tflops_per_device": 0.5},
     15: {"valid_loss": 2.0, "valid_perplexity": 7.389},
 }
+
+
+@pytest.fixture(autouse=True)
+def file_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's files are read in the order of their names: by the second, then by a number without padding."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def write(folder: Path, config: Config, records: dict[int, dict[str, float]], first_step: int = 0) -> None:
@@ -102,8 +110,57 @@ def test_what_json_cannot_say_becomes_null(value: float, tmp_path: Path, capsys:
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     write(tmp_path, CONFIG, {5: RECORDS[5]})
     write(tmp_path, CONFIG, {10: RECORDS[10]}, first_step=5)
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10]
+    assert [line["step"] for line in lines(tmp_path) if "event" not in line] == [5, 10]
     assert sorted(board(tmp_path)["loss"]) == [5, 10]
+
+
+def loss(value: float) -> dict[str, float]:
+    return {"loss": value}
+
+
+def test_what_was_reported_after_the_step_a_run_is_resumed_from_no_longer_counts(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, {step: loss(step) for step in (1, 2, 3, 4)})
+    write(tmp_path, CONFIG, {step: loss(10 * step) for step in (3, 5)}, first_step=2)
+    counting = {record["step"]: record["loss"] for record in read_records(tmp_path / "metrics.jsonl")}
+    assert counting == {1: 1, 2: 2, 3: 30, 5: 50}
+    assert board(tmp_path)["loss"] == counting
+    assert len(lines(tmp_path)) == 7, "nothing is deleted"
+
+
+def test_a_run_that_begins_anew_takes_everything_back(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, {1: loss(1), 2: loss(2)})
+    write(tmp_path, CONFIG, {1: loss(3)})
+    assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3]
+    assert board(tmp_path)["loss"] == {1: 3}
+
+
+def test_a_rollback_takes_back_what_came_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(tmp_path, CONFIG, 0) as report:
+        for step in (1, 2, 3):
+            report.record(step, loss(step))
+        report.event(1, "rollback", "back to step 1", taken_back=3, left_out=((16, 24),), loss=math.nan)
+        report.record(2, loss(20))
+    assert "back to step 1" in capsys.readouterr().out
+    assert {record["step"]: record["loss"] for record in read_records(tmp_path / "metrics.jsonl")} == {1: 1, 2: 20}
+    assert board(tmp_path)["loss"] == {1: 1, 2: 20}
+    (event,) = read_events(tmp_path / "metrics.jsonl")
+    del event["time"]
+    assert event == {"step": 1, "event": "rollback", "taken_back": 3, "left_out": [[16, 24]], "loss": None}
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_line_that_was_not_written_to_its_end_is_cut_off_and_shown(
+    cut: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, CONFIG, {1: loss(1), 2: loss(2)})
+    path = tmp_path / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(text[:-cut])
+    write(tmp_path, CONFIG, {3: loss(3)}, first_step=2)
+    whole = cut == 1  # the newline alone is missing
+    assert [record["step"] for record in read_records(path)] == ([1, 2, 3] if whole else [1, 3])
+    assert path.read_text().startswith(text if whole else text.splitlines(keepends=True)[0])
+    assert ("half-written" in capsys.readouterr().out) == (not whole)
 
 
 def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:

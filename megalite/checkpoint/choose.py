@@ -1,0 +1,39 @@
+"""Whether a run can begin as `checkpoint.resume` says, answered before any rank is started. Imports no torch."""
+
+from pathlib import Path
+
+from megalite.checkpoint.compare import refuse_other_model
+from megalite.checkpoint.manifest import DamagedError, Manifest, complete, step_of
+from megalite.config.errors import InputError
+from megalite.config.schema import Config
+
+
+def check_start(config: Config, folder: Path) -> None:
+    """Raises InputError for a checkpoint of another model, and for one that is not the newest in `folder`.
+
+    A run that went on from an older one would write under the names of those that are there.
+    """
+    found, wanted, weights = complete(folder), config.checkpoint.resume, config.checkpoint.weights
+    if wanted == "never" and found:
+        raise InputError(
+            f"checkpoint.resume = never, but {folder} holds {found[-1].name}; "
+            "give run.name another name, or resume with checkpoint.resume=auto"
+        )
+    if wanted not in ("auto", "never"):
+        step = _read(wanted, "checkpoint.resume", config).step
+        if found and step_of(found[-1]) > step:
+            raise InputError(
+                f"checkpoint.resume = {wanted}, but {folder} already holds {found[-1].name}, which is newer; "
+                "continue from that with checkpoint.resume=auto, or give run.name another name"
+            )
+    elif weights is not None and not found:
+        _read(weights, "checkpoint.weights", config)
+
+
+def _read(path: str, key: str, config: Config) -> Manifest:
+    try:
+        manifest = Manifest.read(Path(path))
+    except (DamagedError, OSError) as error:
+        raise InputError(f"{key}: is not a checkpoint: {error}") from None
+    refuse_other_model(Path(path), manifest.configuration, config)
+    return manifest

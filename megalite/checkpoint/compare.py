@@ -1,0 +1,56 @@
+"""What must be the same in a checkpoint and in the run that loads it. Imports no torch."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from megalite.checkpoint.manifest import Manifest, Source
+from megalite.config.errors import InputError, Problem
+from megalite.config.schema import Config
+from megalite.data.order import integer_weights
+
+FREE = {"sequence_length", "init_std"}  # no tensor's shape or meaning depends on them
+
+
+def refuse_other_model(path: Path, there: Config, here: Config) -> None:
+    """Raises InputError with every key in which the models differ."""
+    old, new = asdict(there.model), asdict(here.model)
+    problems = [
+        Problem(f"model.{key}", f"the checkpoint {path} has {old[key]!r}", value=value)
+        for key, value in new.items()
+        if key not in FREE and old[key] != value
+    ]
+    if problems:
+        raise InputError(problems)
+
+
+def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
+    """Raises InputError unless sample i is the same for both: a position in the data would mean nothing else.
+
+    Batch sizes, ramp-up, curriculum and layout may differ: the position counts samples.
+    """
+    there = manifest.configuration
+    pairs = {
+        "run.seed": (there.run.seed, here.run.seed),
+        "model.sequence_length": (there.model.sequence_length, here.model.sequence_length),
+        "data.train": (_mixture(manifest.data), _mixture(data)),
+    }
+    remedy = "or begin a new run from its weights with checkpoint.weights"
+    problems = [
+        Problem(key, f"the checkpoint {path} was trained with {old}; samples would repeat or be left out", remedy, new)
+        for key, (old, new) in pairs.items()
+        if old != new
+    ]
+    if not problems:
+        problems = [
+            Problem(f"data.train[{number}].path", f"holds other tokens than when {path} was saved", remedy, new.path)
+            for number, (old, new) in enumerate(zip(manifest.data, data, strict=True))
+            if old.fingerprint != new.fingerprint
+        ]
+    if problems:
+        raise InputError(problems)
+
+
+def _mixture(data: tuple[Source, ...]) -> str:
+    """The sources' weights in the order that they are listed in, as smallest whole numbers."""
+    weights = integer_weights([source.weight for source in data]) if data else ()
+    return f"{len(data)} sources weighted {' : '.join(map(str, weights))}"

@@ -1,0 +1,251 @@
+"""Saving: staged to the host, written in the background, published by one rename when all of it is on the disk."""
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from megalite.checkpoint.files import Writer
+from megalite.checkpoint.manifest import MANIFEST, File, Manifest, Source, synchronize, total_bytes, write_durably
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.retain import PARTIAL, retain
+from megalite.checkpoint.state import State, progress_tensors
+from megalite.checkpoint.together import ElsewhereError, Together
+from megalite.config.convert import to_plain
+from megalite.config.errors import Unhealthy
+from megalite.config.schema import Config
+
+VERSIONS = ("megalite", "torch")
+
+log = logging.getLogger("megalite")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is durable."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float  # from the end of staging
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A checkpoint that could not be written; nothing is left of it."""
+
+    step: int
+    error: str
+
+
+@dataclass
+class Plan:
+    """Who writes what. It is made once: a run's tensors keep their names and shapes."""
+
+    planner: "Planner"
+    mine: SavePlan
+    metadata: Metadata | None  # on the first rank
+
+
+class Planner(DefaultSavePlanner):
+    """Plans with DTensors, and writes what is staged of them."""
+
+    staged: Mapping[str, Tensor]
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.staged[index.fqn]
+
+
+class Saver:
+    """Writes the checkpoints of a run into `folder`, one at a time.
+
+    A context manager: what is under way when it ends is durable afterwards, unless the job is failing.
+    Its methods are collective. data: the sources that `Progress.samples` counts in. advanced: called as a write
+    proceeds, from its thread.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        config: Config,
+        data: tuple[Source, ...],
+        folder: Path,
+        together: Together,
+        advanced: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state, self.config, self.data, self.folder = state, config, data, folder
+        self._together, self._advanced = together, advanced
+        self._plan: Plan | None = None
+        self._staged: dict[str, Tensor] = {}
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._beside = ThreadPoolExecutor(2, "hash")
+        self._pending: Future[Saved | Failed] | None = None
+        self._ended: list[Saved | Failed] = []
+        self._failed: list[Failed] = []  # in a row, up to the latest
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, Unhealthy):  # the other ranks are well and wait for theirs too
+            self.wait()
+        self._writer.shutdown(wait=False)
+        self._beside.shutdown(wait=False)
+
+    def save(self, progress: Progress) -> None:
+        """Stage the state, and write it: in the background, or at once without `checkpoint.async`.
+
+        Waits for the save before. Raises Unhealthy when more than `checkpoint.max_failures` in a row have failed.
+        """
+        self.wait()
+        if len(self._failed) > self.config.checkpoint.max_failures:
+            failures, error = len(self._failed), self._failed[-1].error
+            raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}")
+        tensors = self.state.tensors()
+        plan = self._plan = self._plan or self._make_plan(tensors)
+        plan.planner.staged = self._stage(tensors)
+        assert self.state.optimizer is not None
+        rate = self.state.optimizer.param_groups[0]["lr"]
+        extra = progress_tensors(progress, float(rate), self.config.run.seed)
+        self._pending = self._writer.submit(self._write, plan, progress, extra)
+        if not self.config.checkpoint.async_:
+            self.wait()
+
+    def news(self) -> list[Saved | Failed]:
+        """The saves that have ended since this was last asked."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> None:
+        """Wait until what is under way is durable. Raises Unhealthy if the latest save has failed."""
+        self.wait()
+        if self._failed:
+            raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}")
+
+    def wait(self) -> None:
+        """Wait until nothing is under way, whatever becomes of it."""
+        if self._pending is None:
+            return
+        outcome = self._pending.result()
+        self._pending = None
+        self._ended.append(outcome)
+        self._failed = [*self._failed, outcome] if isinstance(outcome, Failed) else []
+
+    def _make_plan(self, tensors: dict[str, Tensor]) -> Plan:
+        together, planner = self._together, Planner(flatten_state_dict=False)
+        planner.set_up_planner(tensors, None, together.leads)
+        local = together.gather(planner.create_local_plan())
+        plans, metadata = None, None
+        if local is not None:
+            plans, metadata = planner.create_global_plan(local)
+            plans = self._files(self.folder).prepare_global_plan(plans)
+        return Plan(planner, planner.finish_plan(together.scatter(plans)), metadata)
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts as they are now, in host memory that the next save uses again."""
+        parts = {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        if not self.config.checkpoint.async_:
+            return parts  # they stay as they are until all is written
+        for name, part in parts.items():
+            if name not in self._staged:
+                self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            self._staged[name].copy_(part, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return self._staged
+
+    def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor]) -> Saved | Failed:
+        """In the writer's thread, on all ranks: what became of it."""
+        began = monotonic()
+        final = self.folder / f"step-{progress.step:08d}"
+        partial = final.with_name(final.name + PARTIAL)
+        try:
+            self._together.once(lambda: self._make_way(partial))
+            writer = self._files(partial)
+            results = self._together.everywhere(lambda: self._write_mine(writer, plan, extra))
+            written = self._together.gather((results, writer.written))
+            size = self._together.once(lambda: self._publish(writer, plan, progress, written or [], partial, final))
+        except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
+            if self._together.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+            return Failed(progress.step, f"{final}: {error}")
+        return Saved(progress.step, final, size, monotonic() - began)
+
+    def _files(self, folder: Path) -> Writer:
+        return Writer(folder, self._beside, self._advanced)
+
+    def _make_way(self, partial: Path) -> None:
+        if (final := partial.with_suffix("")).exists():
+            raise FileExistsError(f"{final} is there already")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        synchronize(self.folder.parent)
+
+    def _write_mine(self, writer: Writer, plan: Plan, extra: dict[str, Tensor]) -> list[WriteResult]:
+        mine = plan.mine
+        if plan.metadata is not None:  # the first rank adds what is small, and changes its shape
+            plans, metadata = create_default_global_save_plan([create_default_local_save_plan(extra, True)])
+            plan.metadata.state_dict_metadata |= metadata.state_dict_metadata
+            plan.planner.staged = {**plan.planner.staged, **extra}
+            mine = SavePlan([*mine.items, *plans[0].items], mine.storage_data)
+        return writer.write_data(mine, plan.planner).value()
+
+    def _publish(
+        self,
+        writer: Writer,
+        plan: Plan,
+        progress: Progress,
+        written: list[tuple[list[WriteResult], dict[str, File]]],
+        partial: Path,
+        final: Path,
+    ) -> int:
+        """On the first rank, when all have written: the checkpoint's size in bytes."""
+        assert plan.metadata is not None
+        writer.finish(plan.metadata, [results for results, _ in written])
+        files = {name: file for _, found in [*written, ([], writer.written)] for name, file in sorted(found.items())}
+        for name, file in files.items():
+            if not (partial / name).is_file() or (partial / name).stat().st_size != file.bytes:
+                raise OSError(f"{partial / name} is not whole here; do all nodes share this file system?")
+        write_durably(partial / MANIFEST, self._manifest(progress, files).render())
+        synchronize(partial)
+        partial.rename(final)
+        synchronize(self.folder)
+        try:
+            retain(self.folder, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+        except OSError as error:  # the new one is durable all the same
+            log.warning("an old checkpoint cannot be deleted: %s", error)
+        return total_bytes(files.values())
+
+    def _manifest(self, progress: Progress, files: dict[str, File]) -> Manifest:
+        return Manifest(
+            step=progress.step,
+            tokens=progress.tokens,
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            ranks=self._together.ranks,
+            layout=asdict(self.config.parallel.layout),
+            versions={name: version(name) for name in VERSIONS},
+            config=to_plain(self.config),
+            data=self.data,
+            files=files,
+        )

@@ -1,0 +1,92 @@
+"""What a checkpoint holds: the global tensors of a run under global names, and its progress as tensors among them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megalite.checkpoint.progress import Progress
+from megalite.optim.offload import MOMENTS
+
+COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
+
+
+@dataclass(frozen=True)
+class State:
+    """The tensors that one rank trains."""
+
+    stages: Mapping[int, nn.Module]  # by their number in the whole model
+    optimizer: torch.optim.Optimizer | None = None  # None: only the weights matter
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights by global name, without gradients."""
+        return {f"model.{name}": first.detach() for name, (first, *_) in self._named().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by global name; moments that do not exist yet are made as zeros."""
+        assert self.optimizer is not None
+        tensors = self.weights()
+        for name, (param, *_) in self._named().items():
+            state = self.optimizer.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state |= {moment: torch.zeros_like(param) for moment in MOMENTS}
+            tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
+        return tensors
+
+    @torch.no_grad()
+    def loaded_weights(self) -> None:
+        """Make whole what `weights()` does not reach, once they are filled."""
+        for first, *copies in self._named().values():
+            for copy in copies:
+                copy.copy_(first)
+
+    def loaded(self, updates: int) -> None:
+        """Make whole what `tensors()` does not reach, once they are filled; `updates` were taken before."""
+        assert self.optimizer is not None
+        self.loaded_weights()
+        for first, *copies in self._named().values():
+            self.optimizer.state[first]["step"].fill_(updates)
+            for copy in copies:
+                self.optimizer.state[copy] = {key: value.clone() for key, value in self.optimizer.state[first].items()}
+
+    def _named(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters by global name: one of each, but for a tied embedding whose two copies are on this rank."""
+        found: dict[str, list[nn.Parameter]] = {}
+        for stage in self.stages.values():
+            for name, param in stage.named_parameters():
+                found.setdefault(name, []).append(param)
+        return found
+
+
+def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dict[str, Tensor]:
+    """`progress` as tensors.
+
+    The learning-rate schedule and all random numbers are pure functions of the step and the seed. The rate, of the
+    latest step, is there for other programs.
+    """
+    return {
+        **{f"progress.{name}": torch.tensor(getattr(progress, name)) for name in COUNTS},
+        "progress.left_out": torch.tensor(progress.left_out, dtype=torch.int64).reshape(-1, 2),
+        "progress.losses": torch.tensor(progress.losses, dtype=torch.float64),
+        "schedule.learning_rate": torch.tensor(learning_rate, dtype=torch.float64),
+        "rng.seed": torch.tensor(seed),
+    }
+
+
+def empty_progress(metadata: Metadata) -> dict[str, Tensor]:
+    """Tensors to load the progress of a checkpoint into."""
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("progress.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def progress_from(tensors: Mapping[str, Tensor]) -> Progress:
+    """The inverse of `progress_tensors`."""
+    counts = {name: int(tensors[f"progress.{name}"]) for name in COUNTS}
+    left_out = tuple((first, end) for first, end in tensors["progress.left_out"].tolist())
+    return Progress(**counts, left_out=left_out, losses=tuple(tensors["progress.losses"].tolist()))

@@ -1,0 +1,81 @@
+"""What all ranks of a job decide together on the host, over a process group that nothing else uses.
+
+Its collectives may run in a thread beside training, whose own are then not disturbed.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megalite.config.errors import InputError
+
+T = TypeVar("T")
+WRITING = timedelta(days=1)  # a rank may wait for another's slow disk; the watchdog ends what does not move at all
+
+
+class ElsewhereError(RuntimeError):
+    """Another rank failed."""
+
+
+class Together:
+    """Collective over all ranks, as are its methods."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(timeout=WRITING, backend="gloo", group_desc="checkpoints")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one that acts for all."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T] | None:
+        """The values of all ranks, on the first."""
+        values: list[Any] | None = [None] * self.ranks if self.leads else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values
+
+    def tell(self, value: T) -> T:
+        """The first rank's value."""
+        told = [value]
+        dist.broadcast_object_list(told, src=0, group=self.group)
+        return told[0]
+
+    def scatter(self, values: list[T] | None) -> T:
+        """This rank's one of the first rank's values."""
+        taken: list[Any] = [None]
+        dist.scatter_object_list(taken, values, src=0, group=self.group)
+        return taken[0]
+
+    def once(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises on the first rank, on every rank."""
+        outcome = self.tell(_attempt(call, self.rank) if self.leads else None)
+        assert outcome is not None, "the first rank has called"
+        return _unpack(outcome)
+
+    def everywhere(self, call: Callable[[], T]) -> T:
+        """What `call` returns here. Where it raises on any rank, it does on all: what the first of them raised."""
+        value, error = _attempt(call, self.rank)
+        errors = self.gather(error)
+        first = next((error for error in errors if error is not None), None) if errors is not None else None
+        return _unpack((value, self.tell(first)))
+
+
+def _attempt(call: Callable[[], T], rank: int) -> tuple[T | None, Exception | None]:
+    try:
+        return call(), None
+    except ValueError as error:  # bad input and damage
+        return None, error
+    except OSError as error:  # what the file system refuses
+        return None, InputError(str(error))
+    except Exception as error:  # noqa: BLE001 - not every exception can travel
+        return None, ElsewhereError(f"rank {rank}: {error!r}")
+
+
+def _unpack(outcome: tuple[T | None, Exception | None]) -> T:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

@@ -1,0 +1,69 @@
+"""What a rank is doing, as it notes itself, and where its threads are: what the watchdog tells the other ranks."""
+
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+PACKAGE = Path(__file__).parents[1]
+HIDDEN = "watchdog"  # threads whose names begin like this are not shown
+
+
+class Activity:
+    """The latest thing that a rank has begun. A note costs an assignment; any thread may read it."""
+
+    def __init__(self) -> None:
+        self.step = 0  # the optimizer step that is under way
+        self("starting")
+        self.tick()
+
+    def __call__(self, what: object) -> None:
+        """Note what begins now; `what` is turned into text only if somebody asks."""
+        self.now = what, time.monotonic()
+
+    def tick(self) -> None:
+        """Note progress of what takes long or runs in the background, such as one more piece of a checkpoint."""
+        self.ticked = time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the latest sign of progress."""
+        return time.monotonic() - max(self.now[1], self.ticked)
+
+
+def places() -> str:
+    """Where the main thread is, and every other thread that is in this package."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    found = [_place(frames[main.ident]) if main.ident in frames else "nowhere"]
+    for thread in threading.enumerate():
+        if thread is not main and thread.ident in frames and not thread.name.startswith(HIDDEN):
+            place = _place(frames[thread.ident])
+            if place.startswith(PACKAGE.name):
+                found.append(f"thread {thread.name} at {place}")
+    return "; ".join(found)
+
+
+def stacks() -> str:
+    """The stacks of all threads, for a log."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if not names.get(ident, "").startswith(HIDDEN)
+    )
+
+
+def _place(innermost: FrameType) -> str:
+    """The innermost line of this package, and the function of another that it has called: `FILE:LINE NAME, in NAME`."""
+    inside = f"{innermost.f_globals.get('__name__', '?')}.{innermost.f_code.co_name}"
+    frame: FrameType | None = innermost
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            place = f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
+            return place if frame is innermost else f"{place}, in {inside}"
+        frame = frame.f_back
+    return inside

@@ -1,0 +1,134 @@
+"""A roll call: every rank says what it is doing, and who says nothing is lost.
+
+It goes over the job's key-value store, which works when collectives do not. Rounds are numbered; in each, the first
+rank to answer collects the answers and concludes, so that the store is not read by everybody.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+ROWS = 16  # of a table; every rank's own log has its row
+RANGES = 6  # of ranks in a row
+
+
+@dataclass(frozen=True)
+class Status:
+    """What one rank is doing."""
+
+    rank: int
+    host: str
+    step: int
+    what: str
+    since: float  # when that began, seconds since the epoch
+    idle: float  # seconds since the latest sign of progress
+    place: str  # in the program
+
+    def __str__(self) -> str:
+        return _words(self, time.time())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comes of a round."""
+
+    fatal: bool
+    text: str
+    idle: float  # seconds since the latest sign of progress of any rank
+    speaker: int  # the rank that tells the user
+    answers: int  # ranks that answered
+
+
+class RollCall:
+    """One round, as one rank of `size` takes part in it."""
+
+    def __init__(self, store: dist.Store, size: int, number: int) -> None:
+        self.store, self.size = dist.PrefixStore(f"roll call {number}", store), size
+
+    def called(self) -> bool:
+        return self.store.check(["call"])
+
+    def call(self, cause: str) -> None:
+        """Begin the round, unless it has begun."""
+        self.store.compare_set("call", "", cause)
+
+    def answer(self, status: Status) -> bool:
+        """Give this rank's answer; whether it is the first, whose giver has to conclude."""
+        self.store.set(f"rank {status.rank}", json.dumps(asdict(status)))
+        return self.store.add("answers", 1) == 1
+
+    def complete(self) -> bool:
+        return self.store.add("answers", 0) == self.size
+
+    def answers(self) -> list[Status]:
+        """All answers so far."""
+        ranks: Iterable[int] = range(self.size)
+        if not self.complete():
+            ranks = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
+        return [Status(**json.loads(text)) for text in self.store.multi_get([f"rank {rank}" for rank in ranks])]
+
+    def conclude(self, timeout: float, hosts: dist.Store) -> Verdict:
+        """Publish what the answers mean: the end, if a peer is lost or no rank has got on for long.
+
+        hosts: tells the host of a rank that does not answer.
+        """
+        found = self.answers()
+        cause = self.store.get("call").decode()
+        idle = min(status.idle for status in found)
+        present = {status.rank for status in found}
+        silent = {rank: hosts.get(str(rank)).decode() for rank in range(self.size) if rank not in present}
+        head = cause or f"no progress for {timeout:g} s (train.timeout)"
+        # Ranks do not stop at the same time: those behind a stuck one still finish what they have.
+        fatal = bool(cause) or idle >= timeout / 2
+        verdict = Verdict(fatal, f"{head}\n{table(found, silent)}", idle, min(present), len(present))
+        self.store.set("verdict", json.dumps(asdict(verdict)))
+        return verdict
+
+    def verdict(self) -> Verdict | None:
+        return Verdict(**json.loads(self.store.get("verdict"))) if self.store.check(["verdict"]) else None
+
+    def know(self) -> int:
+        """Note that this rank has dealt with the verdict; how many have."""
+        return self.store.add("know", 1)
+
+    def known(self) -> int:
+        return self.store.add("know", 0)
+
+
+def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
+    """A line for all ranks that do the same: those that do not answer (their hosts), then who is at it longest."""
+    now = time.time()
+    groups: dict[tuple[int, str, str], list[Status]] = {}
+    for status in sorted(answers, key=lambda status: status.since):
+        groups.setdefault((status.step, status.what, status.place), []).append(status)
+    by_host: dict[str, list[int]] = {}
+    for rank, host in silent.items():
+        by_host.setdefault(host, []).append(rank)
+    rows = [f"{_ranks(ranks)} on {host}: no answer, lost" for host, ranks in by_host.items()]
+    for group in groups.values():
+        ranks = sorted(status.rank for status in group)
+        where = f" on {group[0].host}" if len({status.host for status in group}) == 1 else ""
+        rows.append(f"{_ranks(ranks)}{where}: {_words(group[0], now)}")
+    rest = [f"and {len(rows) - ROWS} more such lines; every rank's log has its own"] if len(rows) > ROWS else []
+    return "\n".join(f"  {row}" for row in rows[:ROWS] + rest)
+
+
+def _words(status: Status, now: float) -> str:
+    return f"step {status.step}, {status.what}, for {now - status.since:.0f} s, at {status.place}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Sorted ranks as `rank 3`, or `ranks 0-3, 8`, shortened."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    if len(words) > RANGES:
+        words = [*words[:RANGES], "…"]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({', '.join(words)})"

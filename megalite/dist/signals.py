@@ -1,0 +1,50 @@
+"""How a rank hears of a stop, and of its launcher's death, from its first moment on. Imports no torch."""
+
+import ctypes
+import os
+import signal
+import sys
+
+from megalite.dist.last_words import log, tell
+from megalite.dist.local import LAUNCHER, MEETING, STOP
+from megalite.dist.ranks import Place
+
+
+def die_with_launcher() -> None:
+    """Ranks started by the local launcher or by torchrun must not outlive it, even if it is killed (Linux)."""
+    launcher = os.environ.get(LAUNCHER)
+    if sys.platform == "linux" and (launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if launcher is not None and os.getppid() != int(launcher):  # it has died before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_before_first_step(place: Place) -> None:
+    """End with exit code 3 when asked to stop, until the training loop listens itself: there is nothing to save yet.
+
+    The other ranks are asked as well, so rank 0 speaks where no launcher of ours picks the one to speak.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        text = f"stopped by {signal.Signals(number).name} before the first step"
+        log.error(text)
+        if place.rank == 0 or MEETING in os.environ:
+            tell(3, text, place)
+            sys.stderr.flush()
+        os._exit(3)
+
+    for number in STOP:
+        signal.signal(number, stop)
+    hear()
+
+
+def hear() -> None:
+    """Let signals in: the local launcher starts ranks with those of `STOP` held up, so that none comes too early."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+
+
+def ignore_stops() -> None:
+    """There is nothing left to stop."""
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)

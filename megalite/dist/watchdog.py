@@ -1,0 +1,163 @@
+"""A thread that turns a hang, or a lost rank, into an error that says what every rank is doing."""
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megalite.dist.activity import HIDDEN, Activity, places, stacks
+from megalite.dist.last_words import tell
+from megalite.dist.ranks import HELD_BACK, Place, let_others_speak
+from megalite.dist.rollcall import RollCall, Status, Verdict
+from megalite.dist.start import Meeting, is_lost_peer
+
+END = object()
+
+log = logging.getLogger("megalite")
+
+
+@contextmanager
+def watched(meeting: Meeting, place: Place, activity: Activity, timeout: float) -> Iterator[None]:
+    """End the process with exit code 5 if no rank notes any activity for `timeout` seconds, or a peer is lost.
+
+    Collective: ranks leave together, by a barrier of the default process group, which must exist by then.
+    """
+    activity.tick()
+    watchdog = Watchdog(meeting, place, activity, timeout)
+    try:
+        yield
+        activity("waiting for the other ranks to end")
+        dist.barrier()
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            watchdog.give_up(error)
+        raise
+    finally:
+        watchdog.stop()
+
+
+class StoreGone(Exception):
+    """The job's key-value store does not answer."""
+
+
+class Watchdog:
+    """Watches one rank, and answers when another calls the roll."""
+
+    def __init__(self, meeting: Meeting, place: Place, activity: Activity, timeout: float) -> None:
+        self.meeting, self.place, self.activity, self.timeout = meeting, place, activity, timeout
+        self.interval = min(max(timeout / 20, 0.5), 10.0)  # seconds between two looks
+        self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
+        self._store = meeting.store.clone()  # type: ignore[attr-defined]  # a connection that no other thread waits on
+        self._hosts = meeting.hosts.clone()  # type: ignore[attr-defined]
+        self._asker = ThreadPoolExecutor(1, f"{HIDDEN} store")
+        self._told: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name=HIDDEN, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._told.put(END)
+        self._thread.join(self.interval)
+        self._asker.shutdown(wait=False, cancel_futures=True)
+
+    def give_up(self, error: BaseException) -> None:
+        """End the process for a lost peer; what the launcher says about that one is better, if it notices."""
+        self.activity(f"lost a peer ({_brief(error)})")
+        let_others_speak(5)
+        self._told.put(f"rank {self.place.rank} has lost a peer: {_brief(error)}")
+        self._thread.join()
+
+    def _watch(self) -> None:
+        number, quiet_until = 0, 0.0
+        while True:
+            cause: object = ""
+            with suppress(queue.Empty):
+                cause = self._told.get(timeout=self.interval)
+            if cause is END:
+                return
+            try:
+                call = RollCall(self._store, self.place.world_size, number)
+                stuck = self.activity.idle > self.timeout and time.monotonic() > quiet_until
+                if not (cause or stuck or self._ask(call.called)):
+                    continue
+                verdict = self._take_part(call, str(cause))
+            except StoreGone as gone:
+                self._without_store(gone)
+                return
+            if verdict.fatal:
+                self._end(verdict.text, verdict.speaker == self.place.rank, partial(self._all_know, call, verdict))
+            log.info("waiting, but some ranks get on: %s", verdict.text)
+            number, quiet_until = number + 1, time.monotonic() + self.timeout - verdict.idle
+
+    def _take_part(self, call: RollCall, cause: str) -> Verdict:
+        self._ask(call.call, cause)
+        status = self._status()
+        concludes = self._ask(call.answer, status)
+        deadline = time.monotonic() + self.patience
+        if concludes:
+            while time.monotonic() < deadline and not self._ask(call.complete):
+                time.sleep(self.interval / 5)
+            verdict: Verdict = self._ask(call.conclude, self.timeout, self._hosts)
+            return verdict
+        while time.monotonic() < deadline + self.patience:
+            found: Verdict | None = self._ask(call.verdict)
+            if found is not None:
+                return found
+            time.sleep(self.interval / 5)
+        raise StoreGone("the rank that was to conclude a roll call is gone")
+
+    def _status(self) -> Status:
+        what, since = self.activity.now
+        began = time.time() - (time.monotonic() - since)
+        host, place = self.meeting.host, self.place
+        return Status(place.rank, host, self.activity.step, str(what), began, self.activity.idle, places())
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that uses the store; a host that has lost its power does not even refuse."""
+        try:
+            return self._asker.submit(function, *args).result(self.patience)
+        except (RuntimeError, TimeoutError) as error:
+            raise StoreGone(_brief(error)) from error
+
+    def _without_store(self, gone: StoreGone) -> None:
+        """Its keeper is lost, unless the job has just ended."""
+        with suppress(queue.Empty):
+            while self._told.get(timeout=HELD_BACK) is not END:
+                pass
+            return
+        # Of each node somebody, whose words are not needed where the launcher has noticed.
+        text = f"lost {self.meeting.keeper}: {gone}\n  rank {self.place.rank}: {self._status()}"
+        self._end(text, self.place.local_rank < 2, lambda: None)
+
+    def _all_know(self, call: RollCall, verdict: Verdict) -> None:
+        """Wait for each other: the first to end may bring the others' end, and rank 0's that of the store."""
+        deadline = time.monotonic() + HELD_BACK
+        with suppress(StoreGone):
+            known = self._ask(call.know)
+            while known < verdict.answers and time.monotonic() < deadline:
+                time.sleep(self.interval / 5)
+                known = self._ask(call.known)
+            if self.place.rank == 0:
+                time.sleep(self.interval / 2)
+
+    def _end(self, text: str, speaks: bool, part: Callable[[], None]) -> None:
+        log.error("%s\nhere: %s\n%s", text, self._status(), stacks())
+        if speaks:
+            tell(5, text, self.place)
+        part()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(5)
+
+
+def _brief(error: BaseException) -> str:
+    """Without the advice and the C++ stack that follow."""
+    return str(error).partition("\n")[0].partition(". ")[0]

@@ -1,0 +1,182 @@
+"""The guards of a run: what the vital signs say about a step, and what becomes of it.
+
+All ranks see the same numbers and take the same decisions.
+"""
+
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from types import FrameType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megalite.checkpoint.progress import Progress
+from megalite.config.errors import Unhealthy
+from megalite.config.schema import Config, Train
+from megalite.dist.local import STOP
+from megalite.dist.mesh import Mesh
+from megalite.plan.batches import GlobalBatch, joined, latest_batches
+from megalite.train.build import Job
+from megalite.train.signs import Reading, Signs
+
+Verdict = Literal["good", "bad", "spike"]
+LEAST = 8  # losses that a spike can be told from
+NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+FLOOR = 0.005  # of the median loss: deviations are taken to be at least this large
+SHOWN = 8  # names of parameters that each rank tells, and that are shown
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A step and what came of it."""
+
+    step: int
+    batch: GlobalBatch
+    reading: Reading
+    verdict: Verdict
+    answer: str  # what the configuration has in store for it; "": nothing
+    parameters: tuple[str, ...] = ()  # of a bad step: some whose gradients are not finite
+
+    def __str__(self) -> str:
+        numbers = f"loss {self.reading.loss:.4g}, gradient norm {self.reading.norm:.4g}"
+        at = f"step {self.step}, samples {self.batch.first} to {self.batch.end - 1}: {numbers}"
+        return f"{at}; not finite: the gradients of {_shown(self.parameters)}" if self.parameters else at
+
+
+def is_spike(losses: Sequence[float], loss: float, train: Train) -> bool:
+    """Whether `loss` is out of line with the `losses` before it.
+
+    It is if it exceeds their median by more than `train.spike_threshold` standard deviations, estimated from their
+    median absolute deviation. A quarter of the window must be there to judge.
+    """
+    if len(losses) < max(LEAST, train.spike_window // 4):
+        return False
+    middle = median(losses)
+    deviation = NORMAL * median(abs(other - middle) for other in losses)
+    return loss > middle + train.spike_threshold * max(deviation, FLOOR * abs(middle))
+
+
+def judge(progress: Progress, reading: Reading, train: Train) -> Verdict:
+    """What to think of the step after `progress`."""
+    if not reading.finite:
+        return "bad"
+    return "spike" if train.on_spike != "ignore" and is_spike(progress.losses, reading.loss, train) else "good"
+
+
+def advanced(progress: Progress, judged: Judged, config: Config) -> Progress:
+    """Where the run stands after a step. One that is bad takes its samples and changes nothing else."""
+    step = replace(progress, step=judged.step, samples=judged.batch.end)
+    if judged.answer in ("stop", "skip", "rollback"):
+        step = replace(step, bad_steps=step.bad_steps + 1)
+    if judged.verdict == "bad":
+        return step
+    return replace(
+        step,
+        updates=step.updates + 1,
+        tokens=step.tokens + judged.batch.samples * config.model.sequence_length,
+        losses=(*step.losses, judged.reading.loss)[-config.train.spike_window :],
+    )
+
+
+def rolled_back(saved: Progress, progress: Progress, judged: Judged, config: Config) -> Progress:
+    """Where the run stands when a step of it is taken back and `saved` is loaded.
+
+    Samples of the step, and of `train.rollback_skip` − 1 steps before it, are left out from now on.
+    """
+    known = joined((*saved.left_out, *progress.left_out))
+    batches = latest_batches(config, saved.samples, known, judged.batch.end, config.train.rollback_skip)
+    return replace(saved, left_out=joined((*known, batches)), bad_steps=progress.bad_steps)
+
+
+class Requests:
+    """Signals by which this rank is asked to stop after the step under way; a context manager of the main thread.
+
+    A second SIGINT raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.received: set[int] = set()
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Requests":
+        self._previous = {number: signal.signal(number, self._note) for number in STOP}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self.received:
+            raise KeyboardInterrupt
+        self.received.add(number)
+
+
+class Guard:
+    """Follows a run step by step: `progress` is where it stands after the latest step that was judged.
+
+    On a GPU the signs of a step are read when the next is under way, so that the host never waits for it.
+    """
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.progress = progress
+        self.stopped_by: tuple[str, ...] = ()  # signals that any rank was sent
+        self._config, self._train, self._mesh = job.config, job.config.train, job.mesh
+        self._under_way: deque[tuple[int, GlobalBatch, Signs]] = deque()
+
+    def watch(self, step: int, batch: GlobalBatch, signs: Signs) -> None:
+        """Note a step that was launched."""
+        self._under_way.append((step, batch, signs))
+
+    def judge(self, at_once: bool) -> Iterator[Judged]:
+        """Steps as their signs are there, oldest first; with `at_once`, or once stopped, up to the latest.
+
+        Collective where a step is bad.
+        """
+        while len(self._under_way) > (0 if at_once or self.stopped_by else left_under_way(self._mesh)):
+            step, batch, signs = self._under_way.popleft()
+            reading = signs.read()
+            verdict = judge(self.progress, reading, self._train)
+            answer = {"good": "", "bad": self._train.on_bad_step, "spike": self._train.on_spike}[verdict]
+            parameters = _offending(self._mesh, signs) if verdict == "bad" else ()
+            judged = Judged(step, batch, reading, verdict, answer, parameters)
+            self.progress = advanced(self.progress, judged, self._config)
+            self.stopped_by = self.stopped_by or reading.asked
+            yield judged
+
+    def allows(self, judged: Judged) -> bool:
+        """Whether the run goes on from here; else the step is to be taken back. Raises Unhealthy if it must end."""
+        if judged.answer == "stop":
+            raise Unhealthy(f"{judged}; use train.on_bad_step=skip or rollback to go past it")
+        if judged.answer not in ("skip", "rollback"):
+            return True
+        if self.progress.bad_steps > self._train.max_bad_steps:
+            limit = f"train.max_bad_steps = {self._train.max_bad_steps}"
+            raise Unhealthy(f"{judged}; this is bad step {self.progress.bad_steps} of the run, {limit} are allowed")
+        return judged.answer == "skip"
+
+    def roll_back(self, judged: Judged, saved: Progress | None) -> None:
+        """Go on from `saved`, which was loaded, without the samples of `judged`. Raises Unhealthy if there is none."""
+        if saved is None:
+            raise Unhealthy(f"{judged}; there is no checkpoint yet to roll back to: choose a lower checkpoint.interval")
+        self._under_way.clear()
+        self.progress = rolled_back(saved, self.progress, judged, self._config)
+
+
+def left_under_way(mesh: Mesh) -> int:
+    """Steps whose signs the host does not wait for, so that the device always has work."""
+    return 1 if mesh.device.type == "cuda" else 0
+
+
+def _offending(mesh: Mesh, signs: Signs) -> tuple[str, ...]:
+    """Parameters whose gradients are not finite on any rank, the first of each; collective."""
+    told: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
+    dist.all_gather_object(told, signs.offending()[:SHOWN], group=mesh.world)
+    return tuple(dict.fromkeys(name for names in told for name in names))
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")

@@ -1,0 +1,79 @@
+"""`metrics.jsonl`: what a run reports, one JSON object a line, read and mended after a run was killed.
+
+A record has `step`, `time` and numbers. An event has `step`, `time`, `event` and details. Where a run went back to an
+earlier step, because it was resumed or rolled back, an event says so; the file itself only grows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megalite.config.errors import InputError
+
+BACK = ("resumed", "rollback")  # events after which records of later steps no longer count
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a run that count, as if it had never stopped, in the order they were written; no events.
+
+    A last line that is only half there is passed over. Raises InputError for a file that is no run's.
+    """
+    found: list[dict[str, Any]] = []
+    for record in read_lines(path):
+        if "event" not in record:
+            found.append(record)
+        elif record["event"] in BACK:
+            found = [earlier for earlier in found if earlier["step"] <= record["step"]]
+    return found
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All that has happened to a run. Raises InputError as `read_records` does."""
+    return [record for record in read_lines(path) if "event" in record]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every whole line. Raises InputError for one that is neither a record nor an event."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}; give the folder of a run") from None
+    lines = text.splitlines(keepends=True)
+    if lines and not _whole(lines[-1]):
+        lines.pop()
+    return [_parsed(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def mend(path: Path) -> str | None:
+    """Make the file end in a whole line, so that it can be added to; what was cut off, if anything was."""
+    if not path.exists():
+        return None
+    with path.open("r+b") as file:
+        text = file.read()
+        last = text[text.rfind(b"\n") + 1 :]
+        if not last:
+            return None
+        if _whole(last.decode(errors="replace")):
+            file.write(b"\n")
+            return None
+        file.truncate(len(text) - len(last))
+        return last.decode(errors="replace")
+
+
+def _whole(line: str) -> bool:
+    """Whether a line was written to its end; the newline comes last."""
+    try:
+        return line.endswith("\n") or isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        numbers = [] if "event" in record else [value for value in record.values() if value is not None]
+        if isinstance(record["step"], int) and all(isinstance(value, int | float) for value in numbers):
+            return dict(record)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise InputError(f"{where} is no record of a run: {line.rstrip()[:80]}")

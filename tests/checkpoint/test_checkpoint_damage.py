@@ -1,0 +1,206 @@
+"""Whatever happens to the files of a checkpoint is noticed, and the one before it is used."""
+
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+from toy_jobs import config_of, load_newest, make, one_rank, restorer, save, train_and_save
+
+from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.manifest import MANIFEST, DamagedError, Manifest, check_sizes, complete, share_of
+from megalite.config.errors import InputError
+from megalite.config.layout import Layout
+
+OLDER, NEWER = "step-00000001", "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of one rank."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with one_rank():
+        job = make(config_of(Layout()))
+        save(job, folder, 1)
+        save(job, folder, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reader(original: Path) -> Iterator[Restorer]:
+    """A job of one rank that stays up; `original` has had its own."""
+    with one_rank():
+        yield restorer(make(config_of(Layout())))
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "checkpoints"))
+
+
+def newest(reader: Restorer, folder: Path) -> tuple[int, list[str]]:
+    """The step that a run would continue from, and the warnings on the way."""
+    said: list[str] = []
+    progress = reader.newest(folder, said.append)
+    assert progress is not None
+    return progress.step, said
+
+
+def is_noticed(reader: Restorer, folder: Path, name: str) -> None:
+    step, said = newest(reader, folder)
+    assert step == 1
+    assert len(said) == 1
+    assert NEWER in said[0]
+    assert name in said[0]
+    assert {path.name for path in folder.iterdir()} == {OLDER, f"{NEWER}.damaged"}
+
+
+def damage_with(change: Callable[[bytes], bytes], path: Path) -> None:
+    before = path.read_bytes()
+    after = change(before)
+    assert after != before
+    path.write_bytes(after)
+
+
+def flip(position: int, bit: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+
+
+def test_an_intact_checkpoint_is_taken_without_a_word(reader: Restorer, folder: Path) -> None:
+    assert newest(reader, folder) == (2, [])
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", METADATA, MANIFEST])
+def test_every_flipped_bit_is_noticed(name: str, reader: Restorer, original: Path, tmp_path: Path) -> None:
+    """80 places of each file: the first and last bytes, and others drawn by chance."""
+    size = (original / NEWER / name).stat().st_size
+    chance = random.Random(name)
+    places = [*range(8), *range(size - 8, size), *(chance.randrange(size) for _ in range(64))]
+    for number, place in enumerate(places):
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        damage_with(flip(place, chance.randrange(8)), folder / NEWER / name)
+        is_noticed(reader, folder, name)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", METADATA, MANIFEST])
+def test_every_truncation_is_noticed(name: str, reader: Restorer, original: Path, tmp_path: Path) -> None:
+    size = (original / NEWER / name).stat().st_size
+    chance = random.Random(name)
+    for number, left in enumerate([0, 1, size - 1, *(chance.randrange(size) for _ in range(12))]):
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        damage_with(lambda data, left=left: data[:left], folder / NEWER / name)
+        is_noticed(reader, folder, name)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", METADATA, MANIFEST])
+def test_missing_and_longer_files_are_noticed(name: str, reader: Restorer, folder: Path, original: Path) -> None:
+    (folder / NEWER / name).unlink()
+    is_noticed(reader, folder, name)
+    shutil.rmtree(folder)
+    shutil.copytree(original, folder)
+    damage_with(lambda data: data + b"\n", folder / NEWER / name)
+    is_noticed(reader, folder, name)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", METADATA])
+def test_files_of_another_checkpoint_are_noticed(name: str, reader: Restorer, folder: Path) -> None:
+    damage_with(lambda _: b"\0" * (folder / NEWER / name).stat().st_size, folder / NEWER / name)
+    is_noticed(reader, folder, name)
+
+
+def test_what_was_never_finished_is_not_chosen(reader: Restorer, folder: Path) -> None:
+    """Not even if it is whole: it was not yet known to be durable."""
+    shutil.copytree(folder / NEWER, folder / "step-00000003.partial")
+    shutil.copytree(folder / NEWER, folder / "step-00000004.deleted")
+    (folder / "step-00000005.partial").mkdir()
+    (folder / "step-x").mkdir()
+    assert newest(reader, folder) == (2, [])
+
+
+def test_an_empty_folder_of_that_name_is_not_chosen(reader: Restorer, folder: Path) -> None:
+    (folder / "step-00000003").mkdir()
+    step, said = newest(reader, folder)
+    assert step == 2
+    assert said == [
+        f"{folder / 'step-00000003'}: {MANIFEST} is missing; it is set aside as step-00000003.damaged, and the one "
+        "before is used"
+    ]
+
+
+def test_a_second_of_the_same_name_is_set_aside_too(reader: Restorer, folder: Path) -> None:
+    shutil.copytree(folder / NEWER, folder / f"{NEWER}.damaged")
+    (folder / NEWER / MANIFEST).unlink()
+    assert newest(reader, folder)[0] == 1
+    assert (folder / f"{NEWER}.damaged.2").is_dir()
+
+
+def test_where_all_are_damaged_training_does_not_begin_anew(reader: Restorer, folder: Path) -> None:
+    for path in complete(folder):
+        damage_with(flip(1000, 1), path / "__0_0.distcp")
+    for _ in range(2):  # nor at the second try
+        with pytest.raises(InputError, match=r"holds no intact checkpoint, but step-00000002\.damaged"):
+            reader.newest(folder, lambda _: None)
+
+
+def test_no_checkpoint_at_all_is_a_beginning(reader: Restorer, tmp_path: Path) -> None:
+    assert reader.newest(tmp_path / "checkpoints", pytest.fail) is None
+
+
+def test_without_verification_sizes_still_count(
+    reader: Restorer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader.config.checkpoint, "verify", False)
+    damage_with(flip(5000, 0), folder / NEWER / "__0_0.distcp")
+    assert newest(reader, folder) == (2, [])
+    damage_with(lambda data: data[:-1], folder / NEWER / "__0_0.distcp")
+    assert newest(reader, folder)[0] == 1
+
+
+def test_an_index_may_not_call_anything(reader: Restorer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle that would run a command when loaded; hashes would be in order if the attacker wrote them."""
+    monkeypatch.setattr(reader.config.checkpoint, "verify", False)
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, (f"open({str(folder / 'ran')!r}, 'w')",)
+
+    path = folder / NEWER
+    text = pickle.dumps(Evil()).ljust((path / METADATA).stat().st_size, b".")
+    (path / METADATA).write_bytes(text)
+    with pytest.raises(InputError, match=r"cannot be read: .*builtins\.exec"):
+        reader.all(path)
+    assert not (folder / "ran").exists()
+
+
+def test_another_format_is_refused_by_number(reader: Restorer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("megalite.checkpoint.manifest.FORMAT", 2)
+        text = Manifest.read.__globals__["_render"]  # a manifest as a later megalite would write it
+        fields = json.loads((folder / NEWER / MANIFEST).read_text()) | {"format": 2}
+        fields.pop("digest")
+        fields["digest"] = Manifest.read.__globals__["_digest"](fields)
+        (folder / NEWER / MANIFEST).write_text(text(fields))
+    with pytest.raises(InputError, match="has format 2; this megalite reads format 1") as caught:
+        newest(reader, folder)
+    assert not isinstance(caught.value, DamagedError)
+    assert (folder / NEWER).is_dir(), "it is not damaged"
+
+
+def test_damage_that_one_rank_sees_is_damage_for_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Every file is hashed by one rank, and read by others."""
+    config = config_of(Layout(pp=2, dp_shard=2, tp=2))
+    ranks.run(train_and_save, config, tmp_path, 1)
+    ranks.run(train_and_save, config, tmp_path, 2)
+    path = tmp_path / NEWER
+    files = check_sizes(path).files
+    assert len({rank for rank in range(8) if share_of(files, rank, 8)}) == 8
+    damage_with(flip(3000, 3), path / "__5_0.distcp")
+    results = ranks.run(load_newest, config, tmp_path)
+    assert {step for step, _ in results} == {1}
+    assert [len(said) for _, said in results] == [1] + [0] * 7, "one rank speaks"
+    assert "__5_0.distcp" in results[0][1][0]

@@ -1,0 +1,147 @@
+"""Any layout loads any other's checkpoint, element by element, and training goes on as if never stopped."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from ranks import SIZE, Ranks
+from toy_jobs import (
+    MODEL,
+    assemble,
+    config_of,
+    empty_parts,
+    load_and_train,
+    load_weights,
+    one_rank,
+    train_and_save,
+)
+
+from megalite.checkpoint.manifest import complete
+from megalite.checkpoint.progress import Progress
+from megalite.config.layout import Layout
+from megalite.config.schema import Config, Train
+
+PIPELINE = Layout(pp=2, dp_shard=2, tp=2)
+FLAT = Layout(dp_shard=4, tp=2)
+HYBRID = Layout(dp_replicate=2, dp_shard=2, tp=2)
+DEEP = Layout(pp=4, dp_shard=2)
+WIDE = Layout(dp_shard=SIZE)
+TIED = replace(MODEL, tie_embeddings=True)
+NARROW = replace(MODEL, qk_norm=True)  # norms as wide as a head: 4 elements for 8 ranks
+SHAPES = {  # layout and schedule, over all ranks
+    "pipeline": (PIPELINE, "1f1b"),
+    "flat": (FLAT, "1f1b"),
+    "hybrid": (HYBRID, "1f1b"),
+    "deep": (DEEP, "zb_h1"),
+    "interleaved": (PIPELINE, "interleaved_1f1b"),
+    "V": (PIPELINE, "zbv"),
+}
+PAIRS = list(combinations(SHAPES, 2))
+
+
+@pytest.fixture(scope="module")
+def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict]]:
+    """By shape: a checkpoint of a tied model after two steps, and the tensors that were there when it was written."""
+    made: dict[str, tuple[Path, dict]] = {}
+
+    def write(shape: str) -> tuple[Path, dict]:
+        if shape not in made:
+            folder = tmp_path_factory.mktemp(shape)
+            layout, schedule = SHAPES[shape]
+            wrote = ranks.run(train_and_save, config_of(layout, TIED, schedule), folder, 2)
+            made[shape] = complete(folder)[-1], assemble([there for _, there in wrote])
+        return made[shape]
+
+    return write
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def test_any_layout_loads_any_other(one: str, other: str, written: Callable, ranks: Ranks) -> None:
+    """Both ways: weights and moments to the bit, and the copies of a tied embedding agree after one more step."""
+    for saved, loaded in ((one, other), (other, one)):
+        path, expected = written(saved)
+        layout, schedule = SHAPES[loaded]
+        read = ranks.run(load_and_train, config_of(layout, TIED, schedule), path, 3)
+        assert read[0][0] == Progress(step=2, updates=2, samples=16, tokens=128)
+        found = assemble([there for _, there, _, _ in read])
+        assert expected.keys() == found.keys()
+        assert all(expected[name].equal(found[name]) for name in expected)
+        assert all(tensor.any() for tensor in expected.values()), "zeros would compare equal to nothing loaded"
+        assert assemble([there for _, _, _, there in read]).keys() == expected.keys()
+
+
+@pytest.mark.parametrize("model", [NARROW, TIED], ids=["narrow norms", "tied"])
+def test_one_rank_and_eight_exchange_checkpoints(model: object, ranks: Ranks, tmp_path: Path) -> None:
+    alone = config_of(Layout(), model)
+    with one_rank():
+        _, expected = train_and_save(alone, tmp_path / "one", 2)
+    read = ranks.run(load_and_train, config_of(PIPELINE, model), tmp_path / "one/step-00000002", 2)
+    found = assemble([there for _, there, _, _ in read])
+    assert all(expected[name].values.equal(found[name]) for name in expected)
+
+    wrote = ranks.run(train_and_save, config_of(WIDE, model), tmp_path / "eight", 2)
+    assert (empty_parts([there for _, there in wrote]) > 0) == (model is NARROW)
+    with one_rank():
+        _, back, _, _ = load_and_train(alone, tmp_path / "eight/step-00000002", 2)
+    eight = assemble([there for _, there in wrote])
+    assert all(back[name].values.equal(eight[name]) for name in eight)
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["async", "at once"])
+@pytest.mark.parametrize("layout", [PIPELINE, HYBRID], ids=str)
+def test_resuming_in_the_same_layout_changes_no_bit(
+    layout: Layout, in_background: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    config = config_of(layout, TIED)
+    config.checkpoint.async_ = in_background
+    whole = ranks.run(train_and_save, config, tmp_path, 3, 6)
+    second = ranks.run(load_and_train, config, tmp_path / "step-00000003", 6)
+    assert whole[0][0][3:] == second[0][2]
+    expected, found = assemble([there for _, there in whole]), assemble([there for _, _, _, there in second])
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(PIPELINE, FLAT), (WIDE, DEEP)], ids=["3D to flat", "flat to pipeline"])
+def test_resuming_in_another_layout_changes_only_rounding(
+    before: Layout, after: Layout, ranks: Ranks, tmp_path: Path
+) -> None:
+    whole = ranks.run(train_and_save, config_of(before, NARROW), tmp_path, 3, 6)
+    second = ranks.run(load_and_train, config_of(after, NARROW), tmp_path / "step-00000003", 6)
+    assert whole[0][0][3:] == pytest.approx(second[0][2], rel=1e-10)
+    expected, found = assemble([there for _, there in whole]), assemble([there for _, _, _, there in second])
+    for name, tensor in expected.items():
+        assert (tensor - found[name]).abs().max() <= 1e-10 * tensor.abs().max(), name
+
+
+def with_precision(config: Config, precision: str) -> Config:
+    return replace(config, train=Train(steps=6, precision=precision))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("fp64", "bf16"), ("bf16", "fp64"), ("fp32", "bf16")])
+def test_the_precision_of_compute_may_change(saved: str, loaded: str, ranks: Ranks, tmp_path: Path) -> None:
+    wrote = ranks.run(train_and_save, with_precision(config_of(PIPELINE), saved), tmp_path, 2)
+    read = ranks.run(load_and_train, with_precision(config_of(FLAT), loaded), tmp_path / "step-00000002", 3)
+    expected, found = assemble([there for _, there in wrote]), assemble([there for _, there, _, _ in read])
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor.to(found[name].dtype)), name
+
+
+def test_optimizer_states_in_host_memory_are_saved_and_filled(ranks: Ranks, tmp_path: Path) -> None:
+    on_host = config_of(PIPELINE)
+    on_host.optim.offload = True
+    wrote = ranks.run(train_and_save, on_host, tmp_path, 2)
+    read = ranks.run(load_and_train, config_of(FLAT), tmp_path / "step-00000002", 2)
+    back = ranks.run(load_and_train, on_host, tmp_path / "step-00000002", 2)
+    expected = assemble([there for _, there in wrote])
+    for found in (assemble([there for _, there, _, _ in ran]) for ran in (read, back)):
+        assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def test_weights_alone(ranks: Ranks, tmp_path: Path) -> None:
+    wrote = ranks.run(train_and_save, config_of(HYBRID, NARROW), tmp_path, 2)
+    read = ranks.run(load_weights, config_of(PIPELINE, NARROW), tmp_path / "step-00000002")
+    assert all(untouched for _, untouched in read)
+    expected, found = assemble([there for _, there in wrote]), assemble([there for there, _ in read])
+    assert all(expected[name].equal(tensor) for name, tensor in found.items())

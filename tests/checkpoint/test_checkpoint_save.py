@@ -1,0 +1,389 @@
+"""Saving: what is written is what was staged, durable before it has its name, and a failure loses nothing."""
+
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+from torch.distributed.tensor import DTensor
+from toy_jobs import advance, config_of, fail_on_one_rank, make, one_rank, parts, progress_at, restorer, saver
+
+from megalite.checkpoint.files import Writer
+from megalite.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, complete
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Failed, Saved
+from megalite.config.convert import from_plain
+from megalite.config.errors import Unhealthy
+from megalite.config.layout import Layout
+from megalite.train.build import Job
+
+SOME = Progress(7, 6, 64, 448, ((8, 16), (40, 48)), 1, (3.25, 3.0, 2.75))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with one_rank():
+        yield make(config_of(Layout()))
+
+
+def saved(news: list[Saved | Failed]) -> list[int]:
+    """The steps of what was saved, all of it."""
+    assert all(isinstance(item, Saved) for item in news), news
+    return [item.step for item in news]
+
+
+def failed(news: list[Saved | Failed]) -> list[int]:
+    assert all(isinstance(item, Failed) for item in news), news
+    return [item.step for item in news]
+
+
+class Gate:
+    """Holds back every write until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        write = Writer.write_data
+
+        def held(writer: Writer, *args: object) -> object:
+            self.reached.set()
+            assert self.opened.wait(60)
+            return write(writer, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Writer, "write_data", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@contextmanager
+def file_size_limit(limit: int) -> Iterator[None]:
+    """Every write beyond `limit` bytes of a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+def test_progress_comes_back(job: Job, tmp_path: Path) -> None:
+    with saver(job, tmp_path) as writer:
+        writer.save(SOME)
+        writer.finish()
+    assert restorer(job).all(complete(tmp_path)[-1]) == SOME
+
+
+def test_what_is_written_is_what_was_there_when_saving(job: Job, tmp_path: Path, gate: Gate) -> None:
+    """Training goes on while the file is still empty."""
+    before = {name: part.values.clone() for name, part in parts_after(job, 1).items()}
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        assert gate.reached.wait(60)
+        advance(job, 1, 3)
+        gate.opened.set()
+    assert not before["embed.weight"].equal(parts(job)["embed.weight"].values)
+    restorer(job).all(tmp_path / "step-00000001")
+    assert all(part.values.equal(before[name]) for name, part in parts(job).items())
+
+
+def parts_after(job: Job, steps: int) -> dict:
+    advance(job, 0, steps)
+    return parts(job)
+
+
+def test_a_second_save_waits_for_the_first(job: Job, tmp_path: Path, gate: Gate) -> None:
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        assert gate.reached.wait(60)
+        assert writer.news() == []
+        second = threading.Thread(target=writer.save, args=(progress_at(job, 2),))
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()
+        assert complete(tmp_path) == []
+        gate.opened.set()
+        second.join(60)
+        assert saved(writer.news())[:1] == [1]
+    assert [path.name for path in complete(tmp_path)] == ["step-00000001", "step-00000002"]
+
+
+def test_leaving_waits_until_it_is_durable(job: Job, tmp_path: Path, gate: Gate) -> None:
+    opener = threading.Timer(0.3, gate.opened.set)
+    opener.start()
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        assert complete(tmp_path) == []
+    assert [path.name for path in complete(tmp_path)] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("error", [Unhealthy("all ranks stop"), RuntimeError("a peer is lost")], ids=["all", "one"])
+def test_an_error_of_one_rank_does_not_wait_for_the_others(
+    job: Job, tmp_path: Path, gate: Gate, error: Exception
+) -> None:
+    opener = threading.Timer(0.3, gate.opened.set)
+    with suppress(type(error)), saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        assert gate.reached.wait(60)
+        opener.start()
+        raise error
+    waited = complete(tmp_path) != []
+    opener.join()
+    assert waited == isinstance(error, Unhealthy)
+    writer._writer.shutdown(wait=True)
+
+
+def test_without_async_it_is_durable_when_save_returns(job: Job, tmp_path: Path) -> None:
+    job.config.checkpoint.async_ = False
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        assert [path.name for path in complete(tmp_path)] == ["step-00000001"]
+        assert saved(writer.news()) == [1]
+
+
+def test_everything_is_flushed_before_the_name_is_given(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, then the folder that names them, then the rename, then the folder that names it."""
+    done: list[str] = []
+    flush, rename = os.fsync, Path.rename
+
+    def noted_flush(descriptor: int) -> None:
+        done.append("flush " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flush(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        done.append(f"rename {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_flush)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    folder = tmp_path / "checkpoints"
+    with saver(job, folder) as writer:
+        writer.save(progress_at(job, 1))
+    assert done == [
+        f"flush {tmp_path.name}",
+        "flush __0_0.distcp",
+        "flush .metadata.tmp",
+        "rename .metadata",
+        f"flush {MANIFEST}",
+        "flush step-00000001.partial",
+        "rename step-00000001",
+        "flush checkpoints",
+    ]
+
+
+def test_the_manifest_tells_everything(job: Job, tmp_path: Path) -> None:
+    with saver(job, tmp_path) as writer:
+        writer.save(SOME)
+    manifest = check_sizes(tmp_path / "step-00000007")
+    assert (manifest.step, manifest.tokens, manifest.ranks) == (7, 448, 1)
+    assert manifest.layout == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.configuration == job.config
+    assert from_plain(manifest.config) == (job.config, [])
+    here = {path.name for path in (tmp_path / "step-00000007").iterdir()}
+    assert here == {*manifest.files, MANIFEST}
+    for name, file in manifest.files.items():
+        content = (tmp_path / "step-00000007" / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (file.bytes, file.sha256)
+
+
+def test_torch_reads_it(job: Job, tmp_path: Path) -> None:
+    """The oracle: `torch.distributed.checkpoint.load`, with torch's own reader."""
+    advance(job, 0, 2)
+    with saver(job, tmp_path) as writer:
+        writer.save(SOME)
+    expected = {name: part.values for name, part in parts(job).items()}
+    names = {"embed.weight": "model.embed.weight", "embed.weight exp_avg": "optimizer.exp_avg.embed.weight"}
+    tensors = {there: torch.zeros_like(expected[here]) for here, there in names.items()}
+    scalars = {"progress.step": torch.tensor(0), "schedule.learning_rate": torch.tensor(0.0, dtype=torch.float64)}
+    dcp.load(tensors | scalars, checkpoint_id=tmp_path / "step-00000007")
+    assert all(tensors[there].equal(expected[here]) for here, there in names.items())
+    assert scalars["progress.step"] == 7
+    assert scalars["schedule.learning_rate"] == job.optimizer.param_groups[0]["lr"]
+
+
+def test_saving_leaves_the_job_as_it_was(job: Job, tmp_path: Path) -> None:
+    advance(job, 0, 1)
+    before = {name: part.values.clone() for name, part in parts(job).items()}
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+    assert all(before[name].equal(part.values) for name, part in parts(job).items())
+
+
+def test_a_failed_save_is_reported_and_leaves_the_others_alone(job: Job, tmp_path: Path) -> None:
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        writer.finish()
+        with file_size_limit(10_000):
+            writer.save(progress_at(job, 2))
+            with pytest.raises(Unhealthy, match=r"the last checkpoint could not be written: .*File too large"):
+                writer.finish()
+        _, second = writer.news()
+        assert isinstance(second, Failed)
+        assert "File too large" in second.error
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        writer.save(progress_at(job, 3))
+        writer.finish()
+    assert [path.name for path in complete(tmp_path)] == ["step-00000001", "step-00000003"]
+    check_hashes(tmp_path / "step-00000003", check_sizes(tmp_path / "step-00000003").files)
+
+
+def test_more_failures_in_a_row_than_allowed_stop_training(job: Job, tmp_path: Path) -> None:
+    job.config.checkpoint.max_failures = 2
+    with saver(job, tmp_path) as writer:
+        for step in (1, 2, 4, 5):
+            with file_size_limit(10_000):
+                writer.save(progress_at(job, step))
+                writer.wait()
+            if step == 2:
+                writer.save(progress_at(job, 3))  # one in between succeeds, so the count begins anew
+                writer.wait()
+                assert failed(writer.news()[:2]) == [1, 2]
+        with file_size_limit(10_000):
+            writer.save(progress_at(job, 6))
+            writer.wait()
+        with pytest.raises(Unhealthy, match=r"3 checkpoints in a row could not be written: .*File too large"):
+            writer.save(progress_at(job, 7))
+    assert [path.name for path in complete(tmp_path)] == ["step-00000003"]
+
+
+@contextmanager
+def file_system(place: Path, size: int) -> Iterator[None]:
+    """A file system of `size` bytes at `place`, where one may be mounted."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "megalite-test", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk(job: Job, tmp_path: Path) -> None:
+    """Room for one checkpoint and a half."""
+    with saver(job, tmp_path / "elsewhere") as writer:
+        writer.save(progress_at(job, 1))
+        writer.finish()
+        (first,) = writer.news()
+    assert isinstance(first, Saved)
+    folder = tmp_path / "disk/checkpoints"
+    with file_system(tmp_path / "disk", first.bytes * 3 // 2 + 20_000), saver(job, folder) as writer:
+        for step in (1, 2):
+            writer.save(progress_at(job, step))
+            writer.wait()
+        first, second = writer.news()
+        assert isinstance(first, Saved)
+        assert isinstance(second, Failed)
+        assert "No space left on device" in second.error
+        assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+        assert restorer(job).all(folder / "step-00000001").step == 1
+
+
+def failed_save(job: Job, folder: Path) -> str:
+    with saver(job, folder) as writer:
+        writer.save(progress_at(job, 1))
+        writer.wait()
+        (item,) = writer.news()
+    assert isinstance(item, Failed)
+    return item.error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission(job: Job, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in failed_save(job, tmp_path / "checkpoints")
+
+
+def test_a_folder_that_is_a_file(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("mine")
+    assert "Not a directory" in failed_save(job, tmp_path / "checkpoints")
+    assert (tmp_path / "checkpoints").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["writing", "not shared"])
+def test_what_fails_on_one_rank_fails_for_all(where: str, ranks: Ranks, tmp_path: Path) -> None:
+    """And all go on together: the next save succeeds."""
+    config = config_of(Layout(pp=2, dp_shard=2, tp=2))
+    results = ranks.run(fail_on_one_rank, config, tmp_path, where)
+    assert len({error for error, _ in results}) == 1
+    expected = "do all nodes share this file system" if where == "not shared" else "disk of rank 5 is broken"
+    assert expected in results[0][0]
+    assert [steps for _, steps in results] == [[2]] * 8
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_name_that_is_taken_is_not_written_over(job: Job, tmp_path: Path) -> None:
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        writer.finish()
+        before = (tmp_path / "step-00000001" / MANIFEST).read_text()
+        writer.save(replace(progress_at(job, 1), samples=99))
+        with pytest.raises(Unhealthy, match="step-00000001 is there already"):
+            writer.finish()
+    assert (tmp_path / "step-00000001" / MANIFEST).read_text() == before
+
+
+def test_what_an_interrupted_save_left_is_written_anew(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.partial").mkdir()
+    (tmp_path / "step-00000001.partial/data").touch()
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+    assert [found.name for found in tmp_path.iterdir()] == ["step-00000001"]
+    assert not (tmp_path / "step-00000001/data").exists()
+
+
+def test_nothing_is_deleted_before_a_newer_one_is_durable(job: Job, tmp_path: Path, gate: Gate) -> None:
+    job.config.checkpoint.keep = 1
+    gate.opened.set()
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 1))
+        writer.finish()
+        gate.opened.clear()
+        gate.reached.clear()
+        writer.save(progress_at(job, 2))
+        assert gate.reached.wait(60)
+        assert [path.name for path in complete(tmp_path)] == ["step-00000001"]
+        gate.opened.set()
+    assert [path.name for path in complete(tmp_path)] == ["step-00000002"]
+
+
+def test_what_cannot_be_deleted_does_not_undo_a_save(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-00000001.partial").write_text("no folder")
+    with saver(job, tmp_path) as writer:
+        writer.save(progress_at(job, 2))
+        writer.finish()
+        assert saved(writer.news()) == [2]
+    assert "an old checkpoint cannot be deleted" in caplog.text
+    assert restorer(job).all(tmp_path / "step-00000002").step == 2
+
+
+def test_staging_memory_is_used_again(job: Job, tmp_path: Path) -> None:
+    with saver(job, tmp_path) as writer:
+        addresses = []
+        for step in (1, 2):
+            writer.save(progress_at(job, step))
+            writer.finish()
+            addresses.append({name: tensor.data_ptr() for name, tensor in writer._staged.items()})
+    assert addresses[0] == addresses[1]
+    assert len(addresses[0]) == 3 * len(list(job.named_parameters()))
+    local = {param.to_local().data_ptr() for _, param in job.named_parameters() if isinstance(param, DTensor)}
+    assert not local & set(addresses[0].values())

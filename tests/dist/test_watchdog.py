@@ -1,0 +1,183 @@
+"""Hangs and lost ranks, each in a job of its own; the jobs run side by side, because they mostly wait."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megalite.dist.local import log_file
+
+PROGRAM = """
+import logging, os, signal, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from megalite.dist.activity import Activity
+from megalite.dist.ranks import find_place
+from megalite.dist.start import meet, run_rank, start
+from megalite.dist.watchdog import watched
+
+body, timeout, missing, place = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), find_place()
+rank = place.rank
+logging.basicConfig(filename=f"{rank}.log", format="%(asctime)s %(message)s", level=logging.INFO)
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+def main():
+    activity, meeting = Activity(), meet(place, 4.0 if missing else 120.0)
+    with watched(meeting, place, activity, timeout):
+        start(place, "cpu", 300.0, meeting)
+        dist.barrier()
+        activity("reducing")
+        exec(body)
+        dist.barrier()
+    print(f"rank {rank} ended well")
+    return 0
+
+if rank < place.world_size - missing:
+    sys.exit(run_rank(main, place))
+time.sleep(600)
+"""
+LAUNCH = """
+import sys
+from pathlib import Path
+from megalite.dist.local import launch
+sys.exit(launch("watched_program", sys.argv[2:], int(sys.argv[1]), Path()))
+"""
+LIMIT = 150  # seconds for all jobs on a busy machine
+
+
+@dataclass
+class Job:
+    """A job whose ranks write into `folder`."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]]  # the launcher, or the ranks
+
+    def end(self, *ends: int) -> list[str]:
+        """Wait for the processes at these places; what they print to stderr. All others are killed."""
+        told = [self.processes[index].communicate(timeout=LIMIT)[1] for index in ends or range(len(self.processes))]
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        return told
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.returncode for process in self.processes]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"{rank}.log").read_text()
+
+
+def begin(folder: Path, command: list[str], **variables: str) -> subprocess.Popen[str]:
+    environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def under_launcher(folder: Path, body: str, timeout: float) -> Job:
+    return Job(folder, [begin(folder, ["-c", LAUNCH, "2", body, str(timeout), "0"])])
+
+
+def two_missing(folder: Path, body: str, timeout: float) -> Job:
+    return Job(folder, [begin(folder, ["-c", LAUNCH, "3", body, str(timeout), "2"])])
+
+
+def alone(folder: Path, body: str, timeout: float) -> Job:
+    """Three ranks that no launcher looks after."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    command = ["-m", "watched_program", body, str(timeout), "0"]
+    return Job(folder, [begin(folder, command, RANK=str(r), LOCAL_RANK=str(r), **meeting) for r in range(3)])
+
+
+JOBS: dict[str, tuple[Callable[[Path, str, float], Job], str, float]] = {
+    "asleep": (under_launcher, "activity.step = 7\nif rank == 1: activity('dreaming'); time.sleep(600)", 4),
+    "stopped": (under_launcher, "if rank == 1: die(signal.SIGSTOP)", 4),
+    "absent": (two_missing, "", 4),
+    "busy": (under_launcher, "for _ in range(50 * rank): time.sleep(0.2); activity.tick()", 4),
+    "killed": (alone, "if rank == 1: die()", 15),
+    "keeper killed": (alone, "if rank == 0: die()", 15),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    with ExitStack() as stack:
+        jobs = {}
+        for name, (kind, body, timeout) in JOBS.items():
+            folder = tmp_path_factory.mktemp("watched")
+            (folder / "watched_program.py").write_text(PROGRAM)
+            jobs[name] = kind(folder, body, timeout)
+            for process in jobs[name].processes:
+                stack.enter_context(process)
+                stack.callback(process.kill)
+        yield jobs
+
+
+def test_a_hang_tells_what_every_rank_is_doing(jobs: dict[str, Job]) -> None:
+    job = jobs["asleep"]
+    (told,) = job.end()
+    assert job.codes == [5]
+    head, *rows = told.splitlines()
+    assert re.fullmatch(r"megalite: rank \d: no progress for 4 s \(train.timeout\)", head)
+    assert len(rows) == 2
+    (sleeper,) = (row for row in rows if row.startswith("  rank 1 on "))
+    assert re.search(r": step 7, dreaming, for \d+ s, at megalite/dist/start.py:\d+ run_rank", sleeper)
+    (waiting,) = (row for row in rows if row.startswith("  rank 0 on "))
+    assert re.search(r": step 7, reducing, for \d+ s, at .*, in torch.distributed.distributed_c10d.barrier", waiting)
+    for rank in (0, 1):
+        assert told.partition("no progress")[2].strip() in job.log(rank)
+        assert "thread MainThread:\n  File" in job.log(rank)
+
+
+def test_a_rank_that_does_not_answer_is_lost(jobs: dict[str, Job]) -> None:
+    job = jobs["stopped"]
+    (told,) = job.end()
+    assert job.codes == [5]
+    assert f"\n  rank 1 on {socket.gethostname()}: no answer, lost\n" in told
+    assert re.search(r"\n  rank 0 on .*: step 0, reducing, for ", told)
+
+
+def test_who_waits_for_a_busy_rank_goes_on_waiting(jobs: dict[str, Job]) -> None:
+    job = jobs["busy"]
+    (told,) = job.end()
+    assert (job.codes, told) == ([0], "")
+    assert "rank 1 ended well" in log_file(job.folder, 1).read_text()
+    assert "waiting, but some ranks get on: no progress" in job.log(0)
+
+
+def test_without_a_launcher_a_killed_rank_is_named_once(jobs: dict[str, Job]) -> None:
+    job = jobs["killed"]
+    told = job.end()
+    assert job.codes == [5, -9, 5]
+    assert re.match(r"megalite: rank 0 on .*: rank \d has lost a peer: ", told[0])
+    assert f"\n  rank 1 on {socket.gethostname()}: no answer, lost\n" in told[0]
+    assert "megalite:" not in told[2]
+    assert "rank 1 on" in job.log(2)
+
+
+def test_the_loss_of_the_rank_that_keeps_the_store_is_told(jobs: dict[str, Job]) -> None:
+    job = jobs["keeper killed"]
+    told = job.end()
+    assert job.codes == [-9, 5, 5]
+    assert re.search(r"^megalite: rank 1 on .*: lost rank 0 at 127.0.0.1:\d+: ", told[1], re.MULTILINE)
+
+
+def test_ranks_that_do_not_come_are_named(jobs: dict[str, Job]) -> None:
+    job = jobs["absent"]
+    (told,) = job.end()
+    assert job.codes == [5]
+    assert told == "megalite: rank 0: lost a peer: rank 1, 2 did not come within 4 s (train.timeout)\n"

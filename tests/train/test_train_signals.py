@@ -1,0 +1,175 @@
+"""Signals to `megalite train`, hangs of its ranks, and what is left of it when it is killed."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data.store import StoreWriter
+
+CONFIG = """
+run: {dir: runs, device: cpu}
+model: {layers: 2, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
+parallel: {pp: 2}
+batch: {micro: 2, global: 8}
+train: {steps: 1000000, precision: fp32, timeout: 100}
+data: {train: [{path: data/train}]}
+log: {tensorboard: false}
+"""
+LAUNCH = """
+import sys
+from pathlib import Path
+from megalite.dist.local import launch
+sys.exit(launch("hindered", sys.argv[1:], 2, Path()))
+"""
+HINDERED = """
+import os, sys, time
+from itertools import count
+from megalite.cli import main
+from megalite.data.loader import Loader
+from megalite.model.decoder import Decoder
+
+rank, calls = int(os.environ["RANK"]), count()
+
+def hinder(owner, name, at):
+    work = getattr(owner, name)
+    def hindered(self, *args):
+        if rank == 1 and next(calls) == at:
+            time.sleep(600)
+        return work(self, *args)
+    setattr(owner, name, hindered)
+
+hinder(*{"forward": (Decoder, "forward", 6), "read": (Loader, "read", 3)}[os.environ["HINDERED"]])
+sys.exit(main(["train", "toy.yaml", *sys.argv[1:]]))
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+Begin = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def mark() -> str:
+    """A variable in the environment of all processes of a test."""
+    return f"MEGALITE_TEST={uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def begin(tmp_path: Path, mark: str) -> Iterator[Begin]:
+    """Starts a command in a folder with a configuration, data and a program whose rank 1 is hindered."""
+    with StoreWriter(tmp_path / "data/train", "<u2") as writer:
+        writer.add(np.arange(2000) * 3 % 16)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+    (tmp_path / "hindered.py").write_text(HINDERED)
+    name, value = mark.split("=")
+
+    def begin(command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), **variables}
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    yield begin
+    for pid in processes(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def train(begin: Begin, *arguments: str) -> subprocess.Popen[str]:
+    return begin(["-m", "megalite.cli", "train", "toy.yaml", *arguments])
+
+
+def processes(mark: str) -> list[int]:
+    """Processes that were started with this variable and are still there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):  # a zombie's is empty
+                    found.append(int(entry.name))
+    return found
+
+
+def wait_until(done: Callable[[], object], job: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert job is None or job.poll() is None, "the job ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks(mark: str, launcher: subprocess.Popen[str]) -> list[int]:
+    return [pid for pid in processes(mark) if pid != launcher.pid]
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_ends_the_job_with_3(
+    number: signal.Signals, begin: Begin, mark: str, tmp_path: Path
+) -> None:
+    job = train(begin)
+    wait_until(lambda: len(ranks(mark, job)) == 2, job)
+    job.send_signal(number)
+    _, told = job.communicate(timeout=120)
+    assert job.returncode == 3
+    assert re.fullmatch(rf"megalite: rank \d: stopped by {number.name} before the first step\n", told)
+    assert not processes(mark)
+    assert not list(tmp_path.glob("runs/run/checkpoints/step-*"))
+
+
+@linux
+def test_a_signal_while_ranks_meet_and_build_ends_the_job_with_3(begin: Begin, mark: str, tmp_path: Path) -> None:
+    job = train(begin)
+    wait_until((tmp_path / "runs/run/logs/rank_0000.log").exists, job)
+    job.send_signal(signal.SIGUSR1)
+    _, told = job.communicate(timeout=120)
+    assert job.returncode == 3, told
+    assert not processes(mark)
+
+
+@linux
+def test_no_process_outlives_a_launcher_that_is_killed_early(begin: Begin, mark: str) -> None:
+    """Killed as soon as the first rank is there, and at some random moments of the ranks' imports."""
+    for delay in [0.0, 0.0, *(random.uniform(0, 2.5) for _ in range(4))]:
+        job = train(begin)
+        wait_until(lambda: ranks(mark, job), job)  # noqa: B023 - called at once
+        time.sleep(delay)
+        job.kill()
+        job.communicate()
+        wait_until(lambda: not processes(mark))
+
+
+@linux
+@pytest.mark.parametrize(
+    ("work", "row"),
+    [
+        ("forward", r"step 2, F\(stage 1, micro-batch 2\), for \d+ s, at .*, in __main__.hindered"),
+        ("read", r"step 3, reading a batch, for \d+ s, at megalite/data/loader.py:\d+ batches, in threading"),
+    ],
+)
+def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(work: str, row: str, begin: Begin, mark: str) -> None:
+    job = begin(["-c", LAUNCH, "train.timeout=8"], HINDERED=work)
+    _, told = job.communicate(timeout=200)
+    assert job.returncode == 5, told
+    head, *rows = told.splitlines()
+    assert head.endswith("no progress for 8 s (train.timeout)")
+    assert len(rows) == 2
+    by_rank = {row.split()[1]: row for row in rows}
+    assert re.search(row, by_rank["1"])
+    waiting = r"waiting for RECV_B\(stage 0, micro-batch \d\) from pipeline rank 1 \(rank 1\), for \d+ s, at megalite"
+    assert re.search(waiting, by_rank["0"])
+    assert not processes(mark)

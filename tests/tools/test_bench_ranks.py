@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.schedule.generate import NAMES
-from megalite_tools import bench_context, bench_pipeline
+from megalite_tools import bench_checkpoint, bench_context, bench_pipeline
 
 
 def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path) -> None:
@@ -29,9 +29,28 @@ def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
     assert rows["ring"]["peak"] < rows["all_gather"]["peak"]
 
 
+def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "checkpoint.json"
+    small = ["--ranks", "2", "--layers", "1", "--width", "64", "--rounds", "1", "--folder", str(tmp_path)]
+    assert bench_checkpoint.main([*small, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    weights = 2 * 4096 * 64 + 4 * 64 * 64 + 3 * 64 * 170 + 3 * 64
+    assert report["bytes"] == 12 * weights, "weights and two moments in fp32"
+    for what in ("save_seconds", "load_seconds"):
+        assert set(report[what]) == {"megalite", "dcp", "torch.save"}
+        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in report[what].values())
+    assert set(report["asynchronous"]) == {"megalite", "dcp", "dcp, kept stager"}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "nothing else is left"
+
+
 @pytest.mark.parametrize(
     ("main", "argument"),
-    [(bench_pipeline.main, "--micro-batches=7"), (bench_pipeline.main, "--unit=0"), (bench_context.main, "--cp=3")],
+    [
+        (bench_pipeline.main, "--micro-batches=7"),
+        (bench_pipeline.main, "--unit=0"),
+        (bench_context.main, "--cp=3"),
+        (bench_checkpoint.main, "--width=100"),
+    ],
 )
 def test_bad_input_is_refused(main: object, argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([argument, "--out", str(tmp_path / "out.json")]) == 2  # type: ignore[operator]

@@ -1,0 +1,426 @@
+"""`megalite-inspect-checkpoint`, on checkpoints of real jobs."""
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from io import TextIOWrapper
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+from toy_jobs import MODEL, advance, config_of, make, one_rank, parts, restorer, save
+
+from megalite.checkpoint.manifest import MANIFEST, File, Manifest
+from megalite.config.layout import Layout
+from megalite.config.schema import Config
+from megalite_tools import checkpoints, inspect_checkpoint
+from megalite_tools.checkpoints import Checkpoint
+from megalite_tools.inspect_checkpoint import main
+from megalite_tools.terminal import Terminal
+
+Inspect = Callable[..., tuple[int, str, str]]
+DATA, INDEX = "__0_0.distcp", ".metadata"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 and 2, and one of step 3 with values that are not finite."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = config_of(Layout())
+    config.checkpoint.keep = 0
+    with one_rank():
+        job = make(config)
+        for step in (1, 2):
+            advance(job, step - 1, step)
+            save(job, folder / "checkpoints", step)
+        weight = dict(job.named_parameters())["layers.1.mlp.up.weight"]
+        with torch.no_grad():
+            weight.to_local()[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        save(job, folder / "checkpoints", 3)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run, without step 3."""
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000003")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Inspect:
+    """Runs the command, which may make no process group; its exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "init_process_group", None)
+            code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "flipped data": (flip, DATA, "does not have the hash it was written with"),
+    "flipped index": (flip, INDEX, "does not have the hash it was written with"),
+    "truncated data": (truncate, DATA, "bytes instead of"),
+    "missing data": (Path.unlink, DATA, "is missing"),
+    "missing index": (Path.unlink, INDEX, "is missing"),
+    "flipped manifest": (flip, MANIFEST, "is damaged"),
+    "truncated manifest": (truncate, MANIFEST, "is damaged"),
+    "missing manifest": (Path.unlink, MANIFEST, "is missing"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_verify_names_the_damaged_file(how: str, run: Path, inspect: Inspect) -> None:
+    assert inspect("verify", run)[0] == 0
+    change, file, why = DAMAGE[how]
+    good, bad = sorted((run / "checkpoints").iterdir())
+    change(bad / file)
+    code, out, err = inspect("verify", run)
+    assert (code, err) == (1, "")
+    first, second = out.splitlines()
+    assert first == f"{good}: intact"
+    assert second.startswith(f"{bad}: damaged: {file} ")
+    assert why in second
+    assert inspect("verify", good)[0] == 0
+    assert inspect("verify", good, bad)[0] == 1
+
+
+def test_verify_tells_of_every_damaged_file(run: Path, inspect: Inspect) -> None:
+    bad = run / "checkpoints/step-00000002"
+    flip(bad / DATA)
+    truncate(bad / INDEX)
+    found = json.loads(inspect("verify", bad, "--json", "-")[1])["checkpoints"]
+    assert [(item["path"], item["intact"]) for item in found] == [(str(bad), False)]
+    assert sorted(text.split()[0] for text in found[0]["damage"]) == [INDEX, DATA]
+
+
+def test_what_a_run_deletes_meanwhile_is_not_damaged(
+    run: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path, *_: object) -> list[str]:
+        shutil.rmtree(path)
+        return [f"{DATA} is missing"]
+
+    monkeypatch.setattr(inspect_checkpoint, "damage", gone)
+    code, out, _ = inspect("verify", run / "checkpoints/step-00000001")
+    assert code == 0
+    assert "gone meanwhile" in out
+
+    path = run / "checkpoints/step-00000002"
+    monkeypatch.setattr(checkpoints, "check_sizes", shutil.rmtree)
+    code, _, err = inspect("list", run)
+    assert not path.exists()
+    assert (code, "holds no checkpoint" in err) == (2, True)
+
+
+def test_list_tells_the_state_of_every_folder(run: Path, inspect: Inspect) -> None:
+    folder = run / "checkpoints"
+    for name in ("step-00000003.partial", "step-00000000.deleted"):
+        (folder / name).mkdir()
+    for name in ("step-00000001.damaged", "step-00000001.damaged.2"):
+        shutil.copytree(folder / "step-00000001", folder / name)
+    truncate(folder / "step-00000001.damaged.2" / DATA)
+    (folder / "other").mkdir()
+    (folder / "step-00000009.txt").touch()
+    states = {
+        "step-00000000.deleted": "being deleted",
+        "step-00000001": "complete",
+        "step-00000001.damaged": "set aside",
+        "step-00000001.damaged.2": "set aside",
+        "step-00000002": "complete",
+        "step-00000003.partial": "partial",
+    }
+    code, out, err = inspect("list", run)
+    assert (code, err) == (0, "")
+    for state in states.values():
+        assert state in out
+    assert "bytes instead of" in out
+
+    code, out, _ = inspect("list", folder, "--json", "-")
+    listed = json.loads(out)["checkpoints"]
+    assert {Path(item["path"]).name: item["state"] for item in listed} == states
+    assert [item["step"] for item in listed] == [0, 1, 1, 1, 2, 3]
+    newest = listed[4]
+    assert (newest["tokens"], newest["ranks"], newest["layout"]["tp"]) == (128, 1, 1)
+    assert newest["bytes"] == sum(file.stat().st_size for file in (folder / "step-00000002").iterdir())
+    assert listed[5]["tokens"] is None
+
+
+def test_list_finds_damage_that_needs_no_reading(run: Path, inspect: Inspect) -> None:
+    flip(run / "checkpoints/step-00000001" / DATA)
+    assert inspect("list", run)[0] == 0, "only hashes tell, and they are for verify"
+    (run / "checkpoints/step-00000001" / DATA).unlink()
+    code, out, _ = inspect("list", run)
+    assert code == 1
+    assert f"damaged: {DATA} is missing" in out
+
+
+def test_another_format_is_not_damage(run: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.checkpoint.manifest.FORMAT", 2)
+    code, out, _ = inspect("list", run)
+    assert code == 0
+    assert out.count("has format 1; this megalite reads format 2") == 2
+    assert inspect("verify", run)[0] == 2
+
+
+def test_show_tells_what_a_checkpoint_holds(run: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints/step-00000002"
+    code, out, err = inspect("show", path)
+    assert (code, err) == (0, "")
+    for text in ("2, 2 of which changed the weights", "128", "16", "1 rank", f"torch {torch.__version__}"):
+        assert text in out
+    rows = {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in out.splitlines() if "float64 [" in line}
+    assert rows["model.embed.weight"].split() == ["float64", "[32,", "16]", "4,096"]
+    assert rows["optimizer.exp_avg.embed.weight"].split() == ["float64", "[32,", "16]", "4,096"]
+    assert "norm" not in rows
+    code, out, _ = inspect("show", run, "--json", "-")  # a run: its newest
+    told = json.loads(out)
+    assert (code, told["path"]) == (0, str(path))
+    assert told["progress"]["samples"] == 16
+    assert told["learning_rate"] == pytest.approx(0.01 * 2 / 3)  # of the second step, before the end of warm-up
+    assert told["config"]["model"]["width"] == MODEL.width
+    assert {"name": "progress.left_out", "shape": [0, 2], "dtype": "int64", "bytes": 0} in told["tensors"]
+
+
+def test_show_values(run: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints/step-00000002"
+    code, out, err = inspect("show", path, "--values", "--json", "-")
+    assert (code, err) == (0, "")
+    told = {tensor["name"]: tensor for tensor in json.loads(out)["tensors"]}
+    with one_rank():
+        job = make(config_of(Layout()))
+        restorer(job).all(path)
+        expected = parts(job)
+    for name, part in expected.items():
+        weight, _, moment = name.partition(" ")
+        tensor = told[f"optimizer.{moment}.{weight}" if moment else f"model.{weight}"]
+        assert tensor["norm"] == pytest.approx(part.values.norm().item())
+        assert tensor["largest"] == part.values.abs().max().item()
+        assert (tensor["nan"], tensor["infinite"]) == (0, 0)
+    assert len(told) > len(expected), "the progress is there too"
+    assert "all values are finite" in inspect("show", path, "--values", "--tensors", "model.*")[1]
+
+
+def test_show_counts_what_is_not_finite(trained: Path, inspect: Inspect) -> None:
+    path, name = trained / "checkpoints/step-00000003", "model.layers.1.mlp.up.weight"
+    code, out, _ = inspect("show", path, "--values", "--tensors", "model.*")
+    assert code == 1
+    assert "1 NaN, 2 infinite" in next(line for line in out.splitlines() if name in line)
+    assert "1 of 27 tensors hold values that are not finite" in out
+    assert inspect("show", path, "--values", "--tensors", "*.embed.*")[0] == 0
+    assert inspect("show", path)[0] == 0, "the values are not read"
+    told = json.loads(inspect("show", path, "--values", "--tensors", name, "--json", "-")[1])["tensors"][0]
+    assert (told["nan"], told["infinite"]) == (1, 2)
+    assert 0 < told["largest"] <= told["norm"]
+
+
+def test_diff_of_the_same(run: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints/step-00000002"
+    code, out, err = inspect("diff", path, run)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("equal to the bit: ")
+    assert len(out.splitlines()) == 3, "no table"
+
+
+def test_diff_of_two_steps(run: Path, inspect: Inspect) -> None:
+    one, two = (run / f"checkpoints/step-0000000{step}" for step in (1, 2))
+    code, out, _ = inspect("diff", one, two, "--tensors", "model.*")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("different: 27 of 27 tensors differ; at most ")
+    code, out, _ = inspect("diff", one, two, "--tensors", "model.*", "--json", "-")
+    told = json.loads(out)
+    assert (code, told["equal"], told["config"]) == (1, False, [])
+    a, b = Checkpoint(one), Checkpoint(two)
+    for tensor in told["tensors"]:
+        x, y = a.read(tensor["name"]), b.read(tensor["name"])
+        gap = (x - y).abs().max().item()
+        assert tensor["largest"] == gap > 0
+        assert tensor["relative"] == pytest.approx(gap / max(x.abs().max().item(), y.abs().max().item()))
+        assert not tensor["bitwise"]
+    most = max(tensor["relative"] for tensor in told["tensors"])
+    code, out, _ = inspect("diff", one, two, "--tensors", "model.*", "--tolerance", most * 1.001)
+    assert code == 0
+    assert "equal within" in out
+    assert inspect("diff", one, two, "--tensors", "model.*", "--tolerance", most * 0.999)[0] == 1
+    shown = [float(line.split()[-1]) for line in out.splitlines() if "float64 [" in line]
+    assert shown == sorted(shown, reverse=True)
+
+
+def test_diff_of_what_is_not_finite_is_valid_json(trained: Path, inspect: Inspect) -> None:
+    two, three = (trained / f"checkpoints/step-0000000{step}" for step in (2, 3))
+    name = "model.layers.1.mlp.up.weight"
+    code, out, _ = inspect("diff", two, three, "--tensors", name, "--tolerance", 1e300, "--json", "-")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert (code, told["tensors"][0]["largest"], told["tensors"][0]["relative"]) == (1, None, None)
+
+
+def test_diff_of_another_model(run: Path, tmp_path: Path, inspect: Inspect) -> None:
+    with one_rank():
+        other = save(make(config_of(Layout(), replace(MODEL, ffn=32, qkv_bias=False))), tmp_path / "other", 2)
+    code, out, _ = inspect("diff", run, other, "--tolerance", 1e9)
+    assert code == 1
+    rows = {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in out.splitlines() if " " in line.strip()}
+    assert rows["model.ffn"].split() == ["24", "32"]
+    assert rows["model.qkv_bias"].split() == ["true", "false"]
+    assert rows["model.layers.0.mlp.up.weight"].split("  ")[0] == "float64 [24, 16]"
+    assert rows["model.layers.0.mlp.up.weight"].endswith("float64 [32, 16]")
+    assert rows["model.layers.0.attention.q.bias"].endswith("absent")
+    assert "are in one only, or of another shape" in out.splitlines()[-1]
+
+
+def save_again(config: Config, path: Path, folder: Path) -> None:
+    job = make(config)
+    save(job, folder, restorer(job).all(path).step)
+
+
+def test_diff_of_another_layout(ranks: Ranks, run: Path, tmp_path: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints/step-00000002"
+    ranks.run(save_again, config_of(Layout(pp=2, dp_shard=2, tp=2)), path, tmp_path / "sharded")
+    code, out, _ = inspect("diff", path, tmp_path / "sharded", "--json", "-")
+    told = json.loads(out)
+    assert {"key": "parallel.tp", "a": 1, "b": 2} in told["config"]
+    differ = [tensor["name"] for tensor in told["tensors"] if not tensor["bitwise"]]
+    assert (code, differ) == (1, ["schedule.learning_rate"]), "which no step has set in the other job"
+    assert inspect("diff", path, tmp_path / "sharded", "--tensors", "[!s]*")[0] == 0
+    assert inspect("verify", tmp_path / "sharded")[0] == 0
+
+
+def test_one_tensor_at_a_time_is_held(run: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet = weakref.WeakSet()
+    most = 0
+    read = Checkpoint.read
+
+    def watched(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(checkpoint, name)
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    assert inspect("show", run, "--values")[0] == 0
+    assert most == 1
+    assert inspect("diff", run, run)[0] == 0
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "nowhere"], "nowhere: no such folder"),
+        (["verify", "nowhere"], "nowhere: no such folder"),
+        (["show", "nowhere"], "nowhere: no such folder"),
+        (["diff", "{run}", "nowhere"], "nowhere: no such folder"),
+        (["list", "{run}/.."], "holds no checkpoint; give a run folder"),
+        (["verify", "{run}/.."], "holds no checkpoint; give a run folder, or one of its checkpoints"),
+        (["show", "{run}", "--tensors", "nothing*"], "--tensors nothing*: no tensor has such a name"),
+        (["diff", "{run}", "{run}", "--tolerance", "-1"], "--tolerance -1.0: must be 0 or more"),
+        (["diff", "{run}", "{run}", "--tolerance", "nan"], "--tolerance nan: must be 0 or more"),
+        (["list", "{run}", "--json", "{run}/checkpoints"], "checkpoints: cannot be written"),
+    ],
+)
+def test_bad_input_exits_with_2(inspect: Inspect, run: Path, arguments: list[str], message: str) -> None:
+    code, _, err = inspect(*[argument.format(run=run) for argument in arguments])
+    assert code == 2
+    assert err.startswith("megalite-inspect-checkpoint: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("how", ["truncated data", "flipped index", "missing manifest", "flipped manifest"])
+def test_what_is_damaged_is_neither_shown_nor_compared(how: str, run: Path, inspect: Inspect) -> None:
+    change, file, why = DAMAGE[how]
+    change(run / "checkpoints/step-00000002" / file)
+    for arguments in (["show", run], ["diff", run / "checkpoints/step-00000001", run]):
+        code, out, err = inspect(*arguments)
+        assert (code, out) == (2, "")
+        assert f"step-00000002: {file} " in err
+        assert why in err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("command", [["list"], ["verify"], ["show"], ["diff", "{run}"]])
+def test_a_plain_dcp_folder_is_refused(command: list[str], run: Path, tmp_path: Path, inspect: Inspect) -> None:
+    dcp.save({"weight": torch.zeros(2)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    code, _, err = inspect(*[part.format(run=run) for part in command], tmp_path / "plain")
+    assert code == 2
+    assert "is a folder of PyTorch Distributed Checkpoint, but no megalite checkpoint" in err
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch executed",)
+
+
+def test_no_file_can_have_code_run(
+    run: Path, tmp_path: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if its hash is right."""
+    monkeypatch.chdir(tmp_path)
+    path = run / "checkpoints/step-00000002"
+    evil = pickle.dumps(Evil())
+    (path / INDEX).write_bytes(evil)
+    manifest = Manifest.read(path)
+    files = {**manifest.files, INDEX: File(len(evil), sha256(evil).hexdigest())}
+    (path / MANIFEST).write_text(replace(manifest, files=files).render())
+    assert inspect("verify", path)[0] == 0
+    code, _, err = inspect("show", path, "--values")
+    assert code == 2
+    assert "which no checkpoint needs" in err
+    assert not (tmp_path / "executed").exists()
+
+
+def test_data_that_torch_cannot_read_is_one_message(run: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints/step-00000002"
+    (path / DATA).write_bytes(bytes((path / DATA).stat().st_size))
+    code, _, err = inspect("show", path, "--values")
+    assert code == 2
+    assert f"{path}: cannot be read: " in err
+    assert "`verify` tells which file is damaged" in err
+
+
+def test_json_goes_to_a_file_beside_the_table(run: Path, tmp_path: Path, inspect: Inspect) -> None:
+    code, out, _ = inspect("list", run, "--json", tmp_path / "new/list.json")
+    assert code == 0
+    assert "complete" in out
+    assert len(json.loads((tmp_path / "new/list.json").read_text())["checkpoints"]) == 2
+
+
+def test_a_reader_that_leaves_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with TextIOWrapper(os.fdopen(writer, "wb", buffering=0)) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["list", str(run)]) == 141
+
+
+def test_names_cannot_disturb_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Terminal().line("step\x1b[31m\rred [bold]ä")
+    Terminal().table(["name:"], [("a\x1b[2Jb",)])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "step\\x1b[31m\\rred [bold]ä\n" in out
+    assert "a\\x1b[2Jb" in out

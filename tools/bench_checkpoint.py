@@ -1,0 +1,292 @@
+"""Saving and loading a checkpoint on local processes, beside `torch.distributed.checkpoint` and `torch.save`.
+
+Every rank holds its shard of a model's weights and moments in fp32. All write it to the disk (flushed), and read it
+back; megalite also hashes every file when it writes and when it reads. An asynchronous save stops training for its
+stall, and slows it down while it writes: what a fixed amount of work takes longer is lost.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Failed, Saver
+from megalite.checkpoint.state import State
+from megalite.checkpoint.together import Together
+from megalite.config.errors import InputError
+from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
+from megalite.dist.local import launch
+from megalite.dist.mesh import Mesh
+from megalite.dist.ranks import Place, find_place
+from megalite.dist.start import run_rank, start
+from megalite.optim.build import build_optimizer
+from megalite.train.build import build_stage
+from megalite_tools.entry import exit_code
+from megalite_tools.results import cpu_name, write_whole
+
+COMMAND = "megalite-bench-checkpoint"
+CPU = torch.device("cpu")
+TIMEOUT = 600.0  # seconds
+WORK = 40  # matrix products that training stands for, while an asynchronous save is written
+Timing = dict[str, list[float]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: measured; 2: bad input. As one of the ranks, it measures."""
+    arguments = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(arguments)
+    place = find_place()
+    if place is not None:
+        return run_rank(lambda: _measure(place, options, arguments), place)
+    return exit_code(COMMAND, lambda: _launch(options, arguments))
+
+
+def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    if min(options.ranks, options.rounds, options.layers, options.width) < 1 or options.width % 64:
+        raise InputError("--ranks, --rounds and --layers must be at least 1, --width a multiple of 64")
+    if not Path(options.folder).is_dir():
+        raise InputError(f"--folder {options.folder}: no such folder")
+    with TemporaryDirectory(prefix=f"{COMMAND}-") as logs:
+        code = launch("megalite_tools.bench_checkpoint", arguments, options.ranks, Path(logs))
+    if code:
+        raise InputError(f"a rank ended with exit code {code}; what it said is above")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
+    parser.add_argument(
+        "--width", type=int, default=1024, help="of the model, a multiple of 64; 1024: 12.6M parameters a layer"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="of every measurement (7)")
+    parser.add_argument("--folder", default=".", help="on the disk to be measured (the working directory)")
+    parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/checkpoint_cpu.json", help="(%(default)s)")
+    return parser
+
+
+class Bench:
+    """The state of one rank, and the ways to save and load it."""
+
+    def __init__(self, ranks: int, layers: int, width: int, folder: Path) -> None:
+        heads = width // 64
+        model = Model(layers=layers, width=width, heads=heads, kv_heads=heads, ffn=width * 8 // 3, vocab_size=4096)
+        self.config = Config(model=model, parallel=Parallel(dp_shard=ranks), train=Train(precision="fp32"))
+        mesh = Mesh.build(self.config.parallel.layout, CPU)
+        assert mesh is not None
+        stages = {0: build_stage(self.config, mesh, 0, 1)}
+        self.state = State(stages, build_optimizer(stages.values(), self.config.optim))
+        self.folder, self.together = folder, Together()
+        self.tensors = self.state.tensors()
+        self.names = count(1)
+
+    @property
+    def bytes(self) -> int:
+        """Of all ranks."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
+
+    def local(self) -> dict[str, Tensor]:
+        return {name: tensor.to_local() for name, tensor in self.tensors.items() if isinstance(tensor, DTensor)}
+
+    @contextmanager
+    def place(self) -> Iterator[Path]:
+        """A fresh folder, whose files are gone afterwards. Nothing else waits to be written when it is given."""
+        path = self.folder / f"place-{next(self.names)}"
+        if self.together.leads:
+            path.mkdir()
+            os.sync()
+        dist.barrier()
+        yield path
+        dist.barrier()
+        if self.together.leads:
+            shutil.rmtree(path)
+
+    def saver(self, path: Path, in_background: bool) -> Saver:
+        config = replace(self.config, checkpoint=Checkpoint(async_=in_background, keep=1))
+        return Saver(self.state, config, (), path, self.together)
+
+
+def together(work: Callable[[], object]) -> float:
+    """Seconds until the last rank has done `work`."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
+    """One round of every way, each on files of its own."""
+    rank, local = bench.together.rank, bench.local()
+
+    def with_torch(file: Path) -> None:
+        with file.open("wb") as stream:
+            torch.save(local, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def from_torch(file: Path) -> None:
+        for name, tensor in torch.load(file, weights_only=True).items():
+            local[name].copy_(tensor)
+
+    with bench.place() as path, bench.saver(path, in_background=False) as saver:
+        saves["megalite"].append(together(lambda: saver.save(Progress(step=1))))
+        _check(saver)
+        restorer = Restorer(bench.state, bench.config, (), bench.together)
+        loads["megalite"].append(together(lambda: restorer.all(path / "step-00000001")))
+    with bench.place() as path:
+        saves["dcp"].append(together(lambda: dcp.save(bench.tensors, checkpoint_id=path)))
+        loads["dcp"].append(together(lambda: dcp.load(dict(bench.tensors), checkpoint_id=path)))
+    with bench.place() as path:
+        saves["torch.save"].append(together(lambda: with_torch(path / f"{rank}.pt")))
+        loads["torch.save"].append(together(lambda: from_torch(path / f"{rank}.pt")))
+
+
+def _check(saver: Saver) -> None:
+    for item in saver.news():
+        if isinstance(item, Failed):
+            raise InputError(f"--folder: {item.error}")
+
+
+def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """By way, of every asynchronous save: seconds that training stands still, and seconds lost in all.
+
+    The first save of each, which allocates, is not among them.
+    """
+    ways: dict[str, Callable[[Path, int], Callable[[], object]]] = {}
+    apart = dist.new_group()  # its collectives run in a thread beside training's
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    with bench.place() as ours, bench.saver(ours, in_background=True) as saver:
+
+        def save_ours(_: Path, step: int) -> Callable[[], object]:
+            saver.save(Progress(step=step))
+            return saver.finish
+
+        def save_dcp(path: Path, step: int) -> Callable[[], object]:
+            return dcp.async_save(bench.tensors, checkpoint_id=path / str(step), process_group=apart).result  # type: ignore[union-attr]
+
+        def save_kept(path: Path, step: int) -> Callable[[], object]:
+            save = dcp.async_save(
+                bench.tensors, checkpoint_id=path / str(step), process_group=apart, async_stager=stager
+            )
+            return getattr(save, "upload_completion", save).result
+
+        ways = {"megalite": save_ours, "dcp": save_dcp, "dcp, kept stager": save_kept}
+        found: dict[str, dict[str, list[float]]] = {way: {"stall": [], "lost": []} for way in ways}
+        for step in range(1, rounds + 2):
+            for way, save in ways.items():
+                with bench.place() as path:
+                    alone = together(_work)
+                    stall, total = _while_training(lambda save=save, path=path, step=step: save(path, step))  # type: ignore[misc]
+                if step > 1:
+                    found[way]["stall"].append(stall)
+                    found[way]["lost"].append(total - alone)
+        saver.finish()
+    stager.close()
+    return found
+
+
+def _while_training(save: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+    """Seconds that `save` kept this rank, the longest of all ranks; and that it took with the work after it."""
+    dist.barrier()
+    began = time.perf_counter()
+    finish = save()
+    stall = torch.tensor(time.perf_counter() - began)
+    _work()
+    dist.barrier()
+    total = time.perf_counter() - began
+    finish()
+    dist.all_reduce(stall, dist.ReduceOp.MAX)
+    return stall.item(), total
+
+
+def _work() -> None:
+    x = torch.ones(1024, 1024)
+    for _ in range(WORK):
+        x = x @ x
+        x /= x.max()
+
+
+def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    start(place, "cpu", TIMEOUT)
+    torch.set_num_threads(1)
+    told: list[Any] = [None]
+    with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own:
+        told = [own]
+        dist.broadcast_object_list(told)  # all write into the first rank's
+        bench = Bench(options.ranks, options.layers, options.width, Path(told[0]))
+        saves: Timing = {"megalite": [], "dcp": [], "torch.save": []}
+        loads: Timing = {way: [] for way in saves}
+        for _ in range(options.rounds + 1):
+            save_and_load(bench, saves, loads)
+        for timing in (*saves.values(), *loads.values()):
+            del timing[0]  # it warmed up
+        report = {
+            "command": shlex.join([COMMAND, *arguments]),
+            "ranks": options.ranks,
+            "bytes": bench.bytes,
+            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+            "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
+            "save_seconds": saves,
+            "load_seconds": loads,
+            "asynchronous": stalls(bench, options.rounds),
+        }
+        dist.barrier()
+    if place.rank == 0:
+        _show(report)
+        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    size = report["bytes"]
+    console.print(f"{size / 2**30:.2f} GiB of weights and moments on {report['ranks']} ranks; medians:", markup=False)
+    shown = Table()
+    shown.add_column("")
+    for column in ("GiB/s", "throughput / dcp", "range"):
+        shown.add_column(column, justify="right")
+    for what in ("save", "load"):
+        timings = report[f"{what}_seconds"]
+        for way, seconds in timings.items():
+            ratios = [there / here for here, there in zip(seconds, timings["dcp"], strict=True)]
+            rate = size / 2**30 / statistics.median(seconds)
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            shown.add_row(f"{what}: {way}", f"{rate:.2f}", f"{statistics.median(ratios):.2f}", spread)
+    console.print(shown)
+    shown = Table()
+    shown.add_column("asynchronous save")
+    for column in ("stall ms", "worst ms", "lost ms"):
+        shown.add_column(column, justify="right")
+    for way, found in report["asynchronous"].items():
+        cells = (statistics.median(found["stall"]), max(found["stall"]), statistics.median(found["lost"]))
+        shown.add_row(way, *(f"{1e3 * seconds:.0f}" for seconds in cells))
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

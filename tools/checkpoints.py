@@ -1,0 +1,186 @@
+"""Checkpoints as files: which there are, in what state, and their tensors one at a time, without a process group."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megalite.checkpoint.files import METADATA, Reader
+from megalite.checkpoint.load import read_parts
+from megalite.checkpoint.manifest import (
+    MANIFEST,
+    NAME,
+    DamagedError,
+    Manifest,
+    check_hashes,
+    check_size,
+    check_sizes,
+    complete,
+)
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL
+from megalite.checkpoint.state import empty_progress, progress_from
+from megalite.config.errors import InputError
+from megalite.config.layout import Layout
+
+STATES = {  # by what a folder's name ends in
+    PARTIAL: ("partial", "being written, or left by an interrupted save"),
+    DELETED: ("being deleted", "the next save goes on with it"),
+    DAMAGED: ("set aside", ""),
+}
+FOLDER = re.compile(rf"{NAME.pattern}(?:({'|'.join(map(re.escape, STATES))})(?:\.\d+)?)?")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder among the checkpoints of a run."""
+
+    path: Path
+    step: int
+    state: str  # complete, damaged, of another format, or one of STATES
+    why: str
+    bytes: int  # on the disk
+    manifest: Manifest | None  # if it is as it was written
+
+
+def survey(path: Path) -> list[Entry]:
+    """All that is among the checkpoints of a run, oldest first; sizes are compared, not hashes."""
+    folder = _folder_of(path)
+    named = {child: FOLDER.fullmatch(child.name) for child in folder.iterdir() if child.is_dir()}
+    folders = sorted((int(match[1]), child, match[2]) for child, match in named.items() if match)
+    entries = [_examine(child, step, suffix) for step, child, suffix in folders]
+    if not (found := [entry for entry in entries if entry is not None]):
+        raise InputError(f"{folder}: holds no checkpoint; give a run folder")
+    return found
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints that `path` means, oldest first: itself, or all that a run has completed."""
+    if path.is_dir() and ((path / MANIFEST).exists() or NAME.match(path.resolve().name)):
+        return [path]
+    folder = _folder_of(path)
+    if not (found := complete(folder)):
+        raise InputError(f"{folder}: holds no checkpoint; give a run folder, or one of its checkpoints")
+    return found
+
+
+def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> list[str]:
+    """What is wrong with the files of a checkpoint, read in full; `advanced` hears of bytes read."""
+    found = []
+    for name, file in manifest.files.items():
+        try:
+            check_size(path, name, file)
+            check_hashes(path, {name: file}, advanced)
+        except DamagedError as error:
+            found.append(error.what)
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
+    return found
+
+
+class Checkpoint:
+    """The tensors of a checkpoint of any layout. Raises InputError where it cannot be read.
+
+    Sizes are checked, and the hash of DCP's index, which tells where tensors are; other hashes are not.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, check_sizes(path)
+        check_hashes(path, {METADATA: self.manifest.files[METADATA]})
+        with self._readable():
+            self._metadata = Reader(path).read_metadata()
+        entries = self._metadata.state_dict_metadata.items()
+        self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor. Takes memory for it, and for the largest part of it that one rank has written."""
+        entry = self.tensors[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with self._readable():
+            read_parts(self.path, self._metadata, {name: tensor})
+        return tensor
+
+    def bytes(self, name: str) -> int:
+        """Of a whole tensor."""
+        entry = self.tensors[name]
+        return entry.size.numel() * entry.properties.dtype.itemsize
+
+    def kind(self, name: str) -> dict[str, Any] | None:
+        """Shape, dtype and bytes of a tensor, if there is one of that name."""
+        if name not in self.tensors:
+            return None
+        entry = self.tensors[name]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        return {"shape": list(entry.size), "dtype": dtype, "bytes": self.bytes(name)}
+
+    def type(self, name: str) -> str:
+        """Dtype and shape as text: `float32 [8, 16]`, or `absent`."""
+        kind = self.kind(name)
+        return f"{kind['dtype']} {kind['shape']}" if kind else "absent"
+
+    def progress(self) -> Progress:
+        with self._readable():
+            read_parts(self.path, self._metadata, tensors := empty_progress(self._metadata))
+            return progress_from(tensors)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # what torch makes of a damaged file can be anything
+            raise InputError(f"{self.path}: cannot be read: {error!r}; `verify` tells which file is damaged") from error
+
+
+def choose(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that match `pattern`, as files would. Raises InputError if none does."""
+    if not (chosen := [name for name in names if fnmatchcase(name, pattern)]):
+        raise InputError(f"--tensors {pattern}: no tensor has such a name")
+    return chosen
+
+
+def layout_of(manifest: Manifest) -> str:
+    return str(Layout(**manifest.layout))
+
+
+def saved_at(manifest: Manifest) -> str:
+    return f"{datetime.fromisoformat(manifest.saved).astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder of checkpoints that `path` is, or has as a run."""
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder")
+    if (path / METADATA).exists() and not (path / MANIFEST).exists():
+        raise InputError(
+            f"{path}: is a folder of PyTorch Distributed Checkpoint, but no megalite checkpoint: it has no {MANIFEST}"
+        )
+    inside = path / "checkpoints"
+    return inside if inside.is_dir() else path
+
+
+def _examine(path: Path, step: int, suffix: str | None) -> Entry | None:
+    """None: it has gone meanwhile, since its run goes on."""
+    manifest = None
+    state, why = "complete", ""
+    try:
+        manifest = Manifest.read(path)
+        check_sizes(path)
+    except DamagedError as error:
+        state, why = "damaged", error.what
+    except InputError as error:
+        state, why = "of another format", str(error)
+    if suffix is not None:
+        state, why = STATES[suffix][0], STATES[suffix][1] or why
+    try:
+        size = sum(file.stat().st_size for file in path.iterdir())
+    except FileNotFoundError:
+        return None
+    return Entry(path, step, state, why, size, manifest)

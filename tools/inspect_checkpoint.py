@@ -1,0 +1,146 @@
+"""List the checkpoints of a run, verify their hashes, show their tensors, and compare two of them."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.manifest import DamagedError, Manifest, total_bytes
+from megalite.config.errors import InputError
+from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
+from megalite_tools.diff_checkpoints import diff
+from megalite_tools.entry import exit_code
+from megalite_tools.results import write_whole
+from megalite_tools.show_checkpoint import show
+from megalite_tools.terminal import Terminal, bar, size
+
+COMMAND = "megalite-inspect-checkpoint"
+EPILOG = """\
+It works in one process, and holds one tensor at a time in memory (diff: two) beside the largest part of it that a
+rank has written. Where show and diff take a checkpoint, a run folder means its newest. In JSON, null also stands for
+numbers that are not finite.
+
+exit codes:
+  0    all is well
+  1    list, verify: a checkpoint is damaged; show: a value is not finite; diff: the tensors differ
+  2    bad input, or a checkpoint that cannot be read
+  130  interrupted from the keyboard
+  141  the reader of the output has left
+"""
+Report = tuple[dict[str, Any], bool]  # for JSON, and whether all is well
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes as in `EPILOG`."""
+    options = _parser().parse_args(argv)
+    return exit_code(COMMAND, lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, work: Callable[[argparse.Namespace, Terminal], Report], summary: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command.set_defaults(work=work)
+        command.add_argument("--json", metavar="FILE", help="write the result to FILE as well; -: to stdout instead")
+        return command
+
+    listing = add("list", _list, "all checkpoints of a run, and whether they are there in full")
+    listing.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its folder of checkpoints")
+    verify = add("verify", _verify, "read checkpoints in full, and compare every file's size and hash")
+    verify.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a checkpoint; a run folder: all of them")
+    showing = add("show", show, "what a checkpoint holds")
+    showing.add_argument("path", type=Path, metavar="PATH", help="a checkpoint")
+    showing.add_argument(
+        "--values", action="store_true", help="read the tensors: norms, and values that are not finite"
+    )
+    diffing = add("diff", diff, "how two checkpoints, of any layouts, differ in configuration and tensors")
+    diffing.add_argument("a", type=Path, metavar="A", help="a checkpoint")
+    diffing.add_argument("b", type=Path, metavar="B", help="another")
+    diffing.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="largest difference allowed, relative to a tensor's largest value (default: 0, equal to the bit)",
+    )
+    for command in (showing, diffing):
+        command.add_argument("--tensors", default="*", metavar="PATTERN", help="only these, as in 'model.*norm*'")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    alone = options.json == "-"
+    torch.set_num_threads(1)  # enough for pieces of this size, and a run may need the others
+    try:
+        report, well = options.work(options, Terminal(quiet=alone))
+        if alone:
+            Terminal().text(_as_json(report))
+        elif options.json:
+            write_whole(Path(options.json), _as_json(report) + "\n")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
+    except OSError as error:
+        raise InputError(str(error)) from error
+    return 0 if well else 1
+
+
+def _as_json(report: dict[str, Any]) -> str:
+    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+    return json.dumps(finite, indent=2)
+
+
+def _list(options: argparse.Namespace, terminal: Terminal) -> Report:
+    entries = survey(options.run)
+    damaged = [number for number, entry in enumerate(entries) if entry.state == "damaged"]
+    columns = ("step", "tokens", "saved (UTC)", "layout:", "ranks", "size", "state:")
+    terminal.table(columns, map(_row, entries), marked=damaged)
+    return {"checkpoints": [_fields(entry) for entry in entries]}, not damaged
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    manifest = entry.manifest
+    origin = ("", "", "", "")
+    if manifest is not None:
+        origin = (f"{manifest.tokens:,}", saved_at(manifest), layout_of(manifest), f"{manifest.ranks:,}")
+    state = f"{entry.state}: {entry.why}" if entry.why else entry.state
+    return f"{entry.step:,}", *origin, size(entry.bytes), state
+
+
+def _fields(entry: Entry) -> dict[str, Any]:
+    found = {"path": str(entry.path), "step": entry.step, "state": entry.state, "why": entry.why, "bytes": entry.bytes}
+    return found | {name: getattr(entry.manifest, name, None) for name in ("tokens", "saved", "layout", "ranks")}
+
+
+def _verify(options: argparse.Namespace, terminal: Terminal) -> Report:
+    results = []
+    for path in [checkpoint for given in options.paths for checkpoint in find(given)]:
+        found = _damage(path)
+        if not path.exists():
+            terminal.line(f"{path}: gone meanwhile: its run goes on, and needs it no longer")
+            continue
+        terminal.line(f"{path}: damaged: {'; '.join(found)}" if found else f"{path}: intact")
+        results.append({"path": str(path), "intact": not found, "damage": found})
+    return {"checkpoints": results}, all(result["intact"] for result in results)
+
+
+def _damage(path: Path) -> list[str]:
+    try:
+        manifest = Manifest.read(path)
+    except DamagedError as error:
+        return [error.what]
+    with bar(path.name, total_bytes(manifest.files.values())) as advanced:
+        return damage(path, manifest, advanced)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

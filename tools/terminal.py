@@ -1,0 +1,84 @@
+"""What the inspecting programs print: tables and lines on stdout, progress on stderr."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+class Terminal:
+    """Prints to stdout, or with `quiet` nothing. What is printed cannot disturb a terminal."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        width = None if sys.stdout.isatty() else UNBOUNDED
+        self._console = Console(markup=False, highlight=False, quiet=quiet, width=width)
+
+    def line(self, text: str) -> None:
+        self.text(_harmless(text))
+
+    def text(self, text: str) -> None:
+        """Lines as they are."""
+        self._print(Text(text), soft_wrap=True)
+
+    def table(self, columns: Iterable[str], rows: Iterable[tuple[str, ...]], marked: Iterable[int] = ()) -> None:
+        """A column whose name ends in a colon, which is not shown, is text: aligned left, and broken where it is long.
+
+        marked: rows to show in red.
+        """
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in columns:
+            text = column.endswith(":")
+            table.add_column(
+                column.removesuffix(":"), justify="left" if text else "right", overflow="fold", no_wrap=not text
+            )
+        red = set(marked)
+        for number, row in enumerate(rows):
+            table.add_row(*map(_harmless, row), style="red" if number in red else None)
+        self._print(table)
+
+    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        table = Table(box=None, show_header=False)
+        for name, value in facts:
+            table.add_row(name, _harmless(value))
+        self._print(table)
+
+    def _print(self, shown: RenderableType, soft_wrap: bool = False) -> None:
+        with self._console.capture() as captured:
+            self._console.print(shown, soft_wrap=soft_wrap)
+        # Written by ourselves: rich would end the process where the reader has left.
+        sys.stdout.write(captured.get())
+        sys.stdout.flush()
+
+
+@contextmanager
+def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar in bytes on stderr, if that is a terminal; gives what is to be told of bytes done."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield partial(progress.advance, progress.add_task(doing, total=total))
+
+
+def size(count: int) -> str:
+    """Bytes, to three digits: `1.23 GB`."""
+    name, unit = next(((name, unit) for name, unit in UNITS if count >= unit), ("bytes", 1))
+    return f"{count / unit:.3g} {name}"
+
+
+def _harmless(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test check bench gpu clean
+.PHONY: install quickstart test check bench soak gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -34,6 +34,10 @@ bench: install
 	$(BIN)/megalite-bench-memory
 	$(BIN)/megalite-bench-pipeline
 	$(BIN)/megalite-bench-context
+	$(BIN)/megalite-bench-checkpoint
+
+soak: install
+	$(BIN)/python tests/soak/soak.py --kills 100 --out docs/soak.md
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'

@@ -48,16 +48,19 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 10
+    assert len(tour) == 13
     outputs = {}
     for line in tour:
         words = shlex.split(line)
         if words[:2] == ["megalite", "train"]:
-            words += ["train.steps=2", "schedule.warmup=1", "eval.steps=1", "log.interval=1"]
+            steps = 4 if "train.steps=400" in words else 2
+            words += [f"train.steps={steps}", "schedule.warmup=1", "eval.steps=1", "log.interval=1"]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         outputs[" ".join(words[:2])] = done.stdout
-    assert "step 2/2" in outputs["megalite train"]
+    assert "resuming at step 2, sample " in outputs["megalite train"]
+    assert "step 4/4" in outputs["megalite train"]
+    assert "step-00000004: intact" in outputs["megalite-inspect-checkpoint verify"]
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
     assert "measured" in outputs["megalite show"]
     assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000

@@ -37,8 +37,8 @@ from torch.distributed.pipelining import (
 
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
-from megalite.dist.local import launch
 from megalite.dist.activity import Activity
+from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start

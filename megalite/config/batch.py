@@ -10,6 +10,9 @@ from megalite.config.schema import Batch, Curriculum, Rampup
 def batch_rules(batch: Batch, dp: int, sequence_length: int, sequence_parts: int) -> Iterator[Problem]:
     """Every broken rule, for `dp` data-parallel ranks and sequences that come in `sequence_parts` equal parts."""
     micro = 1 if batch.micro == "auto" else batch.micro  # auto takes what divides
+    if batch.micro != "auto" and batch.memory is not None:
+        rule = f"has no meaning with batch.micro = {batch.micro}"
+        yield Problem("batch.memory", rule, "use null, or batch.micro=auto", batch.memory)
     if micro * dp >= 1 and batch.global_ >= 1:
         yield from _whole_micro_batches("batch.global", batch.global_, micro, dp)
         if batch.rampup is not None:

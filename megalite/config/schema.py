@@ -55,7 +55,7 @@ class Model:
 @dataclass
 class Pipeline:
     schedule: str = "1f1b"  # a name of SCHEDULES, or the path of a schedule file
-    virtual_stages: int | None = None  # stages per rank; null: what the schedule has, 2 for interleaved_1f1b
+    virtual_stages: int | None = None  # stages per rank; null: what a named schedule has, of a file 1
     split: list[int] | None = None  # layers per stage; null: balanced by cost, embedding and head included
 
     @property
@@ -171,7 +171,7 @@ class Train:
     on_spike: Literal["ignore", "warn", "rollback"] = "warn"  # where the loss is far above those before
     spike_window: int = 128  # latest losses that a loss is compared with
     spike_threshold: float = 8.0  # robust standard deviations above their median that make a spike
-    timeout: float = 600.0  # seconds a rank waits for its peers before it gives up
+    timeout: float = 600.0  # seconds without any sign of progress on any rank after which the job ends
 
 
 @dataclass

@@ -68,6 +68,7 @@ POSITIVE = (
     "optim.lr",
     "optim.eps",
 )
+MOST = {"batch.memory": 1e6, "train.recompute_budget": 1e6}  # GiB
 SCHEDULE_FILES = (".yaml", ".yml")
 
 
@@ -153,6 +154,10 @@ def _ranges(plain: dict[str, Any]) -> Iterator[Problem]:
         value = _at(plain, key)
         if value is not None and value <= 0:
             yield Problem(key, "must be greater than 0", value=value)
+    for key, most in MOST.items():
+        value = _at(plain, key)
+        if value is not None and value > 0 and not value <= most:
+            yield Problem(key, f"must be at most {most:,.0f} GiB", value=value)
 
 
 def _at(plain: dict[str, Any], key: str) -> Any:

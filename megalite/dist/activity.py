@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.step = 0  # the optimizer step that is under way
+        self.asked: Collection[int] = ()  # signals by which this rank was asked to stop
         self("starting")
         self.tick()
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -71,6 +72,9 @@ class Watchdog:
     def give_up(self, error: BaseException) -> None:
         """End the process for a lost peer; what the launcher says about that one is better, if it notices."""
         self.activity(f"lost a peer ({_brief(error)})")
+        if signal.SIGTERM in self.activity.asked:  # the launcher has noticed, and ends this rank too
+            log.error("lost a peer: %s", error)
+            os._exit(5)
         let_others_speak(5)
         self._told.put(f"rank {self.place.rank} has lost a peer: {_brief(error)}")
         self._thread.join()

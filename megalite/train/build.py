@@ -68,7 +68,7 @@ def build(config: Config, mesh: Mesh, activity: Activity | None = None) -> Job:
     cannot run.
     """
     table, pp = table_of(config), mesh.coordinates["pp"]
-    modes = recompute_modes(config, mesh, table)
+    modes = recompute_modes(config, mesh)
     stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
     optimizer = build_optimizer(stages.values(), config.optim)

@@ -47,6 +47,7 @@ def train(
     last = job.config.train.steps
     guard = Guard(job, start)
     with Requests() as requests:
+        job.activity.asked = requests.received
         if start.step == 0:
             _validate(job, batches, 0, report)
         while guard.progress.step < last and not guard.stopped_by:

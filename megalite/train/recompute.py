@@ -14,21 +14,22 @@ from megalite.model.positions import Places
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
+from megalite.plan.activations import Activations
+from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute import MODES, Cost, Mode, modes_by_stage
 from megalite.plan.split import split_of
-from megalite.schedule.actions import Table
 
 log = logging.getLogger("megalite")
 
 
-def recompute_modes(config: Config, mesh: Mesh, table: Table) -> dict[int, list[Mode]]:
+def recompute_modes(config: Config, mesh: Mesh) -> dict[int, list[Mode]]:
     """By stage of this rank: the mode of each of its layers. Collective where a budget is set.
 
     Raises InputError, on all ranks, for a budget that nothing fits.
     """
-    modes = modes_by_stage(
-        config.train, table, split_of(config), mesh.coordinates["pp"], lambda: measured_costs(config, mesh)
-    )
+    tables, pp = tables_of(config), mesh.coordinates["pp"]
+    outside = Activations(config).outside(tables[0].stages)
+    modes = modes_by_stage(config.train, tables, split_of(config), outside, pp, lambda: measured_costs(config, mesh))
     if config.train.recompute == "budget":
         chosen = [mode for stage in modes.values() for mode in stage]
         log.info("recompute of layers: %s", ", ".join(f"{chosen.count(mode)} {mode}" for mode in MODES))

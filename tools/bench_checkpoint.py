@@ -38,6 +38,7 @@ from megalite.checkpoint.save import Failed, Saver
 from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
@@ -46,7 +47,7 @@ from megalite.dist.start import run_rank, start
 from megalite.optim.build import build_optimizer
 from megalite.train.build import build_stage
 from megalite_tools.entry import exit_code
-from megalite_tools.results import cpu_name, write_whole
+from megalite_tools.results import cpu_name
 
 COMMAND = "megalite-bench-checkpoint"
 CPU = torch.device("cpu")
@@ -166,6 +167,32 @@ def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
         loads["torch.save"].append(together(lambda: from_torch(path / f"{rank}.pt")))
 
 
+def load_memory(bench: Bench) -> dict[str, int]:
+    """Bytes by which a load's peak of resident memory exceeds what was there before, on the first rank; by way."""
+    with bench.place() as path, bench.saver(path, in_background=False) as saver:
+        saver.save(Progress(step=1))
+        _check(saver)
+        folder = path / "step-00000001"
+        restorer = Restorer(bench.state, bench.config, (), bench.together)
+        return {
+            "megalite": _peak_growth(lambda: restorer.all(folder)),
+            "dcp": _peak_growth(lambda: dcp.load(dict(bench.tensors), checkpoint_id=folder)),
+        }
+
+
+def _peak_growth(work: Callable[[], object]) -> int:
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    together(work)
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process that are resident now (VmRSS), or were at their peak (VmHWM)."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
 def _check(saver: Saver) -> None:
     for item in saver.news():
         if isinstance(item, Failed):
@@ -253,6 +280,8 @@ def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]
             "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
             "save_seconds": saves,
             "load_seconds": loads,
+            "load_peak_bytes": load_memory(bench),
+            "largest_part_bytes": max(part.nbytes for part in bench.local().values()),
             "asynchronous": stalls(bench, options.rounds),
         }
         dist.barrier()
@@ -278,6 +307,9 @@ def _show(report: dict[str, Any]) -> None:
             spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
             shown.add_row(f"{what}: {way}", f"{rate:.2f}", f"{statistics.median(ratios):.2f}", spread)
     console.print(shown)
+    peaks = ", ".join(f"{way} {size / 2**20:.0f} MiB" for way, size in report["load_peak_bytes"].items())
+    largest = report["largest_part_bytes"] / 2**20
+    console.print(f"Memory of a load beside the state: {peaks}; the largest part of a tensor is {largest:.0f} MiB.")
     shown = Table()
     shown.add_column("asynchronous save")
     for column in ("stall ms", "worst ms", "lost ms"):

@@ -2,7 +2,6 @@
 the disk when they are closed, and read without running what a file may say.
 """
 
-import hashlib
 import io
 import os
 import pickle
@@ -12,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from megalite.checkpoint.manifest import File
 
 METADATA = ".metadata"  # DCP's own index
-LARGE = 1 << 18  # bytes from which hashing is worth a thread beside writing
+BUFFER = 1 << 18  # bytes gathered before they are written
 FLUSHED = 1 << 26  # bytes after which what is written starts on its way to the disk
 MAY_BE_UNPICKLED = {
     "torch.distributed.checkpoint.metadata": {
@@ -40,28 +40,21 @@ MAY_BE_UNPICKLED = {
 
 
 class HashedFile(io.RawIOBase):
-    """A file being written from its beginning to its end.
+    """A file being written from its beginning to its end, hashed on the way.
 
-    Large pieces are hashed while they are written, and the disk is kept busy meanwhile. beside: two threads for it.
+    A thread of `beside` keeps the disk busy meanwhile.
     """
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor, advanced: Callable[[], None]) -> None:
         super().__init__()
         self._file, self._beside, self._advanced = file, beside, advanced
-        self._digest, self._bytes, self._flushed = hashlib.sha256(), 0, 0
+        self._digest, self._bytes, self._flushed = xxhash.xxh3_128(), 0, 0
         self._flushing: Future[None] | None = None
 
     def write(self, piece: Any) -> int:
         view = memoryview(piece).cast("B")
-        if len(view) < LARGE:
-            self._digest.update(view)
-            self._file.write(view)
-        else:
-            hashing = self._beside.submit(self._digest.update, view)
-            try:
-                self._file.write(view)
-            finally:
-                hashing.result()
+        self._digest.update(view)
+        self._file.write(view)
         self._bytes += len(view)
         if self._bytes - self._flushed >= FLUSHED and (self._flushing is None or self._flushing.done()):
             self._wait()
@@ -104,7 +97,7 @@ class HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode, buffering=LARGE) as file:
+        with Path(path).open(mode, buffering=BUFFER) as file:
             hashed = HashedFile(cast(BinaryIO, file), self._beside, self._advanced)
             yield hashed
             self.written[Path(path).name] = hashed.finish()
@@ -116,7 +109,7 @@ class HashingFileSystem(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """One rank's file of a checkpoint, and DCP's index on the first rank. Hashing runs in threads of `beside`."""
+    """One rank's file of a checkpoint, and DCP's index on the first rank. Flushing runs in a thread of `beside`."""
 
     def __init__(self, path: Path, beside: ThreadPoolExecutor, advanced: Callable[[], None]) -> None:
         super().__init__(path, sync_files=False)  # the file system below does it

@@ -97,7 +97,7 @@ class Saver:
         self._plan: Plan | None = None
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._beside = ThreadPoolExecutor(2, "hash")
+        self._beside = ThreadPoolExecutor(1, "flush")
         self._pending: Future[Saved | Failed] | None = None
         self._ended: list[Saved | Failed] = []
         self._failed: list[Failed] = []  # in a row, up to the latest

@@ -9,7 +9,9 @@ from megalite.schedule.generate import NAMES
 from megalite_tools import bench_checkpoint, bench_context, bench_pipeline
 
 
-def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path) -> None:
+def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_pipeline, "TOLERANCE", 1000.0)  # sleeps this short take no time beside the runner
+    monkeypatch.setattr(bench_pipeline, "NOISE", 1000.0)
     out = tmp_path / "pipeline.json"
     assert bench_pipeline.main(["--unit", "1", "--micro-batches", "8", "--steps", "1", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["schedules"]
@@ -18,6 +20,30 @@ def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path) -> Non
         assert row["simulated_seconds"] > 0.024, "eight forwards and backwards"
         assert set(row["seconds"]) == {"megalite"} | ({"torch"} if row["schedule"] in bench_pipeline.TORCH else set())
         assert min(map(min, row["seconds"].values())) > 0.024
+
+
+def test_a_schedule_that_is_too_slow_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(name: str, seconds: float, ratio: float | None) -> dict[str, object]:
+        return {"schedule": name, "simulated_seconds": 1.0, "seconds": {"megalite": [seconds]}, "time_ratio": ratio}
+
+    rows = [row("a", 1.04, None), row("b", 1.06, 1.01), row("c", 1.01, 1.03)]
+    out = tmp_path / "pipeline.json"
+    out.write_text(json.dumps({"schedules": rows}))
+    monkeypatch.setattr(bench_pipeline, "launch", lambda *_: 0)
+    assert bench_pipeline.main(["--out", str(out)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[2].strip() for line in told] == ["b", "c"]
+    assert "1.060 of its simulated time" in told[0]
+    assert "1.030 of the time of torch's runner" in told[1]
+    out.write_text(json.dumps({"schedules": rows[:1]}))
+    assert bench_pipeline.main(["--out", str(out)]) == 0
+
+
+def test_ranks_that_fail_are_not_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_pipeline, "launch", lambda *_: 1)
+    assert bench_pipeline.main(["--out", str(tmp_path / "pipeline.json")]) == 1
 
 
 def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
@@ -40,6 +66,7 @@ def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
         assert set(report[what]) == {"megalite", "dcp", "torch.save"}
         assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in report[what].values())
     assert set(report["asynchronous"]) == {"megalite", "dcp", "dcp, kept stager"}
+    assert set(report["load_peak_bytes"]) == {"megalite", "dcp"}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "nothing else is left"
 
 

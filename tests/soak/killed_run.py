@@ -1,0 +1,278 @@
+"""One training run that is killed again and again, and what must hold after every kill and at the end."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from statistics import median
+
+import whole_checkpoints as checkpoints
+from killed_job import Job, kill
+from sample_count import check_epochs, trained_on
+from violation import Violation
+
+from megalite.config.load import load
+from megalite.config.validate import check
+from megalite.train.records import read_records
+
+CONFIG_FILE = "soak.yaml"
+BATCH = 12  # samples in a step: one, two, three or four data-parallel ranks can share them
+KEEP = 2
+WHEN = (  # moments of a kill, as often as they come up
+    *["start"],  # processes start, libraries are imported
+    *["load"],  # a rank has a file of the checkpoint open
+    *["train"],
+    *["save"] * 5,  # the temporary folder has appeared
+    *["rename"] * 2,  # the manifest has appeared in it
+    *["publish"] * 2,  # the checkpoint has appeared under its name
+    *["delete"] * 2,  # an old checkpoint begins to disappear
+)
+BEGUN = 2  # batches that a rank may begin after another's death: it does not know of it yet
+WHO = ("job", "rank", "launcher")
+TOLERANCE = 1e-10  # relative, where the layout changes
+COMPARED = ("loss", "grad_norm")
+TROUBLE = {"bad_step", "rollback", "save_failed"}  # events that no kill may cause
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast things go here, in seconds: by it, moments are spread over what they are aimed at."""
+
+    start: float
+    step: float
+    save: float
+
+    def spread(self, when: str) -> float:
+        """How long after its moment a kill may come."""
+        return {"start": self.start, "load": self.save, "train": 2 * self.step, "save": self.save}.get(when, 0.001)
+
+
+@dataclass
+class Tally:
+    """What has been seen of one run."""
+
+    kind: str
+    interval: int
+    layouts: list[str] = field(default_factory=list)
+    kills: list[dict] = field(default_factory=list)
+    verified: int = 0  # checkpoints whose every file was hashed
+    resumes: int = 0  # that were held against what was on the disk
+    steps: int = 0
+    epochs: list[float] = field(default_factory=list)
+    difference: float = 0.0  # the largest, relative
+    seconds: float = 0.0
+
+
+class KilledRun:
+    """A run, and its twin that nobody kills, in the folder `place`.
+
+    steps: of the whole run, which asks for half of them first. layouts: taken in turn, one by each start; the twin has
+    the first of them.
+    """
+
+    def __init__(
+        self, place: Path, seed: int, layouts: Sequence[Sequence[str]], steps: int, sizes: Sequence[int], say: Say
+    ) -> None:
+        self.place, self.layouts, self.steps, self.sizes, self.say = place, layouts, steps, sizes, say
+        self.rng = random.Random(seed)
+        self.folder = place / "runs/killed"
+        self.checkpoints = self.folder / "checkpoints"
+        self.target = steps // 2
+        self.attempts: list[Path] = []
+        interval = self.rng.choice((1, 2, 3))
+        self.common = [f"run.seed={seed}", f"checkpoint.interval={interval}", f"checkpoint.keep={KEEP}"]
+        self.tally = Tally("same" if len(layouts) == 1 else "changing", interval, [" ".join(at) for at in layouts])
+        self._moments: Iterator[str] = self._deal(WHEN)
+        self._victims = self._deal(WHO)
+
+    def endure(self, kills: int) -> Tally:
+        """Kill `kills` times, let the run finish, and compare it with its twin. Raises Violation."""
+        began = time.monotonic()
+        pace = self._train_twin()
+        while len(self.tally.kills) < kills and not self._finished():
+            self._attempt(pace)
+        while not self._finished():
+            self._attempt(None)
+        self._compare()
+        self.tally.steps, self.tally.seconds = self.steps, time.monotonic() - began
+        return self.tally
+
+    def _finished(self) -> bool:
+        """Whether all is done; a run that has reached its goal is given the next."""
+        if checkpoints.newest(self.checkpoints) == self.target:
+            if self.target == self.steps:
+                return True
+            self.target = self.steps
+        return False
+
+    def _train_twin(self) -> Pace:
+        arguments = [CONFIG_FILE, "run.name=twin", f"train.steps={self.steps}", *self.common, *self.layouts[0]]
+        with Job(arguments, self.place, self.place / "notes/twin") as job:
+            began = time.time()
+            job.wait_for_end()
+            _check_end(job, 0)
+        lines = [json.loads(line) for line in (self.place / "runs/twin/metrics.jsonl").read_text().splitlines()]
+        times = [line["time"] for line in lines if "loss" in line]
+        saves = [line["seconds"] for line in lines if line.get("event") == "saved"]
+        return Pace(times[0] - began, (times[-1] - times[0]) / (len(times) - 1), median(saves))
+
+    def _attempt(self, pace: Pace | None) -> None:
+        """Start the job once and, with a pace, kill it at a moment of the deck."""
+        number = len(self.attempts)
+        layout = self.layouts[number % len(self.layouts)]
+        arguments = [CONFIG_FILE, "run.name=killed", f"train.steps={self.target}", *self.common, *layout]
+        before = checkpoints.complete(self.checkpoints)
+        notes = self.place / f"notes/attempt-{number:03d}"
+        self.attempts.append(notes)
+        with Job(arguments, self.place, notes) as job:
+            killed = pace is not None and self._kill(job, pace, ranks_of(self.place, layout))
+            if not killed:
+                job.wait_for_end()
+                _check_end(job, 0)
+                if checkpoints.newest(self.checkpoints) != self.target:
+                    raise Violation(f"{notes}: the job ended well, but has not saved step {self.target}")
+            self._check_resumed(job, max(before, default=0))
+        self._check_kept(before)
+
+    def _kill(self, job: Job, pace: Pace, ranks: int) -> bool:
+        """Whether the job was killed: it may end before its moment comes."""
+        when = next(when for when in self._moments if when != "load" or checkpoints.newest(self.checkpoints))
+        who, nth = next(self._victims), self.rng.randint(1, 4)
+        delay = self.rng.random() ** 2 * pace.spread(when)  # rather early than late
+        if who != "launcher" and not job.wait_for(lambda: len(job.ranks()) == ranks):
+            return False
+        victims, rank = job.victims(who, self.rng)
+        if not job.wait_for(self._moment(job, when, nth)):
+            return False
+        time.sleep(delay)
+        kill(victims)
+        begun = job.batches_begun()
+        gone = job.wait_until_gone()
+        if (more := job.batches_begun() - begun) > ranks * BEGUN:
+            raise Violation(f"{job.notes}: the ranks have begun {more} more batches after the kill")
+        if job.process.returncode == 0:
+            return False
+        if rank is not None:
+            _check_end(job, 5, f"rank {rank} ")
+        self._note_kill(who, when, gone)
+        return True
+
+    def _note_kill(self, who: str, when: str, gone: float) -> None:
+        inside = "save" if checkpoints.note_left_behind(self.checkpoints, ".partial") else ""
+        inside = "delete" if checkpoints.note_left_behind(self.checkpoints, ".deleted") else inside
+        if when == "save" and inside != "save":  # it was over sooner than expected
+            self._moments = chain(["save"], self._moments)
+        self.tally.kills.append({"who": who, "when": when, "inside": inside, "gone": gone})
+        at = checkpoints.newest(self.checkpoints)
+        where = f", inside a {inside}" if inside else ""
+        layout = self.tally.layouts[(len(self.attempts) - 1) % len(self.layouts)].replace("parallel.", "")
+        self.say(f"kill {len(self.tally.kills)}: {who} at {when}{where}; newest checkpoint: step {at}; {layout}")
+
+    def _moment(self, job: Job, when: str, nth: int) -> Callable[[], bool]:
+        """Whether the moment has come: the `nth` of this attempt, where there are several."""
+        folder, seen, metrics = self.checkpoints, set[Path](), self.folder / "metrics.jsonl"
+        there = checkpoints.complete(folder).keys()
+
+        def appeared(suffix: str, holding: str = "") -> bool:
+            seen.update(checkpoints.left_behind(folder, suffix, holding))
+            return len(seen) >= nth
+
+        def size() -> int:
+            return metrics.stat().st_size if metrics.exists() else 0
+
+        if when == "train":
+            begin, line = size(), 200  # bytes
+            return lambda: size() > begin + nth * line
+        moments: dict[str, Callable[[], bool]] = {
+            "start": lambda: True,
+            "load": lambda: job.reads_in(folder),
+            "save": lambda: appeared(".partial"),
+            "rename": lambda: appeared(".partial", checkpoints.MANIFEST),
+            "publish": lambda: len(checkpoints.complete(folder).keys() - there) >= nth,
+            "delete": lambda: appeared(".deleted"),
+        }
+        return moments[when]
+
+    def _check_resumed(self, job: Job, newest: int) -> None:
+        """The job must have gone on from the newest checkpoint, if it came so far as to say so."""
+        told = job.resumed_at
+        if told is not None and told != (newest, newest * BATCH):
+            raise Violation(f"{job.notes}: resumed at {told}, but step {newest} was the newest complete checkpoint")
+        began = [json.loads(line)["first"] for path in job.notes.glob("rank-*.jsonl") for line in _first_line(path)]
+        if any(first != newest * BATCH for first in began):
+            raise Violation(f"{job.notes}: went on from samples {began}, but the newest checkpoint is of step {newest}")
+        if newest:
+            self.tally.resumes += told is not None
+            if began and told is None:
+                raise Violation(f"{job.notes}: does not say that it has resumed from step {newest}")
+
+    def _check_kept(self, before: dict[int, Path]) -> None:
+        """Nothing is lost, nothing is half there, nothing was set aside."""
+        after = checkpoints.complete(self.checkpoints)
+        if max(after, default=0) < max(before, default=0) or len(after) < min(KEEP, len(before)):
+            raise Violation(f"{self.checkpoints}: held steps {list(before)}, and now holds {list(after)}")
+        if len(after) > KEEP + 1:  # the one too many is what a kill can leave
+            raise Violation(f"{self.checkpoints}: holds steps {list(after)}, but checkpoint.keep = {KEEP}")
+        for path in after.values():
+            checkpoints.check_complete(path)
+        self.tally.verified += len(after)
+        if aside := [path.name for path in self.checkpoints.glob("*.damaged*")]:
+            raise Violation(f"{self.checkpoints}: {aside} was set aside, but kills damage nothing")
+
+    def _compare(self) -> None:
+        """The finished run beside its twin: what it reported, what it saved and what it read."""
+        names = ("killed", "twin")
+        mine, expected = (_curves(self.place / "runs" / name / "metrics.jsonl", self.steps) for name in names)
+        paths = (self.place / "runs" / name / f"checkpoints/step-{self.steps:08d}" for name in names)
+        difference = checkpoints.largest_difference(*map(checkpoints.tensors_of, paths))
+        for name in COMPARED:
+            pairs = zip(mine[name], expected[name], strict=True)
+            difference = max(difference, *(abs(value - other) / abs(other) for value, other in pairs))
+        limit = 0.0 if self.tally.kind == "same" else TOLERANCE
+        if not difference <= limit:
+            raise Violation(f"{self.folder}: differs from its twin by {difference:.3g}, more than {limit}")
+        self.tally.difference = difference
+        for attempts in (self.attempts, [self.place / "notes/twin"]):
+            self.tally.epochs = check_epochs(trained_on(attempts, BATCH, self.steps), self.sizes)
+
+    def _deal(self, cards: Sequence[str]) -> Iterator[str]:
+        while True:
+            yield from self.rng.sample(cards, len(cards))
+
+
+def ranks_of(place: Path, layout: Sequence[str]) -> int:
+    """How many ranks a layout has."""
+    return check(load([str(place / CONFIG_FILE)], list(layout))).parallel.layout.world_size
+
+
+def _check_end(job: Job, code: int, words: str = "") -> None:
+    if job.process.returncode != code or words not in job.told:
+        raise Violation(f"{job.notes}: exit code {job.process.returncode}, not {code} {words}\n{job.told[-2000:]}")
+
+
+def _first_line(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines(keepends=True)[:1] if line.endswith("\n")]
+
+
+def _curves(path: Path, steps: int) -> dict[str, list[float]]:
+    """The last report of every step. Raises Violation if one is missing, and for events that must not happen."""
+    last: dict[int, dict] = {}
+    events: Counter[str] = Counter()
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if "event" in record:
+            events[record["event"]] += 1
+        elif "loss" in record:
+            last[record["step"]] = record
+    if trouble := {name: events[name] for name in TROUBLE & events.keys()}:
+        raise Violation(f"{path}: reports {trouble}")
+    if sorted(last) != list(range(1, steps + 1)):
+        raise Violation(f"{path}: reports steps {sorted(last)}, not 1 to {steps}")
+    if [record["step"] for record in read_records(path)] != list(range(1, steps + 1)):
+        raise Violation(f"{path}: megalite.train.records does not read steps 1 to {steps} from it, each once")
+    return {name: [last[step][name] for step in range(1, steps + 1)] for name in COMPARED}

@@ -1,0 +1,47 @@
+"""`megalite train` that also notes what it trains on: `python -m spied_train train CONFIG KEY=VALUE ...`.
+
+Every rank appends a line to a file of its own, in the folder that the environment names, for every batch that its
+training loop is handed: the first sample's number in the run, which share of the batch this is, and the first tokens
+of every sequence, by which `sample_count.py` tells where in the data it comes from.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megalite.cli import main
+from megalite.dist.local import launch
+from megalite.dist.ranks import Place, find_place
+
+NOTES = "SOAK_NOTES"  # environment: the folder for notes
+SHOWN = 2  # tokens of a sequence that are noted
+Batches = Callable[[Any, Iterable[Any]], Iterator[tuple[Any, Any]]]
+
+
+def spied(batches: Batches, place: Place) -> Batches:
+    """`Loader.batches`, noting what goes out."""
+
+    def noting(loader: Any, wanted: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        with (Path(os.environ[NOTES]) / f"rank-{place.rank}.jsonl").open("a", buffering=1) as file:
+            for batch, micros in batches(loader, wanted):
+                tokens = micros.flatten(0, 1)[:, :SHOWN].tolist()
+                file.write(json.dumps({"first": batch.first, "share": loader.dp_rank, "tokens": tokens}) + "\n")
+                yield batch, micros
+
+    return noting
+
+
+if __name__ == "__main__":
+    place = find_place()
+    if place is None:  # the launcher, which needs no torch: its ranks come here too
+        patch: Any = mock.patch("megalite.train.command.launch", lambda _, *rest: launch("spied_train", *rest))
+    else:
+        loader = importlib.import_module("megalite.data.loader").Loader
+        patch = mock.patch.object(loader, "batches", spied(loader.batches, place))
+    with patch:
+        sys.exit(main())

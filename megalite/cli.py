@@ -92,6 +92,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command == "show" and args.measure and not args.memory:
         parser.error("argument --measure: needs --memory")
+    if args.command == "show" and args.memory and args.schedule is not None:
+        parser.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
     arguments = [*args.arguments, *rest]
     args.files = [argument for argument in arguments if not is_override(argument)]
     args.overrides = [argument for argument in arguments if is_override(argument)]

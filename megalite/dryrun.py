@@ -33,10 +33,9 @@ from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
-from megalite.plan.memory import HOST, enough_micro_batches, recompute_modes
-from megalite.plan.pipeline import micro_batches
+from megalite.plan.memory import enough_micro_batches, rank_memory, recompute_modes
 from megalite.plan.recompute import Mode
-from megalite.schedule.actions import Table
+from megalite.plan.walk import HOST
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
 
@@ -49,7 +48,8 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     Runs as many micro-batches as it takes to reach the peak, with the inputs of all. Opens and closes the default
     process group.
     """
-    layout, m = config.parallel.layout, enough_micro_batches(config, pp)
+    layout, full = config.parallel.layout, rank_memory(config, pp).micro_batches
+    m = enough_micro_batches(config, pp, full)
     data = replace(config.data, end_of_document=0)  # in place of the tokenizer's: no token has a value here
     config = replace(config, data=data, train=replace(config.train, compile=False))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -61,7 +61,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
             _materialize(job, mesh)
             batch = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
             found = count_step(job, batch, fake)
-    found["activations"] += (micro_batches(config) - m) * Activations(config).inputs
+    found["activations"] += (full - m) * Activations(config).inputs
     return found
 
 
@@ -142,9 +142,9 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _modes(config: Config, mesh: Mesh, table: Table) -> dict[int, list[Mode]]:
+def _modes(config: Config, mesh: Mesh) -> dict[int, list[Mode]]:
     """What layers recompute; nothing can be measured here."""
-    return recompute_modes(config, table, mesh.coordinates["pp"])
+    return recompute_modes(config, mesh.coordinates["pp"])
 
 
 def _one_document_each(batch: Tensor, _: int) -> list[list[Documents]]:

@@ -1,10 +1,8 @@
 """`megalite show`: what a configuration amounts to, without torch, data or a launcher."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields
 from math import prod
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
@@ -49,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     write the schedule to, "" for none, or None to show something else, `args.memory` and `args.measure`.
     """
     asked = load(args.files, args.overrides)
-    config = fit_micro(check(asked, args.world_size))
+    config = check(asked, args.world_size)
+    if config.batch.memory is not None or args.schedule is not None or args.memory:  # else left to the GPU of the run
+        config = fit_micro(config)
     if args.schedule is not None:
         return _show_schedule(config, args.schedule)
     if args.memory:
@@ -83,23 +84,8 @@ def _show_schedule(config: Config, path: str) -> int:
     console = _console()
     _print(console, [(title(table, timeline), draw_text(timeline, console.width))])
     if path:
-        _write(Path(path), draw_svg(table, timeline) if path.endswith(".svg") else write(table))
+        write_whole(Path(path), draw_svg(table, timeline) if path.endswith(".svg") else write(table))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a whole file or none."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _console() -> Console:
@@ -143,7 +129,9 @@ def _parameter_table(model: Model) -> Table:
 
 
 def _stage_table(config: Config) -> Table:
-    model, layout, split, placement = config.model, config.parallel.layout, split_of(config), table_of(config).placement
+    model, layout, split = config.model, config.parallel.layout, split_of(config)
+    m = 1 if config.batch.micro == "auto" else micro_batches(config)  # stages are placed the same for any number
+    placement = table_of(config, m).placement
     costs = [count * layer_forward_flops(model) for count in split]
     costs[-1] += head_forward_flops(model)
     table = _table("stage", "ranks", "layers", "also", "parameters", "relative cost", text=("ranks", "layers", "also"))
@@ -168,9 +156,13 @@ def _flops_table(model: Model) -> Table:
 
 def _batch(config: Config) -> str:
     batch, length, dp = config.batch, config.model.sequence_length, config.parallel.layout.dp
+    if batch.micro == "auto":
+        cut = "micro-batches as large as fit the GPU"
+    else:
+        cut = f"{micro_batches(config)} micro-batches of {batch.micro}"
     lines = [
         f"{batch.global_} sequences of {length:,} tokens make {batch.global_ * length:,} tokens a step, as "
-        f"{micro_batches(config)} micro-batches of {batch.micro} on {dp} data-parallel ranks."
+        f"{cut} on {dp} data-parallel ranks."
     ]
     if batch.rampup is not None:
         sizes = " → ".join(_abridged(batch_sizes(config)))

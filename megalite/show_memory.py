@@ -11,10 +11,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, listing
 from megalite.config.schema import Config
 from megalite.plan.memory import KINDS, Memory, rank_memory
-from megalite.plan.pipeline import table_of
 from megalite.plan.walk import HOST
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -30,8 +29,7 @@ ON_CUDA = "Sizes are those of the CPU's kernels; CUDA's keep as much for backwar
 
 def memory_of_ranks(config: Config) -> list[Memory]:
     """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
-    table = table_of(config)
-    return [rank_memory(config, pp, table) for pp in range(config.parallel.pp)]
+    return [rank_memory(config, pp) for pp in range(config.parallel.pp)]
 
 
 def fullest(memories: Sequence[Memory]) -> Memory:
@@ -66,12 +64,23 @@ def memory_sections(
     note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
-        ("Conventions", Text(f"{note}{ON_CUDA if on_cuda else ''}")),
+        ("Conventions", Text(note + ON_CUDA * on_cuda + _simplified(config) * (measured is not None))),
     ]
     if len(memories) > 1:
         name, unit = _unit(most.total)
         sections.insert(1, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
     return sections
+
+
+def _simplified(config: Config) -> str:
+    """What the dry run of a configuration does not do as a run would."""
+    told = {
+        "every sample as one document": config.data.mask_documents,
+        "layers that are not compiled": config.train.compile,
+        "recompute chosen by estimated times": config.train.recompute == "budget",
+    }
+    apart = [what for what, matters in told.items() if matters]
+    return f"Measured with {listing(apart, 'and')}.\n" if apart else ""
 
 
 def _components(memory: Memory, measured: dict[str, int] | None) -> Table:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from memory_cases import CASES, DOCUMENTS, SIZES, configured
@@ -48,9 +49,17 @@ def test_a_dry_run_counts_what_real_tensors_take(overrides: dict[str, object]) -
         assert count_step(job, random_batch(job, 0)) == dry
 
 
+def test_a_whole_backward_between_the_halves_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.yaml"
+    path.write_text("name: a\nmicro_batches: 3\nplacement: [0]\nranks: [F0.0 F0.1 F0.2 I0.0 B0.1 W0.0 B0.2]\n")
+    mixed = {"parallel.pipeline.schedule": path, "parallel.data.mode": "zero2", "parallel.dp_shard": 2}
+    config = configured({**mixed, "batch.global": 6})
+    assert rank_memory(config, 0).total == pytest.approx(device_total(dry_run(config, 0)), rel=TOLERANCE)
+
+
 def test_a_few_micro_batches_stand_for_many() -> None:
     config = configured({"parallel.pp": 2, "parallel.data.mode": "zero1", "parallel.dp_shard": 2, "batch.global": 32})
-    few = enough_micro_batches(config, 0)
+    few = enough_micro_batches(config, 0, 16)
     assert few < 16
 
     def counted(micro_batches: int) -> int:

@@ -109,6 +109,23 @@ def test_an_automatic_micro_batch_is_shown_as_what_it_becomes(show: Show) -> Non
     assert "as 2 micro-batches of 12 on 1 data" in output
 
 
+def test_an_automatic_micro_batch_without_a_limit_is_left_to_the_gpu(
+    show: Show, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = show("batch.micro=auto", "run.device=cuda", "batch.global=24", "parallel.pp=2")
+    assert "  micro: auto\n" in output
+    assert "as micro-batches as large as fit the GPU on 1 data" in output
+    assert main(["show", "batch.micro=auto", "--memory"]) == 2
+    assert "batch.memory = null: is needed to fit batch.micro = auto" in capsys.readouterr().err
+
+
+def test_one_thing_is_shown_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["show", "--schedule", "--memory"])
+    assert ended.value.code == 2
+    assert "argument --memory: not allowed with argument --schedule" in capsys.readouterr().err
+
+
 def test_a_pipe_gets_plain_whole_lines(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     path = "/".join(["long folder"] * 40)
@@ -161,7 +178,7 @@ def test_a_config_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_pat
     ("file", "message"),
     [
         ("out.png", "--schedule out.png: must end in .svg for a picture or .yaml for a schedule file; CONFIG goes"),
-        ("nowhere/out.svg", "nowhere/out.svg: cannot be written: No such file or directory"),
+        (f"{QUICKSTART}/out.svg", "out.svg: cannot be written: File exists"),
     ],
 )
 def test_a_schedule_that_cannot_be_written(file: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

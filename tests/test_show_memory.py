@@ -53,6 +53,21 @@ def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]
     assert rows["host memory"][0] == rows["host memory"][1]
 
 
+def test_what_a_dry_run_leaves_out_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command, program = show_memory.dry_run_command, "print('{}')"
+    monkeypatch.setattr(show_memory, "dry_run_command", lambda *args: [command(*args)[0], "-c", program])
+    unlike = ["data.mask_documents=true", "data.end_of_document=1", "train.compile=true"]
+    for arguments, expected in (
+        ([*unlike, "--measure"], "Measured with every sample as one document and layers that are not compiled."),
+        (["train.compile=true", "--measure"], "Measured with layers that are not compiled."),
+        (["--measure"], None),
+        (unlike, None),
+    ):
+        assert main(["show", "--memory", *arguments]) == 0
+        output = capsys.readouterr().out
+        assert expected in output if expected else "Measured with" not in output
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_not_counted_is_said(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--memory", f"run.device={device}"]) == 0

@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
 from megalite.dist import collectives
 from megalite.dist.local import launch
@@ -39,7 +40,7 @@ from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
 from megalite.plan.context import bytes_sent
 from megalite_tools.entry import exit_code
-from megalite_tools.results import cpu_name, write_whole
+from megalite_tools.results import cpu_name
 
 COMMAND = "megalite-bench-context"
 METHODS: tuple[Method, ...] = get_args(Method)

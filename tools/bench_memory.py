@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -34,7 +35,7 @@ from megalite.plan.size import model_parameters
 from megalite.plan.walk import HOST
 from megalite.train.build import build
 from megalite.verify import random_batch
-from megalite_tools.results import cpu_name, write_whole
+from megalite_tools.results import cpu_name
 
 COMMAND = "megalite-bench-memory"
 MODEL = (

@@ -36,6 +36,7 @@ from torch.distributed.pipelining import (
 )
 
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.config.layout import Layout
 from megalite.dist.activity import Activity
 from megalite.dist.local import launch
@@ -48,7 +49,7 @@ from megalite.schedule.actions import Kind, Table
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
 from megalite_tools.entry import exit_code
-from megalite_tools.results import cpu_name, write_whole
+from megalite_tools.results import cpu_name
 
 COMMAND = "megalite-bench-pipeline"
 RANKS = 4
@@ -62,6 +63,8 @@ TORCH: dict[str, Any] = {
     "dualpipev": ScheduleDualPipeV,
 }
 TIMEOUT = 300.0  # seconds
+TOLERANCE = 0.05  # of the time of a step, above the simulated one
+NOISE = 0.02  # of the ratio to torch's time: repeated runs differ by as much
 Run = Callable[[], None]
 
 
@@ -126,7 +129,10 @@ class Stage(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured; 1: the runners disagree; 2: bad input. As one of the ranks, it measures."""
+    """Exit code 0: measured; 1: the runners disagree, or ours is slower than it should be; 2: bad input.
+
+    As one of the ranks, it measures.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(arguments)
     place = find_place()
@@ -135,13 +141,29 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(COMMAND, lambda: _launch(options, arguments))
 
 
-def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.micro_batches < 2 * RANKS or options.steps < 1 or not options.unit > 0:
         raise InputError(f"--micro-batches must be at least {2 * RANKS}, --steps at least 1, --unit above 0")
     with TemporaryDirectory(prefix=f"{COMMAND}-") as logs:
         code = launch("megalite_tools.bench_pipeline", arguments, RANKS, Path(logs))
     if code:
-        raise InputError(f"a rank ended with exit code {code}; what it said is above")
+        return code
+    slow = too_slow(json.loads(Path(options.out).read_text(encoding="utf-8"))["schedules"])
+    for problem in slow:
+        print(f"{COMMAND}: error: {problem}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+def too_slow(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The schedules that take longer than `TOLERANCE` above their simulation, or `NOISE` above torch's runner."""
+    found = []
+    for row in rows:
+        ours = statistics.median(row["seconds"]["megalite"])
+        if (ratio := ours / row["simulated_seconds"]) > 1 + TOLERANCE:
+            found.append(f"{row['schedule']}: takes {ratio:.3f} of its simulated time, more than {1 + TOLERANCE}")
+        if (ratio := row["time_ratio"] or 0) > 1 + NOISE:
+            found.append(f"{row['schedule']}: takes {ratio:.3f} of the time of torch's runner, more than {1 + NOISE}")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

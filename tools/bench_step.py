@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
@@ -39,7 +40,7 @@ from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
 from megalite_tools.bench_peer import LlamaForCausalLM, Step, build_peer
-from megalite_tools.results import cpu_name, write_whole
+from megalite_tools.results import cpu_name
 
 COMMAND = "megalite-bench-step"
 MODEL = "configs/model/small_60m.yaml"

@@ -12,10 +12,10 @@ import torch
 
 from megalite.checkpoint.manifest import DamagedError, Manifest, total_bytes
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.diff_checkpoints import diff
 from megalite_tools.entry import exit_code
-from megalite_tools.results import write_whole
 from megalite_tools.show_checkpoint import show
 from megalite_tools.terminal import Terminal, bar, size
 

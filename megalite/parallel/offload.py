@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
+from megalite.plan.activations import OFFLOAD_SHARE
 
 
 class Keep(Protocol):
@@ -117,7 +117,7 @@ class _Call:
         previous: Callable[[], _Call | None],
     ) -> None:
         self.stream, self.previous = stream, previous
-        self.least = inputs[0].nbytes // SHARE
+        self.least = inputs[0].nbytes // OFFLOAD_SHARE
         self.stays = elsewhere(layer, inputs)
         self.copies: WeakValueDictionary[StorageWeakRef, _Copy] = WeakValueDictionary()
 

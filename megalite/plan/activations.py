@@ -20,6 +20,7 @@ The sum is Korthikanti et al. 2022 (arXiv 2205.05198), eq. 4, less what fused ke
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from megalite.config.schema import Config
@@ -29,7 +30,7 @@ from megalite.plan.size import Parameters, layer_parameters
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 TOKEN = 8  # bytes of a token id
 ROWS = 128  # rows that cross_entropy handles at a time
-OFFLOAD_SHARE = 32  # tensors below this share of a layer's input stay on the device
+OFFLOAD_SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,14 @@ class Activations:
         """What a layer keeps from forward to backward, wherever."""
         part = self.layer(mode)
         return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
+
+    def outside(self, stages: int) -> dict[int, int]:
+        """By stage: what the embedding and the head keep of a micro-batch; nothing elsewhere."""
+        ends = ((0, self.embedding(with_head=stages == 1)), (stages - 1, self.head()))
+        found: Counter[int] = Counter()
+        for stage, part in ends:
+            found[stage] += sum(kept.bytes for kept in part.kept)
+        return found
 
     def head(self) -> Part:
         """The final norm, the output layer and the loss; the weight of a tied one is elsewhere."""

@@ -8,22 +8,20 @@ from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import rank_memory
-from megalite.plan.pipeline import table_of
 
 GIB = 1 << 30
 
 
 def peak_bytes(config: Config) -> int:
-    """Predicted bytes of the fullest rank at the peak of a training step."""
-    table = table_of(config)
-    return max(rank_memory(config, pp, table).total for pp in range(config.parallel.pp))
+    """Predicted bytes of the fullest rank at the peak of the fullest training step."""
+    return max(rank_memory(config, pp).total for pp in range(config.parallel.pp))
 
 
 def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config], int] = peak_bytes) -> Config:
-    """The configuration with `batch.micro` resolved to a number: the largest of `choices` that fits `batch.memory`.
+    """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
 
-    offered: bytes of a device, where `batch.memory` is null. Raises InputError where not even one sequence fits, or
-    nobody says into what.
+    That is null then, as it has done its work. offered: bytes of a device, where `batch.memory` is null. Raises
+    InputError where not even one sequence fits, or nobody says into what.
     """
     batch = config.batch
     if batch.micro != "auto":
@@ -33,7 +31,7 @@ def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config
         rule = "is needed to fit batch.micro = auto where there is no GPU to ask"
         raise InputError([Problem("batch.memory", rule, "give GiB per device, or batch.micro a number", None)])
     for micro in choices(config):
-        fitted = replace(config, batch=replace(batch, micro=micro))
+        fitted = replace(config, batch=replace(batch, micro=micro, memory=None))
         if (needed := peak(fitted)) <= limit:
             return fitted
     rule = f"{limit / GIB:.2f} GiB are too few: a micro-batch of 1 has a predicted peak of {needed / GIB:.2f} GiB"

@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
-from megalite.plan.pipeline import micro_batches, table_of
+from megalite.plan.pipeline import fullest_steps, table_of, tables_of
 from megalite.plan.recompute import Cost, Mode, modes_by_stage
 from megalite.plan.split import split_of
 from megalite.plan.walk import HOST, Item, Walk
-from megalite.schedule.actions import Table
 
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
 FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # time of a layer, in forward passes
@@ -38,10 +37,11 @@ FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # ti
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one pipeline rank at the peak of a training step; of host memory, at a peak of its own."""
+    """Bytes on one pipeline rank at the peak of the fullest step of a run; of host memory, at a peak of its own."""
 
     pp: int
     bytes: dict[Item, int]
+    micro_batches: int  # of that step
 
     @property
     def total(self) -> int:
@@ -53,45 +53,45 @@ class Memory:
         return {component: size for (found, component), size in self.bytes.items() if found == kind}
 
 
-def rank_memory(config: Config, pp: int, table: Table | None = None) -> Memory:
+def rank_memory(config: Config, pp: int) -> Memory:
     """The predicted memory of pipeline rank `pp`; `parallel.dp_shard` and `batch.micro` must be numbers.
 
-    table: what `table_of` gives, where it is there already. Raises InputError for a schedule that cannot run.
+    Raises InputError for a schedule that cannot run.
     """
-    table = table or table_of(config)
-    peak = Walk(config, table, pp, recompute_modes(config, table, pp)).run()
-    return Memory(pp, {**peak, ("activations", "inputs"): micro_batches(config) * Activations(config).inputs})
+    inputs = Activations(config).inputs
+    steps = [
+        Memory(pp, _peak(config, pp, m) | {("activations", "inputs"): m * inputs}, m) for m in fullest_steps(config)
+    ]
+    return max(steps, key=lambda memory: memory.total)
 
 
-def enough_micro_batches(config: Config, pp: int) -> int:
-    """The least number of micro-batches whose peak on pipeline rank `pp` is that of the configured number."""
-
-    def peak(m: int) -> dict[Item, int]:
-        table = table_of(config, m)
-        return Walk(config, table, pp, recompute_modes(config, table, pp)).run()
-
-    p, full = config.parallel.pp, micro_batches(config)
-    wanted = peak(full)
+def enough_micro_batches(config: Config, pp: int, full: int) -> int:
+    """The least number of micro-batches whose peak on pipeline rank `pp` is that of a step of `full`."""
+    p, wanted = config.parallel.pp, _peak(config, pp, full)
     for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
         if m >= full:
             break
         try:
-            if peak(m) == wanted:
+            if _peak(config, pp, m) == wanted:
                 return m
         except InputError:  # the schedule cannot have so few
             continue
     return full
 
 
-def recompute_modes(config: Config, table: Table, pp: int) -> dict[int, list[Mode]]:
+def _peak(config: Config, pp: int, m: int) -> dict[Item, int]:
+    return Walk(config, table_of(config, m), pp, recompute_modes(config, pp)).run()
+
+
+def recompute_modes(config: Config, pp: int) -> dict[int, list[Mode]]:
     """By stage of a pipeline rank: the mode of each of its layers.
 
     Where a budget is set, runs choose by costs that they measure; here kept bytes come from `plan.activations` and
     times from FLOPs, with a little for selective. Raises InputError for a budget that nothing fits.
     """
-    sizes = Activations(config)
+    sizes, tables = Activations(config), tables_of(config)
 
     def costs() -> dict[Mode, Cost]:
         return {mode: Cost(seconds, sizes.layer_bytes(mode)) for mode, seconds in FORWARDS.items()}
 
-    return modes_by_stage(config.train, table, split_of(config), pp, costs)
+    return modes_by_stage(config.train, tables, split_of(config), sizes.outside(tables[0].stages), pp, costs)

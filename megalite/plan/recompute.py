@@ -43,14 +43,31 @@ def in_flight(table: Table, rank: int) -> dict[int, int]:
     }
 
 
-def held_by_rank(table: Table, split: Sequence[int]) -> list[list[int]]:
-    """By pipeline rank: of each of its layers, stage by stage, the most micro-batches in flight at once.
+def most_in_flight(tables: Sequence[Table], rank: int) -> dict[int, int]:
+    """`in_flight`, the most of several steps."""
+    each = [in_flight(table, rank) for table in tables]
+    return {stage: max(counts[stage] for counts in each) for stage in each[0]}
+
+
+def held_by_rank(tables: Sequence[Table], split: Sequence[int]) -> list[list[int]]:
+    """By pipeline rank: of each of its layers, stage by stage, the most micro-batches in flight at once in any step.
 
     split: layers per stage.
     """
     return [
-        [count for stage, count in in_flight(table, rank).items() for _ in range(split[stage])]
-        for rank in range(table.ranks)
+        [count for stage, count in most_in_flight(tables, rank).items() for _ in range(split[stage])]
+        for rank in range(tables[0].ranks)
+    ]
+
+
+def kept_by_rank(tables: Sequence[Table], outside: Mapping[int, int]) -> list[int]:
+    """By pipeline rank: the bytes that its stages keep outside of their layers when they hold the most micro-batches.
+
+    outside: by stage, of a micro-batch.
+    """
+    return [
+        sum(count * outside.get(stage, 0) for stage, count in most_in_flight(tables, rank).items())
+        for rank in range(tables[0].ranks)
     ]
 
 
@@ -76,17 +93,21 @@ def choose(costs: Mapping[Mode, Cost], held: Sequence[int], limit: int) -> list[
     return best and best[2]
 
 
-def choose_for_all(costs: Mapping[Mode, Cost], held: Sequence[Sequence[int]], budget: float) -> list[list[Mode]]:
+def choose_for_all(
+    costs: Mapping[Mode, Cost], held: Sequence[Sequence[int]], outside: Sequence[int], budget: float
+) -> list[list[Mode]]:
     """`choose` for every pipeline rank, with `train.recompute_budget` in GiB.
 
-    held: by pipeline rank, of each of its layers. Raises InputError, the same on every rank, if some rank's layers
-    do not fit.
+    held: by pipeline rank, of each of its layers. outside: by pipeline rank, bytes that are kept outside of layers.
+    Raises InputError, the same on every rank, if some rank's activations do not fit.
     """
-    chosen = [choose(costs, layers, round(budget * GIB)) for layers in held]
+    limits = [round(budget * GIB) - kept for kept in outside]
+    chosen = [choose(costs, layers, limit) for layers, limit in zip(held, limits, strict=True)]
     found = [modes for modes in chosen if modes is not None]
     if len(found) < len(chosen):
         least = min(cost.bytes for cost in costs.values())
-        needed = math.ceil(1000 * max(least * sum(layers) for layers in held) / GIB) / 1000
+        kept = max(least * sum(layers) + other for layers, other in zip(held, outside, strict=True))
+        needed = math.ceil(1000 * kept / GIB) / 1000
         rule = f"the activations of a rank take {needed} GiB even when every layer keeps as little as it can"
         fix = f"use at least {needed}, a smaller batch.micro, or more tensor or context parallelism"
         raise InputError([Problem("train.recompute_budget", rule, fix, budget)])
@@ -94,15 +115,22 @@ def choose_for_all(costs: Mapping[Mode, Cost], held: Sequence[Sequence[int]], bu
 
 
 def modes_by_stage(
-    train: Train, table: Table, split: Sequence[int], rank: int, costs: Callable[[], Mapping[Mode, Cost]]
+    train: Train,
+    tables: Sequence[Table],
+    split: Sequence[int],
+    outside: Mapping[int, int],
+    rank: int,
+    costs: Callable[[], Mapping[Mode, Cost]],
 ) -> dict[int, list[Mode]]:
     """By stage of a pipeline rank: the mode of each of its layers. `costs` are asked for where a budget is set.
 
-    split: layers per stage. Raises InputError for a budget that nothing fits.
+    tables: of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch keeps
+    outside of layers. Raises InputError for a budget that nothing fits.
     """
-    stages = table.stages_of(rank)
+    stages = tables[0].stages_of(rank)
     if train.recompute != "budget":
         return {stage: every_nth(train.recompute, train.recompute_every, split[stage]) for stage in stages}
     assert train.recompute_budget is not None, "validation asks for it"
-    layers = iter(choose_for_all(costs(), held_by_rank(table, split), train.recompute_budget)[rank])
+    held, kept = held_by_rank(tables, split), kept_by_rank(tables, outside)
+    layers = iter(choose_for_all(costs(), held, kept, train.recompute_budget)[rank])
     return {stage: list(islice(layers, split[stage])) for stage in stages}

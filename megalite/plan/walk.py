@@ -252,7 +252,7 @@ class Walk:
         return any(kept.until == "attention norm" for kept in self.parts[stage][0].offloaded)
 
     def _adds_at_once(self, place: Place) -> bool:
-        """Whether every gradient is added to one that is there already, and freed; FSDP2 widens those of a part first."""
+        """Whether every gradient is at once added to one that is there; where FSDP2 widens them, that waits."""
         return place in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
     def _add_up(self, place: Place, part: Part, beside: int) -> None:

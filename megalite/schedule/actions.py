@@ -19,8 +19,10 @@ ranks put together and take apart the parameters of a stage; `micro` is then tha
     REDUCE(s, i)   starts to reduce and scatter the gradients that stage s has accumulated
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
 
 from megalite.config.errors import InputError, listing
 
@@ -42,6 +44,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+SENDS = (Kind.SEND_F, Kind.SEND_B)
 SHARDING = (Kind.GATHER, Kind.RESHARD, Kind.REDUCE)
 SENT_BY = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 OTHER_SIDE = {  # of a transfer: the kind there, and where its stage is relative to this one
@@ -52,9 +55,8 @@ OTHER_SIDE = {  # of a transfer: the kind there, and where its stage is relative
 }
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Action:
-    """One step of one micro-batch on one stage."""
+class Action(NamedTuple):
+    """One step of one micro-batch on one stage; a tuple, for tables of millions."""
 
     kind: Kind
     stage: int  # 0 to stages − 1, counted through all ranks
@@ -75,21 +77,21 @@ class Action:
     @property
     def result(self) -> "Action":
         """The name of what a compute action makes: B and I make the same gradient, which is named after B."""
-        return replace(self, kind=Kind.B) if self.kind is Kind.I else self
+        return self._replace(kind=Kind.B) if self.kind is Kind.I else self
 
     def inputs(self, stages: int) -> tuple["Action", ...]:
         """The results, on whatever rank, that must be there before this action can run."""
-        sources: tuple[tuple[Kind, int], ...] = ()
+        _, stage, micro = self
         match self.kind:
-            case Kind.F:
-                sources = ((Kind.F, self.stage - 1),)
-            case Kind.B | Kind.I:
-                sources = ((Kind.F, self.stage), (Kind.B, self.stage + 1))
-            case Kind.SEND_F:
-                sources = ((Kind.F, self.stage),)
+            case Kind.F if stage > 0:
+                return (Action(Kind.F, stage - 1, micro),)
+            case Kind.B | Kind.I if stage < stages - 1:
+                return (Action(Kind.F, stage, micro), Action(Kind.B, stage + 1, micro))
+            case Kind.B | Kind.I | Kind.SEND_F:
+                return (Action(Kind.F, stage, micro),)
             case Kind.W | Kind.SEND_B:
-                sources = ((Kind.B, self.stage),)
-        return tuple(Action(kind, stage, self.micro) for kind, stage in sources if 0 <= stage < stages)
+                return (Action(Kind.B, stage, micro),)
+        return ()
 
     @property
     def send(self) -> "Action":
@@ -109,7 +111,7 @@ class Action:
     @property
     def transfer(self) -> "Action":
         """The sending action of a transfer: one name for both of its sides."""
-        return self if self.kind in SENT_BY.values() else self.matching
+        return self if self.kind in SENDS else self.matching
 
     def __str__(self) -> str:
         return f"{self.kind}(stage {self.stage}, micro-batch {self.micro})"
@@ -162,11 +164,11 @@ class Table:
     def stages(self) -> int:
         return len(self.placement)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         return any(action.kind is Kind.W for order in self.orders for action in order)
 
-    @property
+    @cached_property
     def orders(self) -> Orders:
         """What every rank computes, in order."""
         return tuple(

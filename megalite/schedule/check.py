@@ -26,11 +26,14 @@ def malformed(table: Table) -> list[str]:
     if not all(0 <= rank < table.ranks for rank in table.placement):
         return [f"placement {table.placement} names a rank that has no program: there are {table.ranks}"]
 
+    stages = table.stages
+
     def problem(rank: int, item: Action | Exchange, action: Action) -> str | None:
         if item == action and action.is_transfer:
             return "outside an exchange"
-        stages = [action.stage, action.peer_stage] if action.is_transfer else [action.stage]
-        if not (all(0 <= stage < table.stages for stage in stages) and 0 <= action.micro < table.micro_batches):
+        other = action.peer_stage if action.is_transfer else action.stage
+        inside = 0 <= action.stage < stages and 0 <= other < stages and 0 <= action.micro < table.micro_batches
+        if not inside:
             return f"in a schedule of {table.stages} stages and {table.micro_batches} micro-batches"
         return f"whose stage is on rank {table.rank(action)}" if table.rank(action) != rank else None
 
@@ -38,7 +41,7 @@ def malformed(table: Table) -> list[str]:
         f"rank {rank} has {action} {found}"
         for rank, program in enumerate(table.programs)
         for item in program
-        for action in flat([item])
+        for action in (item.actions if isinstance(item, Exchange) else (item,))
         if (found := problem(rank, item, action))
     ]
 
@@ -82,20 +85,20 @@ def too_early(table: Table) -> list[str]:
     """Actions that run before their own rank has what they take."""
     makers = {action.result: action for order in table.orders for action in order}
 
-    def needs(action: Action) -> set[Action]:
-        sources = action.inputs(table.stages)
-        return {
+    def needs(action: Action) -> list[Action]:
+        return [
             makers.get(source, source) if table.rank(source) == table.rank(action) else source.send.matching
-            for source in sources
-        }
+            for source in action.inputs(table.stages)
+        ]
 
     problems = []
     for rank, program in enumerate(table.programs):
         done: set[Action] = set()
         for item in program:
-            for action in flat([item]):
-                problems += [f"rank {rank} runs {action} before {need}" for need in sorted(needs(action) - done)]
-            done.update(flat([item]))
+            actions = item.actions if isinstance(item, Exchange) else (item,)
+            for action in actions:
+                problems += [f"rank {rank} runs {action} before {need}" for need in needs(action) if need not in done]
+            done.update(actions)
     return problems
 
 

@@ -1,6 +1,7 @@
 """Pictures of a simulated schedule: a timeline of text for terminals, and one of SVG."""
 
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 from math import floor
 
@@ -140,6 +141,7 @@ def _shortest(timeline: Timeline) -> Time:
     return min((length for length in lengths if length > 0), default=1)
 
 
+@cache
 def _shade(kind: Kind, local: int) -> str:
     """The kind's colour, darker on every second stage of a rank."""
     red, green, blue = (int(FILL[kind][at : at + 2], 16) for at in (1, 3, 5))

@@ -40,10 +40,7 @@ def interleaved(p: int, m: int, v: int) -> Orders:
     """
     if v == 1:
         return one_f_one_b(p, m)
-    count = max(1, m // p)
-    size, larger = divmod(m, count)
-    starts = [k * size + min(k, larger) for k in range(count + 1)]
-    rounds = [range(start, end) for start, end in pairwise(starts)]
+    rounds = rounds_of(p, m)
 
     def order(rank: int) -> tuple[Action, ...]:
         stages = range(rank, p * v, p)
@@ -52,6 +49,14 @@ def interleaved(p: int, m: int, v: int) -> Orders:
         return alternate(forward, backward, ahead=(v - 1) * len(rounds[0]) + 2 * (p - rank - 1))
 
     return tuple(order(rank) for rank in range(p))
+
+
+def rounds_of(p: int, m: int) -> list[range]:
+    """The micro-batches of every round of `interleaved`, the largest first."""
+    count = max(1, m // p)
+    size, larger = divmod(m, count)
+    starts = [k * size + min(k, larger) for k in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def forward_only(placement: Sequence[int], m: int) -> Orders:

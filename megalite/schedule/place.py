@@ -56,11 +56,11 @@ def _with_sharding(program: Program, order: Sequence[Action], gather: bool, redu
         uses = [index for index, action in enumerate(order) if action.stage == stage]
         gradients = [order[index] for index in uses if order[index].makes_weight_gradients]
         for action in gradients if reduce_each else gradients[-1:]:
-            after[action].append(replace(action, kind=Kind.REDUCE))
+            after[action].append(action._replace(kind=Kind.REDUCE))
         if gather:
             first, last = order[uses[0]], order[uses[-1]]
-            before[order[max(0, uses[0] - 1)]].append(replace(first, kind=Kind.GATHER))
-            after[last].append(replace(last, kind=Kind.RESHARD))
+            before[order[max(0, uses[0] - 1)]].append(first._replace(kind=Kind.GATHER))
+            after[last].append(last._replace(kind=Kind.RESHARD))
     return tuple(
         part
         for item in program

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from megalite.config.errors import InputError
 from megalite.schedule.actions import SENT_BY, SHARDING, Action, Exchange, Kind, Table
@@ -20,8 +22,7 @@ UNIT: Mapping[Kind, Time] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # both
 LIVE = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """When one action runs."""
 
     action: Action
@@ -36,16 +37,16 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]  # of every rank, in the order of its program
     peak_live: tuple[int, ...]  # of every rank: most stage-activations held at once, from F to the end of B or W
 
-    @property
+    @cached_property
     def makespan(self) -> Time:
         return max(span.end for rank in self.spans for span in rank)
 
-    @property
+    @cached_property
     def busy(self) -> tuple[Time, ...]:
         """Time in which each rank computes."""
         return tuple(sum(span.end - span.start for span in rank if span.action.is_compute) for rank in self.spans)
 
-    @property
+    @cached_property
     def bubbles(self) -> tuple[Time, ...]:
         """Share of the makespan in which each rank computes nothing."""
         makespan = self.makespan
@@ -114,32 +115,39 @@ def execute(
     compute_free: list[Time] = [0] * len(orders)
     network_free: list[Time] = [0] * len(orders)
     queues = [deque(order) for order in orders]
+    stages = len(placement)
 
     def missing(action: Action) -> list[Action]:
-        return [source for source in action.inputs(len(placement)) if source not in ended]
+        return [source for source in action.inputs(stages) if source not in ended]
 
-    def arrival(source: Action, rank: int) -> Time:
-        return ended[source] + (0 if placement[source.stage] == rank else transfer)
-
-    def run(action: Action, rank: int) -> Span:
+    def run(action: Action, sources: Sequence[Action], rank: int) -> Span:
         if action.is_compute:
-            arrivals = [arrival(source, rank) for source in action.inputs(len(placement))]
-            start = max([compute_free[rank], gathered.get(action.stage, 0), *arrivals])
-            compute_free[rank] = ended[action.result] = start + cost(action)
+            start = max(compute_free[rank], gathered.get(action.stage, 0))
+            for source in sources:
+                start = max(start, ended[source] + (0 if placement[source.stage] == rank else transfer))
+            end = compute_free[rank] = ended[action.result] = start + cost(action)
         else:
             start = max(compute_free[rank], network_free[rank])
-            network_free[rank] = start + cost(action)
+            end = network_free[rank] = start + cost(action)
             if action.kind is Kind.GATHER:
-                gathered[action.stage] = network_free[rank]
-        return Span(action, start, start + cost(action))
+                gathered[action.stage] = end
+        return Span(action, start, end)
 
-    moving = True
-    while moving:
-        moving = False
-        for rank, queue in enumerate(queues):
-            while queue and not missing(queue[0]):
-                spans[rank].append(run(queue.popleft(), rank))
-                moving = True
+    awaited: dict[Action, list[int]] = {}  # result -> ranks that wait for it
+    ready = list(reversed(range(len(orders))))
+    while ready:
+        rank = ready.pop()
+        queue = queues[rank]
+        while queue:
+            action = queue[0]
+            sources = action.inputs(stages)
+            lacking = next((source for source in sources if source not in ended), None)
+            if lacking is not None:
+                awaited.setdefault(lacking, []).append(rank)
+                break
+            spans[rank].append(run(queue.popleft(), sources, rank))
+            if action.is_compute:
+                ready += awaited.pop(action.result, ())
 
     if any(queues):
         makers = {action.result: action for order in orders for action in order}

@@ -79,8 +79,8 @@ def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Seq
     """Stage `number` of the model's `stages`, sharded and filled.
 
     modes: what each of its layers recomputes in backward; None: nothing.
-    The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone with
-    all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
+    The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone
+    with all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
     """
     stage = Decoder(
         config.model, mesh.tp, layers_of(split_of(config))[number], first=number == 0, last=number == stages - 1

@@ -36,7 +36,7 @@ def job_on(device: str, precision: str):
 
 
 def test_initial_weights_are_bit_identical_to_those_made_on_a_cpu(one_rank) -> None:
-    on_cpu, on_gpu = (dict(job_on(device, "fp32").stage.named_parameters()) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (dict(job_on(device, "fp32").named_parameters()) for device in ("cpu", "cuda"))
     for name, param in on_cpu.items():
         assert torch.equal(param.to_local(), on_gpu[name].to_local().cpu()), name
 

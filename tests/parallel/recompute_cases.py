@@ -23,8 +23,9 @@ from megalite.optim import offload as optimizer_offload
 from megalite.parallel import offload
 from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
-from megalite.plan.pipeline import table_of
-from megalite.plan.recompute import MODES, Cost, Mode, held_by_rank
+from megalite.plan.activations import Activations
+from megalite.plan.pipeline import tables_of
+from megalite.plan.recompute import MODES, Cost, Mode, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
 from megalite.train import build as train_build
 from megalite.train import recompute as train_recompute
@@ -132,7 +133,7 @@ class Budgeted:
 
     costs: dict[Mode, Cost]  # measured once more
     modes: list[Mode]  # of its layers
-    limit: int  # bytes
+    limit: int  # bytes of its layers
     saved: list[int]  # bytes of each layer, in one forward pass
     held: list[int]  # micro-batches that each layer holds
 
@@ -143,8 +144,10 @@ def within_budget(config: Config, share: float) -> tuple[Config, dict[Mode, Cost
     told = [None if mesh is None else measured_costs(config, mesh)]
     dist.broadcast_object_list(told, src=0)
     costs = told[0]
-    held = held_by_rank(table_of(config), split_of(config))
-    most, least = (max(costs[mode].bytes * sum(rank) for rank in held) for mode in ("none", "full"))
+    tables = tables_of(config)
+    kept = kept_by_rank(tables, Activations(config).outside(tables[0].stages))
+    ranks = list(zip(held_by_rank(tables, split_of(config)), kept, strict=True))
+    most, least = (max(costs[mode].bytes * sum(held) + kept for held, kept in ranks) for mode in ("none", "full"))
     budget = (least + share * (most - least)) / (1 << 30)
     return replace(config, train=replace(config.train, recompute="budget", recompute_budget=budget)), costs
 
@@ -187,6 +190,8 @@ def budgeted(config: Config, share: float) -> Budgeted | None:
         return None
     job, modes, counts = found
     train_step(job, random_batch(job, 0), 0)
-    held = held_by_rank(table_of(config), split_of(config))[job.mesh.coordinates["pp"]]
-    limit = round((config.train.recompute_budget or 0) * (1 << 30))
+    tables, pp = tables_of(config), job.mesh.coordinates["pp"]
+    held = held_by_rank(tables, split_of(config))[pp]
+    kept = kept_by_rank(tables, Activations(config).outside(tables[0].stages))[pp]
+    limit = round((config.train.recompute_budget or 0) * (1 << 30)) - kept
     return Budgeted(measured_costs(config, job.mesh), modes, limit, [count.bytes for count in counts], held)

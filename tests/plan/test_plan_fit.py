@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
-from megalite.config.schema import Batch, Config, Model, Parallel, Rampup
+from megalite.config.schema import Batch, Config, Model, Parallel, Pipeline, Rampup
 from megalite.config.validate import check, validate
 from megalite.plan.fit import GIB, choices, fit_micro, peak_bytes
 from megalite.plan.memory import rank_memory
@@ -43,7 +43,7 @@ def test_choices_divide_every_batch_and_keep_all_stages_busy(config: Config, exp
 
 @pytest.mark.parametrize(("memory", "micro"), [(100, 12), (13, 12), (12.99, 6), (7, 6), (3.5, 2), (2, 1)])
 def test_the_largest_that_fits_is_taken(memory: float, micro: int) -> None:
-    assert fit_micro(configured(12, memory=memory), peak=bytes_each(1, fixed=1)).batch == Batch(micro, 12, memory)
+    assert fit_micro(configured(12, memory=memory), peak=bytes_each(1, fixed=1)).batch == Batch(micro, 12)
 
 
 def test_a_device_is_asked_where_the_configuration_says_nothing() -> None:
@@ -62,7 +62,7 @@ def test_what_is_taken_is_valid_and_fits(pp: int, dp: int, per_rank: int, memory
 
 
 def test_a_number_stays_as_it_is() -> None:
-    config = Config(parallel=Parallel(dp_shard=1), batch=Batch(2, 12, memory=1e-9))
+    config = Config(parallel=Parallel(dp_shard=1), batch=Batch(2, 12))
     assert fit_micro(config, peak=bytes_each(1)) == config
 
 
@@ -92,6 +92,17 @@ def test_the_prediction_is_that_of_the_fullest_rank() -> None:
     auto = replace(config, batch=Batch("auto", 8, limit))
     assert fit_micro(auto).batch.micro == 2
     assert fit_micro(replace(auto, batch=Batch("auto", 8, limit * 0.999))).batch.micro == 1
+
+
+def test_a_growing_batch_has_to_fit_at_its_fullest() -> None:
+    interleaved = Pipeline("interleaved_1f1b", 4)
+    model = Model(layers=8, vocab_size=4096, sequence_length=512)
+    config = check(Config(model=model, parallel=Parallel(pp=2, pipeline=interleaved), batch=Batch(2, 16)))
+    growing = replace(config, batch=replace(config.batch, rampup=Rampup(10, 2, 100)))
+    assert peak_bytes(growing) > peak_bytes(config)
+    limited = replace(growing.batch, micro="auto", memory=peak_bytes(config) / GIB)
+    assert fit_micro(replace(growing, batch=limited)).batch.micro == 1
+    assert fit_micro(replace(growing, batch=replace(limited, rampup=None))).batch.micro == 2
 
 
 def test_on_a_cpu_the_limit_must_be_given() -> None:

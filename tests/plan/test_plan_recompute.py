@@ -20,6 +20,7 @@ from megalite.plan.recompute import (
     every_nth,
     held_by_rank,
     in_flight,
+    kept_by_rank,
 )
 from megalite.schedule.generate import build
 from megalite.schedule.simulate import simulate
@@ -101,18 +102,30 @@ def test_stages_of_a_rank_are_counted_each_at_its_fullest(name: str, virtual: in
 
 
 def test_layers_hold_what_their_stage_does() -> None:
-    assert held_by_rank(build("1f1b", 3, 8), [2, 3, 1]) == [[3, 3], [2, 2, 2], [1]]
+    assert held_by_rank([build("1f1b", 3, 8)], [2, 3, 1]) == [[3, 3], [2, 2, 2], [1]]
+
+
+def test_of_several_steps_each_layer_holds_the_most() -> None:
+    few, many = (build("interleaved_1f1b", 2, m, 2) for m in (3, 4))
+    assert held_by_rank([few], [1, 1, 1, 1]) == [[3, 3], [3, 1]]
+    assert held_by_rank([few, many], [1, 1, 1, 1]) == held_by_rank([many, few], [1, 1, 1, 1]) == [[4, 3], [3, 1]]
+
+
+def test_what_is_kept_outside_of_layers_is_so_for_every_micro_batch_in_flight() -> None:
+    assert kept_by_rank([build("1f1b", 3, 8)], {0: 10, 2: 7}) == [30, 0, 7]
+    assert kept_by_rank([build("zbv", 2, 8)], {0: 10, 3: 7}) == [in_flight(build("zbv", 2, 8), 0)[0] * 10 + 7, 0]
+    assert choose_for_all(COSTS, [[3, 3], [1, 1]], [0, 45], 60 / GIB) == [["full", "full"], ["full", "full"]]
 
 
 def test_every_rank_gets_a_choice_of_its_own() -> None:
-    assert choose_for_all(COSTS, [[3, 3], [1, 1]], 60 / GIB) == [["full", "full"], ["none", "none"]]
+    assert choose_for_all(COSTS, [[3, 3], [1, 1]], [0, 0], 60 / GIB) == [["full", "full"], ["none", "none"]]
 
 
 def test_the_least_limit_that_would_do_is_told_and_does() -> None:
     big = {mode: Cost(cost.seconds, cost.bytes << 20) for mode, cost in COSTS.items()}
     held = [[7] * 3, [50] * 3]
     with pytest.raises(InputError, match=r"train\.recompute_budget = 0\.5: .* use at least 0\.733"):
-        choose_for_all(big, held, 0.5)
-    assert choose_for_all(big, held, 0.733)[1] == ["full"] * 3
+        choose_for_all(big, held, [0, 0], 0.5)
+    assert choose_for_all(big, held, [0, 0], 0.733)[1] == ["full"] * 3
     with pytest.raises(InputError):
-        choose_for_all(big, held, 0.732)
+        choose_for_all(big, held, [0, 0], 0.732)

@@ -47,13 +47,13 @@ def free_table(random: Random) -> Table:
         orders[placement[action.stage]].append(action)
         backward = random.choice([Kind.B, Kind.I])
         if action.kind == Kind.F and action.stage < stages - 1:
-            ready.append(replace(action, stage=action.stage + 1))
+            ready.append(action._replace(stage=action.stage + 1))
         elif action.kind == Kind.F:
-            ready.append(replace(action, kind=backward))
+            ready.append(action._replace(kind=backward))
         elif action.kind in (Kind.B, Kind.I) and action.stage > 0:
-            ready.append(replace(action, kind=backward, stage=action.stage - 1))
+            ready.append(action._replace(kind=backward, stage=action.stage - 1))
         if action.kind == Kind.I:
-            ready.append(replace(action, kind=Kind.W))
+            ready.append(action._replace(kind=Kind.W))
     return Table("free", m, tuple(placement), communicate(orders, placement))
 
 

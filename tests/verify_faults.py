@@ -6,7 +6,6 @@ global rank 0 in a mesh of one rank; so a fault touches only larger groups, or o
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -78,7 +77,7 @@ def last_micro_batch_without_backward() -> AbstractContextManager[Any]:
 
     def backward(pipeline: Pipeline, action: Any, flight: Any) -> None:
         if action.micro == pipeline.table.micro_batches - 1 and action.stage == pipeline.table.stages - 1 > 0:
-            forward = replace(action, kind=Kind.F)
+            forward = action._replace(kind=Kind.F)
             flight.outbox[action.send] = torch.zeros_like(flight.inputs.pop(forward))
             flight.outputs.pop(forward)
         else:

@@ -41,7 +41,7 @@ soak: install
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'
-	$(BIN)/python -m pytest tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info

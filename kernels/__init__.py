@@ -1,11 +1,28 @@
-"""The hot operations of a decoder, each in a file of its own, in plain PyTorch.
+"""The hot operations of a decoder, each in a file of its own, as Triton kernels and in plain PyTorch.
 
-Stands on torch alone: import one operation without the rest of megalite.
+Stands on torch and, where it is installed, Triton: import one operation without the rest of megalite. `backend` tells
+which of both runs.
 """
 
+from megalite_kernels.adamw import FusedAdamW, adamw
+from megalite_kernels.add_rms_norm import add_rms_norm
 from megalite_kernels.cross_entropy import cross_entropy
+from megalite_kernels.grad_norm import grad_norm
+from megalite_kernels.linear_cross_entropy import linear_cross_entropy
+from megalite_kernels.qk_norm_rope import qk_norm_rope
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import rope
 from megalite_kernels.swiglu import swiglu
 
-__all__ = ["cross_entropy", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "FusedAdamW",
+    "adamw",
+    "add_rms_norm",
+    "cross_entropy",
+    "grad_norm",
+    "linear_cross_entropy",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

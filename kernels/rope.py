@@ -1,16 +1,242 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-rotation form.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), out of place: each pair of features turns by its angle.
 
-Feature i turns together with feature i + e/2, as in Hugging Face's Llama weights.
+    y₁ = x₁ · cos − x₂ · sin        y₂ = x₂ · cos + x₁ · sin        backward: the same with −sin
+
+Half-rotation layout pairs feature i with i + e/2, as Hugging Face's Llama weights do; interleaved layout pairs 2i with
+2i + 1, as the paper and Meta's weights do.
 """
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megalite_kernels.backend import Backend, jit, power_of_2, tl, use_triton, wide_dtype, widen
+from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+Layout = Literal["half", "interleaved"]
+
+ELEMENTS = 4096  # that a program handles
+WARPS = 4
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int = 0, layout: Layout = "half") -> Tensor:
+    """Every pair as a complex number, multiplied by its phase."""
+    wide = wide_dtype(x.dtype)
+    cos, sin = angles_at(cos, sin, positions, len(x))
+    pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if layout == "half" else x.unflatten(-1, (-1, 2))
+    turned = torch.view_as_complex(pairs.to(wide).contiguous()) * torch.complex(cos.to(wide), sin.to(wide))
+    pairs = torch.view_as_real(turned)
+    return (pairs.transpose(-1, -2) if layout == "half" else pairs).flatten(-2).to(x.dtype)
+
+
+def angles_at(cos: Tensor, sin: Tensor, positions: Tensor | int, length: int) -> tuple[Tensor, Tensor]:
+    """The rows of both tables that `length` tokens at `positions` turn by."""
+    if isinstance(positions, Tensor):
+        return cos[positions, 0], sin[positions, 0]
+    if len(cos) == length:
+        return cos, sin
+    return cos[positions : positions + length], sin[positions : positions + length]
+
+
+def _torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    if layout == "half":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+@jit
+def load_pairs(
+    X, offsets, inside, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Both features of every pair of the rows at `offsets`, as [ROWS, PAIRS] each."""
+    if INTERLEAVED:
+        columns = tl.arange(0, 2 * PAIRS)[None, :]
+        both = widen(tl.load(X + offsets + columns, mask=inside & (columns < 2 * HALF), other=0.0))
+        first, second = tl.split(tl.reshape(both, [ROWS, PAIRS, 2]))
+    else:
+        columns = tl.arange(0, PAIRS)[None, :]
+        first = widen(tl.load(X + offsets + columns, mask=inside & (columns < HALF), other=0.0))
+        second = widen(tl.load(X + offsets + HALF + columns, mask=inside & (columns < HALF), other=0.0))
+    return first, second
+
+
+@jit
+def store_pairs(
+    Y, offsets, first, second, inside,
+    ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    if INTERLEAVED:
+        columns = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.reshape(tl.join(first, second), [ROWS, 2 * PAIRS])
+        tl.store(Y + offsets + columns, both.to(Y.dtype.element_ty), mask=inside & (columns < 2 * HALF))
+    else:
+        columns = tl.arange(0, PAIRS)[None, :]
+        tl.store(Y + offsets + columns, first.to(Y.dtype.element_ty), mask=inside & (columns < HALF))
+        tl.store(Y + offsets + HALF + columns, second.to(Y.dtype.element_ty), mask=inside & (columns < HALF))
+
+
+@jit
+def load_angles(
+    Cos, Sin, Positions, at, item, inside, start, table_stride, table_item_stride, at_stride, item_stride,
+    HALF: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines of the tokens `at` places of the sequences `item`."""
+    if Positions is None:
+        position = at + start
+    else:
+        position = tl.load(Positions + at * at_stride + item * item_stride, mask=inside, other=0)
+    offsets = position.to(tl.int64) * table_stride + item * table_item_stride + tl.arange(0, PAIRS)[None, :]
+    mask = inside & (tl.arange(0, PAIRS)[None, :] < HALF)
+    return widen(tl.load(Cos + offsets, mask=mask, other=0.0)), widen(tl.load(Sin + offsets, mask=mask, other=0.0))
+
+
+@jit
+def _rope(
+    X, Cos, Sin, Positions, Y, count, batch, at_stride, item_stride, head_stride,
+    start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Turns ROWS of the `count` heads of tokens, or turns them back."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = rows < count
+    token = rows // HEADS
+    at, item, head = (token // batch).to(tl.int64), (token % batch).to(tl.int64), rows % HEADS
+    cos, sin = load_angles(
+        Cos, Sin, Positions, at, item, inside, start, table_stride, table_item_stride,
+        positions_at_stride, positions_item_stride, HALF, PAIRS,
+    )  # fmt: skip
+    if BACK:
+        sin = -sin
+    offsets = at * at_stride + item * item_stride + head * head_stride
+    first, second = load_pairs(X, offsets, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+    turned = first * cos - second * sin
+    second = second * cos + first * sin
+    store_pairs(Y, rows.to(tl.int64) * (2 * HALF), turned, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+
+
+def tables(
+    cos: Tensor, sin: Tensor, positions: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int, int, int]]:
+    """Both tables for the kernels, and the strides of these and of the positions by place and by sequence."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    by_item = cos.stride(1) if cos.shape[1] > 1 else 0
+    return (cos, sin), (cos.stride(0), by_item, *((0, 0) if positions is None else positions.stride()))
+
+
+def block(x: Tensor) -> dict[str, int]:
+    """What a program handles: ROWS heads, with HALF pairs of features among PAIRS, a power of 2."""
+    half = x.shape[-1] // 2
+    pairs = power_of_2(half)
+    return {
+        "HEADS": x.shape[2],
+        "ROWS": max(ELEMENTS // (2 * pairs), 1),
+        "HALF": half,
+        "PAIRS": pairs,
+        "num_warps": WARPS,
+    }
+
+
+def launch(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool, back: bool
+) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = x.new_empty(x.shape)
+    angles, strides = tables(cos, sin, positions)
+    count, sizes = x.shape[:-1].numel(), block(x)
+    if x.numel():
+        _rope[(-(-count // sizes["ROWS"]),)](
+            x, *angles, positions, y, count, x.shape[1], *x.stride()[:3], start, *strides,
+            INTERLEAVED=interleaved, BACK=back, **sizes,
+        )  # fmt: skip
+    return y
+
+
+@torch.library.custom_op("megalite::rope", mutates_args=())
+def _op(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool, back: bool
+) -> Tensor:
+    return launch(x, cos, sin, positions, start, interleaved, back)
+
+
+@_op.register_fake
+def _(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool, back: bool
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, positions, *ctx.how = inputs
+    ctx.save_for_backward(cos, sin, positions)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    start, interleaved, back = ctx.how
+    return _op(dy, *ctx.saved_tensors, start, interleaved, not back), *[None] * 6
+
+
+_op.register_autograd(_gradients, setup_context=_save)
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | int = 0,
+    layout: Layout = "half",
+    backend: Backend = "auto",
+) -> Tensor:
     """Turn the heads of x `[s, b, h, e]` by their positions' angles, out of place.
 
-    cos, sin `[s, b, 1, e/2]`, or `[s, 1, 1, e/2]` where all sequences have the same positions; maybe wider than x.
+    cos, sin: tables `[p, 1, 1, e/2]`, or `[p, b, 1, e/2]` of every sequence, maybe wider than x; no gradient reaches
+    them. positions: where the first token stands in the tables, whose next s rows are used, or of every token `[s, b]`
+    where the tables are of all sequences. Heads whose features are not next to each other are copied by kernels.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    check(x, cos, sin, positions, layout)
+    if not use_triton(backend, x.device):
+        return _torch(x, *angles_at(cos, sin, positions, len(x)), layout)
+    places, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
+    return _op(x, cos, sin, places, start, layout == "interleaved", False)
+
+
+def check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, layout: Layout) -> None:
+    """ValueError if these are no arguments of `rope`."""
+    if layout not in ("half", "interleaved"):
+        raise ValueError(f"rope: {layout!r} is no layout; choose half or interleaved")
+    length, batch, _, width = x.shape
+    batches = (1,) if isinstance(positions, Tensor) else (1, batch)
+    expected = [(len(cos), number, 1, width // 2) for number in batches]
+    if width % 2 or cos.shape != sin.shape or cos.shape not in expected:
+        raise ValueError(
+            f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} for x {list(x.shape)} must both be "
+            f"[p, {' or '.join(map(str, batches))}, 1, e/2] with an even e"
+        )
+    if isinstance(positions, Tensor):
+        if positions.shape != (length, batch):
+            raise ValueError(f"rope: positions {list(positions.shape)} for x {list(x.shape)} must be [s, b]")
+    elif not 0 <= positions <= len(cos) - length:
+        raise ValueError(f"rope: tokens {positions} to {positions + length} lie outside tables of {len(cos)} positions")
+
+
+def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """By forward and by backward: x in, y out; the tables are read once into cache."""
+    size = tokens * heads * head_size * dtype.itemsize
+    return 2 * size, 2 * size
+
+
+def compile_cases() -> Iterator[Case]:
+    for model, shape, dtype in models():
+        cos = meta(TOKENS, 1, 1, shape.head_size // 2, dtype=torch.float32)
+        positions = meta(TOKENS, 1, dtype=torch.int64)
+        for name, heads in (("q", shape.heads), ("k", shape.kv_heads)):
+            x = meta(TOKENS, 1, heads, shape.head_size, dtype=dtype)
+            yield Case(f"rope {name}", model, dtype, partial(launch, x, cos, cos, None, 0, False, False))
+        yield Case("rope interleaved", model, dtype, partial(launch, x, cos, cos, None, 0, True, False))
+        yield Case("rope backward", model, dtype, partial(launch, x, cos, cos, None, 0, False, True))
+        yield Case("rope of positions", model, dtype, partial(launch, x, cos, cos, positions, 0, False, False))

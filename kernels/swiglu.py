@@ -1,13 +1,32 @@
-"""SwiGLU (Shazeer 2020, arXiv 2002.05202): silu(gate) · up, keeping only its two inputs for backward."""
+"""SwiGLU (Shazeer 2020, arXiv 2002.05202), element by element; σ is the logistic function:
 
+    y = silu(g) · u        silu(g) = g · σ(g)
+    dg = dy · u · σ(g) · (1 + g · (1 − σ(g)))        du = dy · silu(g)
+
+Only the two inputs are kept: backward computes silu(g) again, which costs no memory traffic.
+"""
+
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.backend import Backend, as_rows, jit, tl, use_triton, wide_dtype, widen
+from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
-class _SwiGLU(torch.autograd.Function):
+BYTES = 32  # of every tensor that a thread handles: two loads
+WARPS = 4
+
+
+def reference(gate: Tensor, up: Tensor) -> Tensor:
+    wide = wide_dtype(gate.dtype)
+    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+class _Torch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -19,6 +38,116 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, element by element; both `[…, f]`."""
-    return _SwiGLU.apply(gate, up)
+@jit
+def _swiglu_forward(Gate, Up, Y, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = widen(tl.load(Gate + row * gate_stride + columns, mask=columns < width, other=0.0))
+    u = widen(tl.load(Up + row * up_stride + columns, mask=columns < width, other=0.0))
+    y = g / (1 + tl.exp(-g)) * u
+    tl.store(Y + row * width + columns, y.to(Y.dtype.element_ty), mask=columns < width)
+
+
+@jit
+def _swiglu_backward(Gate, Up, DY, DGate, DUp, width, gate_stride, up_stride, dy_stride, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = widen(tl.load(Gate + row * gate_stride + columns, mask=columns < width, other=0.0))
+    u = widen(tl.load(Up + row * up_stride + columns, mask=columns < width, other=0.0))
+    dy = widen(tl.load(DY + row * dy_stride + columns, mask=columns < width, other=0.0))
+    sigmoid = 1 / (1 + tl.exp(-g))
+    dgate = dy * u * sigmoid * (1 + g * (1 - sigmoid))
+    tl.store(DGate + row * width + columns, dgate.to(DGate.dtype.element_ty), mask=columns < width)
+    tl.store(DUp + row * width + columns, (dy * g * sigmoid).to(DUp.dtype.element_ty), mask=columns < width)
+
+
+def _grid(*tensors: Tensor) -> tuple[list[Tensor], int, int, int]:
+    """The tensors as rows, all of one if they are contiguous; programs, width of a row, and block of a program."""
+    rows = [x.view(1, -1) if all(y.is_contiguous() for y in tensors) else as_rows(x) for x in tensors]
+    count, width = rows[0].shape
+    block = 32 * WARPS * BYTES // tensors[0].itemsize
+    return rows, count * -(-width // block), width, block
+
+
+def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
+    y = gate.new_empty(gate.shape)
+    (gates, ups), programs, width, block = _grid(gate, up)
+    if programs:
+        _swiglu_forward[(programs,)](
+            gates, ups, y, width, gates.stride(0), ups.stride(0), BLOCK=block, num_warps=WARPS
+        )  # fmt: skip
+    return y
+
+
+def launch_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    (gates, ups, dys), programs, width, block = _grid(gate, up, dy)
+    if programs:
+        _swiglu_backward[(programs,)](
+            gates, ups, dys, dgate, dup, width, gates.stride(0), ups.stride(0), dys.stride(0),
+            BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
+    return dgate, dup
+
+
+@torch.library.custom_op("megalite::swiglu", mutates_args=())
+def _op(gate: Tensor, up: Tensor) -> Tensor:
+    return launch_forward(gate, up)
+
+
+@_op.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("megalite::swiglu_backward", mutates_args=())
+def _backward_op(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return launch_backward(gate, up, dy)
+
+
+@_backward_op.register_fake
+def _(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return _backward_op(*ctx.saved_tensors, dy)
+
+
+_op.register_autograd(_gradients, setup_context=_save)
+
+
+def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
+    """silu(gate) · up, element by element; both `[…, f]`, of one shape and data type.
+
+    Kernels read rows that are contiguous in themselves and equally far apart, such as halves of a wider tensor, where
+    they are, and otherwise a contiguous copy.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"swiglu: gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} "
+            "must be of one shape and type"
+        )
+    return (_op if use_triton(backend, gate.device) else _Torch.apply)(gate, up)
+
+
+def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:
+    """By forward: gate and up in, y out. By backward: gate, up and dy in, both gradients out."""
+    size = tokens * ffn * dtype.itemsize
+    return 3 * size, 5 * size
+
+
+def compile_cases() -> Iterator[Case]:
+    for model, shape, dtype in models():
+        x = meta(TOKENS, shape.ffn, dtype=dtype)
+        yield Case("swiglu", model, dtype, partial(launch_forward, x, x))
+        yield Case("swiglu backward", model, dtype, partial(launch_backward, x, x, x))
+        fused = meta(TOKENS, 2 * shape.ffn, dtype=dtype)
+        gate, up = fused.chunk(2, dim=1)
+        yield Case("swiglu of halves", model, dtype, partial(launch_forward, gate, up))

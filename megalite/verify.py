@@ -93,6 +93,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
         batch=replace(config.batch, micro=config.batch.global_),
         train=replace(config.train, recompute="none", offload_activations=False),
         optim=replace(config.optim, offload=False),
+        kernels="torch",
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads on tensors this small only wait for each other
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; `make gpu` sets 0
 
 import pytest
 from hypothesis import settings

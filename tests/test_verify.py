@@ -1,4 +1,5 @@
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,22 @@ def test_a_planted_fault_is_found(
 def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
     for config in SOUND:
         assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+
+
+def test_interpreted_kernels_pass_in_a_whole_layout(ranks: Ranks) -> None:
+    """The reference is PyTorch's own operations."""
+    config = replace(configuration(pp=2, dp_shard=2, tp=2), kernels="triton")
+    assert all(difference.passed for difference in ranks.run(compare, config, 1, 1e-10)[0])
+    wrong = ranks.run(faults.compare_with, faults.norm_kernel_that_forgets_epsilon, config)
+    assert not all(difference.passed for difference in wrong[0]), "they are what runs"
+
+
+def test_kernels_that_cannot_run_are_refused() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "megalite.cli", "verify", "configs/model/tiny.yaml", "kernels.rope=triton"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "kernels.rope = triton: triton is asked for, but tensors are on cpu" in done.stderr
 
 
 def test_without_a_number_nothing_passes() -> None:

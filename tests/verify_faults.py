@@ -4,6 +4,7 @@ Each is a context in which one function is replaced. The single process that a l
 global rank 0 in a mesh of one rank; so a fault touches only larger groups, or only rank 1.
 """
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -133,3 +134,9 @@ def compare_with(fault: Fault, config: Config) -> list[Difference]:
     """What `verify` says of `config` while `fault` is planted on every rank."""
     with fault():
         return compare(config, 3, 1e-10)
+
+
+def norm_kernel_that_forgets_epsilon() -> AbstractContextManager[Any]:
+    module = importlib.import_module("megalite_kernels.rms_norm")  # the package has the function by this name
+    correct = module.launch_forward
+    return patch.object(module, "launch_forward", lambda x, add, weight, eps: correct(x, add, weight, 0.0))

@@ -4,7 +4,7 @@ A key that is a Python keyword (`batch.global`) carries a trailing underscore he
 none in YAML. Rules that involve several keys are in `validate`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megalite.config.layout import Layout
@@ -175,6 +175,16 @@ class Train:
 
 
 @dataclass
+class Kernels:
+    """What runs an operation: Triton's kernels, or PyTorch; auto: Triton's on CUDA."""
+
+    rms_norm: Literal["auto", "triton", "torch"] = "auto"
+    rope: Literal["auto", "triton", "torch"] = "auto"
+    swiglu: Literal["auto", "triton", "torch"] = "auto"
+    cross_entropy: Literal["auto", "triton", "torch"] = "auto"
+
+
+@dataclass
 class Optim:
     name: Literal["adamw"] = "adamw"
     lr: float = 3e-4  # peak learning rate
@@ -240,9 +250,15 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
+    kernels: Literal["auto", "triton", "torch"] | Kernels = "auto"  # of all operations, or of each
     optim: Optim = field(default_factory=Optim)
     schedule: LearningRate = field(default_factory=LearningRate)
     data: Data = field(default_factory=Data)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
+
+    @property
+    def kernels_by_operation(self) -> Kernels:
+        """`kernels`, spelled out."""
+        return self.kernels if isinstance(self.kernels, Kernels) else Kernels(*[self.kernels] * len(fields(Kernels)))

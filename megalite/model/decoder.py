@@ -9,11 +9,13 @@ residuals are `[s/t, b, d]`. A pipeline stage is the same decoder with the layer
 so every parameter has one global name.
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from megalite.config.schema import Model
+from megalite.config.schema import Kernels, Model
 from megalite.model.positions import Places
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
@@ -22,13 +24,15 @@ from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
 from megalite_kernels import cross_entropy, rms_norm, rope, swiglu
 
+AUTO = Kernels()
+
 
 class Norm(nn.Module):
-    def __init__(self, width: int, eps: float, tp: DeviceMesh) -> None:
+    def __init__(self, width: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
-        self.rms_norm = Cheap(rms_norm)
+        self.rms_norm = Cheap(partial(rms_norm, backend=kernels.rms_norm))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, whole(self.weight), self.eps)
@@ -37,7 +41,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention, heads split over tp."""
 
-    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         e = model.head_size
         self.head_size = e
@@ -46,10 +50,11 @@ class Attention(nn.Module):
         self.k = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
         self.v = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
         self.o = RowLinear(model.heads * e, model.width, tp)
-        self.q_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
-        self.k_norm = Norm(e, model.norm_eps, tp) if model.qk_norm else nn.Identity()
+        self.q_norm = Norm(e, model.norm_eps, tp, kernels) if model.qk_norm else nn.Identity()
+        self.k_norm = Norm(e, model.norm_eps, tp, kernels) if model.qk_norm else nn.Identity()
         # Without norms, what RoPE is made of is needed by nothing else: to keep it would save no memory.
-        self.rope = Cheap(rope) if model.qk_norm else rope
+        turn = partial(rope, backend=kernels.rope)
+        self.rope = Cheap(turn) if model.qk_norm else turn
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
@@ -61,12 +66,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward, its width split over tp."""
 
-    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.group = tp.get_group()
         self.gate = ColumnLinear(model.width, model.ffn, tp)
         self.up = ColumnLinear(model.width, model.ffn, tp)
-        self.swiglu = Cheap(swiglu)
+        self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu))
         self.down = RowLinear(model.ffn, model.width, tp)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,12 +80,12 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
-        self.attention_norm = Norm(model.width, model.norm_eps, tp)
-        self.attention = Attention(model, tp)
-        self.mlp_norm = Norm(model.width, model.norm_eps, tp)
-        self.mlp = MLP(model, tp)
+        self.attention_norm = Norm(model.width, model.norm_eps, tp, kernels)
+        self.attention = Attention(model, tp, kernels)
+        self.mlp_norm = Norm(model.width, model.norm_eps, tp, kernels)
+        self.mlp = MLP(model, tp, kernels)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, attend)
@@ -93,10 +98,10 @@ class Head(nn.Module):
     A split backward makes its weight's gradient at once: to put it off would keep the logits' gradient.
     """
 
-    def __init__(self, model: Model, tp: DeviceMesh) -> None:
+    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.group = tp.get_group()
-        self.norm = Norm(model.width, model.norm_eps, tp)
+        self.norm = Norm(model.width, model.norm_eps, tp, kernels)
         self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp)
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
@@ -112,13 +117,22 @@ class Decoder(nn.Module):
     A last stage with tied embeddings holds a copy of the embedding under the same name.
     """
 
-    def __init__(self, model: Model, tp: DeviceMesh, layers: range, first: bool = True, last: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tp: DeviceMesh,
+        layers: range,
+        first: bool = True,
+        last: bool = True,
+        kernels: Kernels = AUTO,
+    ) -> None:
         super().__init__()
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
         self.group = tp.get_group()
+        self.cross_entropy = partial(cross_entropy, backend=kernels.cross_entropy)
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
-        self.layers = nn.ModuleDict({str(layer): Layer(model, tp) for layer in layers})
-        self.head = Head(model, tp) if last else None
+        self.layers = nn.ModuleDict({str(layer): Layer(model, tp, kernels) for layer in layers})
+        self.head = Head(model, tp, kernels) if last else None
 
     def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
         """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits.
@@ -145,4 +159,4 @@ class Decoder(nn.Module):
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy summed over tokens; logits `[s, b, v/t]`, overwritten in backward; targets `[s, b]`."""
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.group)
+        return self.cross_entropy(logits.flatten(0, 1), targets.flatten(), self.group)

@@ -1,11 +1,12 @@
 """From a configuration and a mesh to a job ready to train: the only place where parallelisms are composed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
@@ -24,6 +25,7 @@ from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import build_forward
 from megalite.train.recompute import recompute_modes
+from megalite_kernels.backend import use_triton
 
 
 @dataclass
@@ -64,15 +66,26 @@ class Job:
 def build(config: Config, mesh: Mesh, activity: Activity | None = None) -> Job:
     """Build this rank's stages with their initial weights, and its optimizer.
 
-    activity: where the rank notes what it is doing; None: nobody watches. Raises InputError for a schedule that
-    cannot run.
+    activity: where the rank notes what it is doing; None: nobody watches. Raises InputError for a schedule, and for
+    kernels, that cannot run.
     """
+    check_kernels(config, mesh.device)
     table, pp = table_of(config), mesh.coordinates["pp"]
     modes = recompute_modes(config, mesh)
     stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
     optimizer = build_optimizer(stages.values(), config.optim)
     return Job(config, mesh, stages, gradients, table.placement, optimizer, activity or Activity())
+
+
+def check_kernels(config: Config, device: torch.device) -> None:
+    """Raises InputError for kernels that tensors on `device` cannot be given to."""
+    for operation, backend in asdict(config.kernels_by_operation).items():
+        try:
+            use_triton(backend, device)
+        except ValueError as error:
+            key = "kernels" if isinstance(config.kernels, str) else f"kernels.{operation}"
+            raise InputError(f"{key} = {backend}: {error}") from None
 
 
 def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Sequence[Mode] | None = None) -> Decoder:
@@ -82,9 +95,8 @@ def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Seq
     The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone
     with all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
     """
-    stage = Decoder(
-        config.model, mesh.tp, layers_of(split_of(config))[number], first=number == 0, last=number == stages - 1
-    )
+    layers, kernels = layers_of(split_of(config))[number], config.kernels_by_operation
+    stage = Decoder(config.model, mesh.tp, layers, number == 0, number == stages - 1, kernels)
     stage.to(parameter_dtype(config.train.precision))
     keeping = Offload() if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), modes or every_nth("none", 1, len(stage.layers)), strict=True):

@@ -42,7 +42,7 @@ def measured_costs(config: Config, mesh: Mesh) -> dict[Mode, Cost]:
     All ranks run the layer, which may hold collectives, and must come to the same choice, for the same reason.
     """
     model, layout, dtype = config.model, mesh.layout, compute_dtype(config.train.precision)
-    stage = Decoder(model, mesh.tp, range(1), first=False, last=False)
+    stage = Decoder(model, mesh.tp, range(1), first=False, last=False, kernels=config.kernels_by_operation)
     stage.to(dtype).to_empty(device=mesh.device)
     initialize(stage, model, config.run.seed)
     length = model.sequence_length // layout.cp

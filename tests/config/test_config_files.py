@@ -10,7 +10,7 @@ from megalite.config.validate import validate
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
-OPTIONAL = {"model.rope_scaling", "batch.rampup", "batch.curriculum"}  # sections that are null by default
+OPTIONAL = {"model.rope_scaling", "batch.rampup", "batch.curriculum", "kernels"}  # sections that are none by default
 ROWS = re.findall(r"^\| `([^`]+)` \| .+? \| `([^`]*)` \| .+ \|$", (ROOT / "docs/configuration.md").read_text(), re.M)
 
 

@@ -138,7 +138,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert str(caught.value).splitlines() == [
         "7 problems in the configuration",
         "  =3: is not an override; write key=value, such as model.layers=8",
-        "  zebra: unknown key; the top level has run, model, parallel, batch, train, optim, schedule, data, "
+        "  zebra: unknown key; the top level has run, model, parallel, batch, train, kernels, optim, schedule, data, "
         "checkpoint, log and eval",
         "  model.laers: unknown key; did you mean model.layers?",
         '  model.heads = "four": must be a whole number',

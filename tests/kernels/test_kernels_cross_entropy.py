@@ -1,18 +1,13 @@
-"""Cross-entropy, whole and split over ranks, against PyTorch's."""
+"""Cross-entropy of a whole vocabulary against PyTorch's."""
 
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import SIZE, Ranks
 from rounding import DTYPES, UNITS, assert_rounded, random
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.layout import Layout
-from megalite.dist.mesh import Mesh
 from megalite_kernels import cross_entropy
 
 COUNT, VOCABULARY, SCALE = 13, 40, 0.37
@@ -132,50 +127,3 @@ def _assert_nan_in_row_3(loss: Tensor, gradient: Tensor, expected: Tensor) -> No
     assert loss.isnan()
     assert gradient[3].isnan().all()
     torch.testing.assert_close(gradient[others], expected[others], rtol=0, atol=1e-12)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts calls that reach torch.distributed, whatever function they went through."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "c10d" in function.namespace
-        return function(*args, **(kwargs or {}))
-
-
-def split(size: int, targets: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """In groups of `size` ranks: loss, gradient of this rank's part, collectives in forward and in backward."""
-    mesh = Mesh.build(Layout(dp_replicate=SIZE // size, tp=size), torch.device("cpu"))
-    assert mesh is not None
-    group = mesh.group("tp")
-    x = _logits(torch.float64).chunk(size, dim=1)[group.rank()].clone().requires_grad_()
-    with Collectives() as forward:
-        loss = cross_entropy(x, targets, group)
-    with Collectives() as backward:
-        (loss * SCALE).backward()
-    assert x.grad is not None
-    return loss.detach(), x.grad, forward.count, backward.count
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_split_vocabulary(size: int, ranks: Ranks) -> None:
-    """Groups at other ranks than the first too; the same loss everywhere, for one collective."""
-    expected, gradient = _reference(_logits(torch.float64), _targets())
-    parts = gradient.chunk(size, dim=1)
-    for rank, (loss, grad, forward, backward) in enumerate(ranks.run(split, size, _targets())):
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-        torch.testing.assert_close(grad, parts[rank % size], rtol=0, atol=1e-12)
-        assert forward == (size > 1)
-        assert backward == 0
-
-
-@pytest.mark.parametrize("wrong", [-1, VOCABULARY])
-def test_target_outside_the_split_vocabulary(wrong: int, ranks: Ranks) -> None:
-    targets = _targets()
-    expected = _reference(_logits(torch.float64), targets)[1]
-    targets[3] = wrong
-    found = ranks.run(split, 4, targets)
-    for first in range(0, SIZE, 4):
-        gradient = torch.cat([grad for _, grad, _, _ in found[first : first + 4]], dim=1)
-        _assert_nan_in_row_3(found[first][0], gradient, expected)

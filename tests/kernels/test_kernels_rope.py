@@ -1,74 +1,205 @@
-"""Rotary position embedding against its formula."""
+"""Rotary position embedding, in PyTorch and in interpreted kernels, against its formula."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rounding import DTYPES, assert_rounded, random
 from torch import Tensor
 
 from megalite_kernels import rope
+from megalite_kernels.backend import Backend
+from megalite_kernels.rope import Layout, bytes_moved, reference
 
 LENGTH, BATCH, HEADS, WIDTH = 11, 2, 3, 16
+BACKENDS = ["torch", "triton"]
+LAYOUTS = ["half", "interleaved"]
 
 
-def _angles(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _angles(dtype: torch.dtype, length: int = LENGTH, width: int = WIDTH) -> tuple[Tensor, Tensor]:
     """In float32 at least, as the decoder passes them."""
-    turns = torch.arange(LENGTH, dtype=torch.float64)[:, None, None, None] * 100.0 ** (
-        -torch.arange(WIDTH // 2) / (WIDTH // 2)
-    )
+    frequencies = 100.0 ** (-torch.arange(width // 2) / (width // 2))
+    turns = torch.arange(length, dtype=torch.float64)[:, None, None, None] * frequencies
     wide = torch.promote_types(dtype, torch.float32)
     return turns.cos().to(wide), turns.sin().to(wide)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Every pair (i, i + e/2) as a complex number, multiplied by its phase."""
+def _pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     half = x.shape[-1] // 2
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double())
-    turned = turned * torch.complex(cos.double(), sin.double())
-    return torch.cat((turned.real, turned.imag), -1)
+    return (x[..., :half], x[..., half:]) if layout == "half" else (x[..., ::2], x[..., 1::2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forward_and_backward(dtype: torch.dtype) -> None:
-    cos, sin = _angles(dtype)
-    x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=dtype, seed=0).requires_grad_()
-    grad = random(LENGTH, BATCH, HEADS, WIDTH, dtype=dtype, seed=1)
-    y = rope(x, cos, sin)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Every pair as a complex number, multiplied by its phase."""
+    first, second = _pairs(x.double(), layout)
+    turned = torch.complex(first, second) * torch.complex(cos.double(), sin.double())
+    return _together(turned.real, turned.imag, layout)
+
+
+def _together(first: Tensor, second: Tensor, layout: Layout) -> Tensor:
+    return torch.cat((first, second), -1) if layout == "half" else torch.stack((first, second), -1).flatten(-2)
+
+
+def _check(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, backend: Backend) -> None:
+    cos, sin = _angles(dtype, shape[0], shape[-1])
+    x = random(*shape, dtype=dtype, seed=0).requires_grad_()
+    grad = random(*shape, dtype=dtype, seed=1)
+    y = rope(x, cos, sin, layout=layout, backend=backend)
     y.backward(grad)
+    assert x.grad is not None
     assert y.dtype == dtype
-    for found, value, turned in ((y, x.detach(), _turn(x.detach(), cos, sin)), (x.grad, grad, _turn(grad, cos, -sin))):
-        half = WIDTH // 2
-        magnitude = value[..., :half].double().abs() + value[..., half:].double().abs()
-        assert_rounded(found.detach(), turned, magnitude.repeat(1, 1, 1, 2), outer=3, inner=4)
+    for found, value, way in ((y, x.detach(), 1), (x.grad, grad, -1)):
+        first, second = _pairs(value.double().abs(), layout)
+        magnitude = _together(first + second, first + second, layout)
+        assert_rounded(found.detach(), _turn(value, cos, way * sin, layout), magnitude, outer=3, inner=4)
 
 
-def test_gradients_by_differences() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(LENGTH, BATCH, HEADS, WIDTH), (1, 1, 1, 2), (3, 1, 32, 80), (70, 1, 1, 128)])
+def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, backend: Backend) -> None:
+    _check(shape, dtype, layout, backend)
+
+
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 9), st.integers(1, 20)),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_any_shape(sizes: tuple[int, int, int, int], dtype: torch.dtype, layout: Layout) -> None:
+    length, batch, heads, half = sizes
+    _check((length, batch, heads, 2 * half), dtype, layout, "triton")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reference(layout: Layout) -> None:
     cos, sin = _angles(torch.float64)
-    x = random(LENGTH, 1, 2, WIDTH, dtype=torch.float64, seed=0).requires_grad_()
-    assert torch.autograd.gradcheck(rope, (x, cos, sin))
+    x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float64, seed=0)
+    assert torch.equal(reference(x, cos, sin, layout=layout), _turn(x, cos, sin, layout))
 
 
-def test_input_is_left_alone_and_position_zero_is_not_turned() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_by_differences(layout: Layout, backend: Backend) -> None:
+    cos, sin = _angles(torch.float64, 3, 4)
+    x = random(3, 1, 2, 4, dtype=torch.float64, seed=0).requires_grad_()
+    assert torch.autograd.gradcheck(rope, (x, cos, sin, 0, layout, backend))
+
+
+def test_registered_op() -> None:
+    cos, sin = _angles(torch.float32)
+    x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float32, seed=0).requires_grad_()
+    positions = torch.arange(LENGTH)[:, None].expand(-1, BATCH)
+    for at in (None, positions):
+        torch.library.opcheck(torch.ops.megalite.rope.default, (x, cos, sin, at, 0, True, False))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions(backend: Backend) -> None:
+    """From an offset on, or each token's own, of tables that are longer than the sequence."""
+    cos, sin = _angles(torch.float64, 3 * LENGTH)
+    x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float64, seed=0).requires_grad_()
+    grad = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float64, seed=1)
+    at = torch.randint(3 * LENGTH, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2)).T
+    for positions, rows in ((7, torch.arange(7, 7 + LENGTH)[:, None].expand(-1, BATCH)), (at, at)):
+        y = rope(x, cos, sin, positions, backend=backend)
+        torch.testing.assert_close(y, _turn(x, cos[rows, 0], sin[rows, 0], "half"), rtol=0, atol=1e-14)
+        (found,) = torch.autograd.grad(y, x, grad)
+        torch.testing.assert_close(found, _turn(grad, cos[rows, 0], -sin[rows, 0], "half"), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "cut", [lambda x: x[..., 2:], lambda x: x[..., ::2], lambda x: x.transpose(0, 1), lambda x: x[:, :, 1:]]
+)
+def test_strided(cut: Callable[[Tensor], Tensor], backend: Backend) -> None:
+    x, dy = (cut(random(5, 4, 3, 12, dtype=torch.float64, seed=seed)).requires_grad_() for seed in (0, 1))
+    cos, sin = (table[..., ::2] for table in _angles(torch.float64, len(x), 2 * x.shape[-1]))
+    y = rope(x, cos, sin, backend=backend)
+    torch.testing.assert_close(y, _turn(x, cos, sin, "half"), rtol=0, atol=1e-14)
+    (found,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(found, _turn(dy, cos, -sin, "half"), rtol=0, atol=1e-14)
+
+
+def test_tokens_farther_apart_than_int32_counts() -> None:
+    stride = 2**30
+    x = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((3, 1, 2, 8), (stride, 0, 8, 1))
+    x.copy_(random(3, 1, 2, 8, dtype=torch.bfloat16, seed=0))
+    cos, sin = _angles(torch.bfloat16, 3, 8)
+    assert torch.equal(rope(x, cos, sin, backend="triton"), rope(x.clone(), cos, sin, backend="triton"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens(backend: Backend) -> None:
+    cos, sin = _angles(torch.float32)
+    x = torch.empty(0, 2, 3, WIDTH, requires_grad=True)
+    y = rope(x, cos, sin, 3, backend=backend)
+    y.sum().backward()
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layout": "neox"}, "'neox' is no layout; choose half or interleaved"),
+        ({"positions": 1}, "tokens 1 to 12 lie outside tables of 11 positions"),
+        ({"positions": -1}, "tokens -1 to 10 lie outside"),
+        ({"positions": torch.zeros(LENGTH, dtype=torch.int64)}, r"positions \[11\] for x .* must be \[s, b\]"),
+        ({"sin": torch.zeros(LENGTH, 1, 1, WIDTH)}, r"must both be \[p, 1 or 2, 1, e/2\]"),
+        ({"cos": torch.zeros(LENGTH, 3, 1, 8), "sin": torch.zeros(LENGTH, 3, 1, 8)}, "must both be"),
+        (
+            {
+                "cos": torch.zeros(LENGTH, 2, 1, 8),
+                "sin": torch.zeros(LENGTH, 2, 1, 8),
+                "positions": torch.zeros(LENGTH, BATCH, dtype=torch.int64),
+            },
+            r"must both be \[p, 1, 1, e/2\]",
+        ),
+    ],
+)
+def test_arguments_that_do_not_match(change: dict[str, object], said: str) -> None:
+    cos, sin = _angles(torch.float32)
+    arguments = {"x": torch.zeros(LENGTH, BATCH, HEADS, WIDTH), "cos": cos, "sin": sin, **change}
+    with pytest.raises(ValueError, match=said):
+        rope(**arguments)  # type: ignore[arg-type]
+
+
+def test_bytes_moved() -> None:
+    """The floors that are published for 8192 tokens, 32 query and 8 key heads of 128 features in bfloat16."""
+    both = [bytes_moved(8192, heads, 128, torch.bfloat16) for heads in (32, 8)]
+    assert sum(forward for forward, _ in both) / 1e6 == pytest.approx(168, abs=1)
+    assert sum(backward for _, backward in both) / 1e6 == pytest.approx(168, abs=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_input_is_left_alone_and_position_zero_is_not_turned(backend: Backend) -> None:
     cos, sin = _angles(torch.float32)
     x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float32, seed=0)
     before = x.clone()
-    y = rope(x, cos, sin)
+    y = rope(x, cos, sin, backend=backend)
     assert torch.equal(x, before)
     assert torch.equal(y[0], x[0])
 
 
-def test_every_sequence_may_have_positions_of_its_own() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_sequence_may_have_positions_of_its_own(backend: Backend) -> None:
     cos, sin = _angles(torch.float64)
     x = random(LENGTH, BATCH, HEADS, WIDTH, dtype=torch.float64, seed=0)
     at = torch.stack((torch.arange(LENGTH), torch.arange(LENGTH).flip(0)), dim=1)  # s b
-    y = rope(x, cos[at, 0], sin[at, 0])
-    assert torch.equal(y[:, 0], rope(x, cos, sin)[:, 0])
-    assert torch.equal(y[:, 1], rope(x.flip(0), cos, sin).flip(0)[:, 1])
+    y = rope(x, cos[at, 0], sin[at, 0], backend=backend)
+    assert torch.equal(y[:, 0], rope(x, cos, sin, backend=backend)[:, 0])
+    assert torch.equal(y[:, 1], rope(x.flip(0), cos, sin, backend=backend).flip(0)[:, 1])
 
 
-def test_products_depend_on_the_distance_alone() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_depend_on_the_distance_alone(backend: Backend) -> None:
     cos, sin = _angles(torch.float64)
     q, k = (random(1, 1, 1, WIDTH, dtype=torch.float64, seed=seed).expand(LENGTH, 1, 1, WIDTH) for seed in (0, 1))
-    scores = torch.einsum("sbhe,tbhe->st", rope(q, cos, sin), rope(k, cos, sin))
+    scores = torch.einsum("sbhe,tbhe->st", rope(q, cos, sin, backend=backend), rope(k, cos, sin, backend=backend))
     for distance in range(-LENGTH + 1, LENGTH):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-13)

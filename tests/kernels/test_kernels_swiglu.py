@@ -1,18 +1,24 @@
-"""SwiGLU against its formula."""
+"""SwiGLU, in PyTorch and in interpreted kernels, against its formula."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rounding import DTYPES, assert_rounded, random
+from torch import Tensor
 
 from megalite_kernels import swiglu
+from megalite_kernels.backend import Backend
+from megalite_kernels.swiglu import bytes_moved, reference
 
-SHAPE = (5, 3, 32)
+BACKENDS = ["torch", "triton"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forward_and_backward(dtype: torch.dtype) -> None:
-    gate, up, grad = (random(*SHAPE, dtype=dtype, seed=seed, scale=3.0) for seed in range(3))
-    y = swiglu(gate.requires_grad_(), up.requires_grad_())
+def _check(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
+    gate, up, grad = (random(*shape, dtype=dtype, seed=seed, scale=3.0) for seed in range(3))
+    y = swiglu(gate.requires_grad_(), up.requires_grad_(), backend)
     y.backward(grad)
 
     g, u, dy = gate.detach().double(), up.detach().double(), grad.double()
@@ -25,23 +31,90 @@ def test_forward_and_backward(dtype: torch.dtype) -> None:
     assert_rounded(gate.grad, dy * u * slope, (dy * u).abs() * magnitude, outer=2, inner=16)
 
 
-def test_gradients_by_differences() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 3, 32), (1, 1), (3, 1000), (2, 4099)])
+def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
+    _check(shape, dtype, backend)
+
+
+@settings(max_examples=20)
+@given(shape=st.lists(st.integers(1, 50), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES))
+def test_any_shape(shape: list[int], dtype: torch.dtype) -> None:
+    _check(tuple(shape), dtype, "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_by_differences(backend: Backend) -> None:
     gate, up = (random(2, 5, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(2))
-    assert torch.autograd.gradcheck(swiglu, (gate, up))
+    assert torch.autograd.gradcheck(swiglu, (gate, up, backend))
 
 
-def test_inputs_and_incoming_gradient_are_left_alone() -> None:
+def test_registered_ops() -> None:
+    gate, up = (random(3, 40, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
+    torch.library.opcheck(torch.ops.megalite.swiglu.default, (gate, up))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_and_incoming_gradient_are_left_alone(backend: Backend) -> None:
     gate, up, grad = (random(4, 8, dtype=torch.float32, seed=seed) for seed in range(3))
     before = [x.clone() for x in (gate, up, grad)]
-    swiglu(gate.requires_grad_(), up.requires_grad_()).backward(grad)
+    swiglu(gate.requires_grad_(), up.requires_grad_(), backend).backward(grad)
     for x, old in zip((gate, up, grad), before, strict=True):
         assert torch.equal(x.detach(), old)
 
 
-def test_extreme_gates() -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extreme_gates(backend: Backend) -> None:
     gate = torch.tensor([-200.0, 200.0], requires_grad=True)
-    y = swiglu(gate, torch.ones(2))
+    y = swiglu(gate, torch.ones(2), backend)
     y.sum().backward()
     assert y.tolist() == [0.0, 200.0]
     assert gate.grad is not None
     assert gate.grad.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("cut", [lambda x: x[..., :5], lambda x: x[..., ::2], lambda x: x.transpose(0, 1)])
+def test_strided(cut: Callable[[Tensor], Tensor]) -> None:
+    gate, up, dy = (cut(random(7, 4, 10, dtype=torch.float64, seed=seed)).requires_grad_() for seed in range(3))
+    y = swiglu(gate, up, "triton")
+    torch.testing.assert_close(y, reference(gate, up), rtol=1e-13, atol=1e-13)
+    expected = torch.autograd.grad(reference(gate, up), (gate, up), dy)
+    torch.testing.assert_close(torch.autograd.grad(y, (gate, up), dy), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_halves_of_one_tensor_are_read_where_they_are() -> None:
+    both = random(6, 20, dtype=torch.float32, seed=0)
+    gate, up = both.chunk(2, dim=1)
+    torch.testing.assert_close(swiglu(gate, up, "triton"), reference(gate, up))
+
+
+def test_rows_farther_apart_than_int32_counts() -> None:
+    stride = 2**30
+    gate, up, dy = (torch.empty(2 * stride + 8, dtype=torch.bfloat16).as_strided((3, 8), (stride, 1)) for _ in range(3))
+    for seed, x in enumerate((gate, up, dy)):
+        x.copy_(random(3, 8, dtype=torch.bfloat16, seed=seed))
+    assert torch.equal(swiglu(gate, up, "triton"), swiglu(gate.clone(), up.clone(), "triton"))
+    found = torch.ops.megalite.swiglu_backward(gate, up, dy)
+    assert all(map(torch.equal, found, torch.ops.megalite.swiglu_backward(gate.clone(), up.clone(), dy.clone())))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_elements(backend: Backend) -> None:
+    for shape in ((0, 8), (3, 0)):
+        gate = torch.empty(shape, requires_grad=True)
+        swiglu(gate, torch.empty(shape), backend).sum().backward()
+        assert gate.grad is not None
+        assert gate.grad.shape == shape
+
+
+def test_inputs_that_do_not_match() -> None:
+    with pytest.raises(ValueError, match=r"gate \[2, 4\] torch.float32 and up \[4\] torch.float32 must be of one"):
+        swiglu(torch.ones(2, 4), torch.ones(4))
+
+
+def test_bytes_moved() -> None:
+    """The floors that are published for 8192 tokens of 14336 features in bfloat16."""
+    forward, backward = bytes_moved(8192, 14336, torch.bfloat16)
+    assert (forward / 1e6, backward / 1e6) == (pytest.approx(705, abs=1), pytest.approx(1174, abs=1))

@@ -1,0 +1,248 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over many tensors in one launch:
+
+    m = β₁·m + (1 − β₁)·c·g        v = β₂·v + (1 − β₂)·(c·g)²        (c: what clipping multiplies gradients by)
+    w = (1 − lr·λ)·w − lr/(1 − β₁ᵗ) · m / (√v/√(1 − β₂ᵗ) + ε)
+
+Weights, moments and, where there is one, a copy of the weights in a narrower data type are each read or written once.
+Factors that depend on t, the number of the update, are computed in float64 from numbers on the device: near 1, βᵗ in
+float32 would leave few digits of 1 − βᵗ, and whether an update is skipped is known to the device alone.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalite_kernels.backend import Backend, jit, tl, use_triton, wide_dtype, widen
+from megalite_kernels.compile_cases import LLAMAS, Case, meta
+from megalite_kernels.tensor_table import (
+    CHUNK,
+    find,
+    launches,
+    pointer,
+    search_steps,
+    size_of,
+    tensor_table,
+    tl_dtype,
+)
+
+BLOCK = 1024
+
+
+def reference(
+    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: int,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Weight and moments after update number `step`, counted from 1, in float64."""
+    weight, grad, first, second = (tensor.double() for tensor in (weight, grad * clip, first, second))
+    first = betas[0] * first + (1 - betas[0]) * grad
+    second = betas[1] * second + (1 - betas[1]) * grad.square()
+    direction = first / (1 - betas[0] ** step) / ((second / (1 - betas[1] ** step)).sqrt() + eps)
+    return weight - lr * (weight_decay * weight + direction), first, second
+
+
+@jit
+def _adamw_kernel(
+    Table, Factors, Clip, FoundInf, tensors,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, COLUMNS: tl.constexpr,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part of one tensor. Factors of each: lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), 1 − lr·λ."""
+    tensor = find(Table, tensors, COLUMNS, STEPS)
+    row = tensor * COLUMNS
+    start = (tl.program_id(0) - tl.load(Table + row)) * CHUNK
+    size = size_of(Table, row, ALIGNED)
+    weights = pointer(Table, row + 2, WEIGHT, ALIGNED)
+    grads = pointer(Table, row + 3, GRAD, ALIGNED)
+    firsts = pointer(Table, row + 4, STATE, ALIGNED)
+    seconds = pointer(Table, row + 5, STATE, ALIGNED)
+    rate = tl.load(Factors + tensor * 3)
+    correction = tl.load(Factors + tensor * 3 + 1)
+    decay = tl.load(Factors + tensor * 3 + 2)
+    if FoundInf is not None:
+        size = tl.where(tl.load(FoundInf) == 0, size, 0)
+    for block in range(0, tl.minimum(size - start, CHUNK), BLOCK):
+        at = start + block + tl.arange(0, BLOCK)
+        inside = at < size
+        g = widen(tl.load(grads + at, mask=inside, other=0.0))
+        if Clip is not None:
+            g *= tl.load(Clip)
+        m = widen(tl.load(firsts + at, mask=inside, other=0.0))
+        v = widen(tl.load(seconds + at, mask=inside, other=0.0))
+        w = widen(tl.load(weights + at, mask=inside, other=0.0))
+        m = m * BETA1 + g * (1 - BETA1)
+        v = v * BETA2 + g * g * (1 - BETA2)
+        w = w * decay - rate * (m / (tl.sqrt(v) * correction + EPS))
+        tl.store(firsts + at, m.to(STATE), mask=inside)
+        tl.store(seconds + at, v.to(STATE), mask=inside)
+        tl.store(weights + at, w.to(WEIGHT), mask=inside)
+        if COPY is not None:
+            copies = pointer(Table, row + 6, COPY, ALIGNED)
+            tl.store(copies + at, w.to(COPY), mask=inside)
+
+
+def launch_adamw(
+    lists: Sequence[Sequence[Tensor]], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
+    betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """lists: weights, gradients, first and second moments and, if any, copies; factors `[tensors, 3]`."""
+    for numbers, is_aligned in launches(lists):
+        tensors = [[some[number] for number in numbers] for some in lists]
+        weight, grad, state, _, *copy = (tl_dtype(some[0].dtype) for some in tensors)
+        wide = wide_dtype(tensors[0][0].dtype)
+        table, programs = tensor_table(tensors)
+        _adamw_kernel[(programs,)](
+            table, factors[numbers].to(wide), None if clip is None else clip.to(wide), found_inf, len(numbers),
+            BETA1=betas[0], BETA2=betas[1], EPS=eps, COLUMNS=table.shape[1],
+            WEIGHT=weight, GRAD=grad, STATE=state, COPY=copy[0] if copy else None,
+            ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("megalite::adamw", mutates_args=("weights", "firsts", "seconds", "copies"))
+def _op(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
+    copies: Sequence[Tensor], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
+    beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    whole = [grad.contiguous() for grad in grads]
+    lists = [weights, whole, firsts, seconds, *([copies] if copies else [])]
+    launch_adamw(lists, factors, clip, found_inf, (beta1, beta2), eps)
+
+
+@_op.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _torch_adamw(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
+    copies: Sequence[Tensor], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
+    beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    for number, (weight, grad, first, second) in enumerate(zip(weights, grads, firsts, seconds, strict=True)):
+        wide = wide_dtype(weight.dtype)
+        rate, correction, decay = factors[number].to(wide)
+        g = grad.to(wide) if clip is None else grad.to(wide) * clip
+        m = beta1 * first.to(wide) + (1 - beta1) * g
+        v = beta2 * second.to(wide) + (1 - beta2) * g * g
+        w = weight.to(wide) * decay - rate * (m / (v.sqrt() * correction + eps))
+        changed = [(first, m), (second, v), (weight, w), *([(copies[number], w)] if copies else [])]
+        for old, new in changed:
+            old.copy_(new if found_inf is None else torch.where(found_inf == 0, new.to(old.dtype), old))
+
+
+@torch.no_grad()
+def adamw(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    copies: Sequence[Tensor] = (),
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Update weights in place, and their moments, by gradients that are only read.
+
+    The i-th tensors of all lists belong together; they may be empty. Moments are float32 or, for float64 weights,
+    float64. steps: float32, 0-dimensional: how many updates there were, which this increments. copies: of the weights
+    after the update, in any data type. clip, 0-dimensional: multiplies gradients. found_inf, float32 of one element:
+    where it is not 0, nothing changes. All but gradients must be contiguous.
+    """
+    for tensor in (*weights, *firsts, *seconds, *copies):
+        if not tensor.is_contiguous():
+            raise ValueError(f"adamw: a tensor of shape {tuple(tensor.shape)} is not contiguous; make it so beforehand")
+    if not weights:
+        return
+    counts = list(steps)
+    if found_inf is None:
+        torch._foreach_add_(counts, 1)
+    else:
+        torch._foreach_add_(counts, (found_inf == 0).to(torch.float32).reshape(()))
+    update = torch.stack(counts).double()
+    rates, corrections = lr / (1 - betas[0] ** update), (1 - betas[1] ** update).rsqrt()
+    factors = torch.stack((rates, corrections, torch.full_like(rates, 1 - lr * weight_decay)), 1)
+    run = _op if use_triton(backend, weights[0].device) else _torch_adamw
+    run(weights, grads, firsts, seconds, copies, factors, clip, found_inf, *betas, eps)
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW`, of the same state, that runs `update` once for each group: `adamw`, or one like it.
+
+    Parameters may be DTensors, which are updated part by part. As attributes that a training loop sets before a step,
+    tensors of the same meaning as arguments of `adamw`: found_inf and clip.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        update: Callable[..., None] = adamw,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.update = update
+        self.found_inf: Tensor | None = None
+        self.clip: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            states = [self._state_of(param) for param in params]
+            self.update(
+                [_local(param) for param in params],
+                [_local(param.grad) for param in params],
+                [_local(state["exp_avg"]) for state in states],
+                [_local(state["exp_avg_sq"]) for state in states],
+                [state["step"] for state in states],
+                lr=float(group["lr"]),
+                betas=tuple(group["betas"]),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                clip=self.clip,
+                found_inf=self.found_inf,
+            )
+
+    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+        state = self.state[param]
+        if not state:
+            wide = wide_dtype(param.dtype)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        return state
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def bytes_moved(elements: int, grad: torch.dtype = torch.float32, copy: torch.dtype | None = None) -> tuple[int, int]:
+    """Gradients in; float32 weights and moments in and out; copies out. There is no backward."""
+    return elements * (grad.itemsize + 6 * 4 + (copy.itemsize if copy else 0)), 0
+
+
+def compile_cases() -> Iterator[Case]:
+    for model, shape in LLAMAS.items():
+        weights = [meta(shape.ffn, shape.width, dtype=torch.float32)] * 300
+        factors, one = meta(300, 3, dtype=torch.float32), meta(dtype=torch.float32)
+        for grad, copy in ((torch.float32, ()), (torch.float32, (torch.bfloat16,)), (torch.bfloat16, ())):
+            others = [[meta(shape.ffn, shape.width, dtype=dtype)] * 300 for dtype in copy]
+            lists = [weights, [meta(shape.ffn, shape.width, dtype=grad)] * 300, weights, weights, *others]
+            launch = partial(launch_adamw, lists, factors, one, one, (0.9, 0.95), 1e-8)
+            yield Case("adamw with copy" if copy else "adamw", model, grad, launch)

@@ -1,0 +1,89 @@
+"""NVIDIA apex's fused kernels behind the interfaces of `adamw` and `rms_norm`, where they are compiled in.
+
+The name apex proves nothing: the package of that name on PyPI is another one, and NVIDIA's own can be installed without
+kernels. So what is looked for are the extension modules that hold them, amp_C and fused_layer_norm_cuda.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+CHUNK = 65536  # elements that apex gives to one block of threads
+INSTALL = (
+    "git clone https://github.com/NVIDIA/apex && pip install -v --no-build-isolation "
+    "--config-settings '--build-option=--cpp_ext' --config-settings '--build-option=--cuda_ext' ./apex"
+)
+
+
+def extension(name: str) -> ModuleType:
+    """An extension module of NVIDIA apex; ValueError, with how to install it, if it cannot be loaded."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"apex is asked for, but its compiled module {name} cannot be loaded ({error}). The package "
+            f"named apex on PyPI is unrelated; NVIDIA's is built, with a CUDA compiler, by: {INSTALL}"
+        ) from error
+
+
+@torch.no_grad()
+def adamw(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    copies: Sequence[Tensor] = (),
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """As `megalite_kernels.adamw.adamw`, for `FusedAdamW(…, update=adamw)`; what apex's FusedAdam runs.
+
+    Differently, weights are float32 only, all have had equally many updates, and float32 gradients are overwritten by
+    those that `clip` leaves.
+    """
+    amp_c = extension("amp_C")
+    for weight in weights:
+        if weight.dtype != torch.float32:
+            raise ValueError(f"adamw of apex: weights are {weight.dtype}, but must be float32; choose other kernels")
+    if not weights:
+        return
+    device, counts = weights[0].device, list(steps)
+    skips = torch.zeros(1, dtype=torch.int32, device=device)
+    if found_inf is not None:
+        skips = (found_inf != 0).to(torch.int32).reshape(1)
+    torch._foreach_add_(counts, (1 - skips[0]).to(torch.float32))
+    whole = [grad.to(torch.float32).contiguous() for grad in grads]
+    # apex never launches what it has gathered if the last tensor is empty.
+    rows = [row for row in zip(whole, weights, firsts, seconds, strict=True) if row[0].numel()]
+    if rows:
+        amp_c.multi_tensor_adam_capturable(
+            CHUNK,
+            skips,
+            [list(column) for column in zip(*rows, strict=True)],
+            torch.full((), lr, dtype=torch.float32, device=device),
+            *betas,
+            eps,
+            counts[0].to(torch.int32),
+            1,  # decoupled weight decay
+            1,  # bias correction
+            weight_decay,
+            torch.ones((), device=device) if clip is None else clip.to(torch.float32),
+        )
+    for copy, weight in zip(copies, weights, strict=bool(copies)):
+        copy.copy_(weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `megalite_kernels.rms_norm.rms_norm`; what apex's FusedRMSNorm runs."""
+    extension("fused_layer_norm_cuda")
+    norms = extension("apex.normalization.fused_layer_norm")
+    return norms.fused_rms_norm_affine(x, weight.to(x.dtype), (x.shape[-1],), eps)

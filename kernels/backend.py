@@ -1,0 +1,81 @@
+"""Which implementation runs an operation: Triton's kernels, or PyTorch's own operations.
+
+| backend  | CUDA tensor                          | any other tensor | any tensor, under TRITON_INTERPRET=1 |
+|----------|--------------------------------------|------------------|--------------------------------------|
+| `auto`   | Triton, or PyTorch without Triton    | PyTorch          | PyTorch                              |
+| `triton` | Triton, or an error if there is none | an error         | Triton's interpreter, which is slow  |
+| `torch`  | PyTorch                              | PyTorch          | PyTorch                              |
+
+Kernels are defined wherever this package is imported, and compiled when they are first launched. Nothing here asks
+for a device before that.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton, tl = None, SimpleNamespace(constexpr=None)  # enough to define kernels, which nothing will launch
+
+Backend = Literal["auto", "triton", "torch"]
+
+HAS_TRITON = triton is not None
+INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # settled when Triton is imported
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`; without Triton the function as it is, which must not be called."""
+    return triton.jit(function) if HAS_TRITON else function
+
+
+def use_triton(backend: Backend, device: torch.device) -> bool:
+    """Whether tensors on `device` are given to Triton; see the table above. ValueError where that cannot be."""
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f"{backend!r} is no backend; choose auto, triton or torch")
+    if backend == "auto":
+        return HAS_TRITON and not INTERPRETED and device.type == "cuda"
+    if backend == "torch":
+        return False
+    if not HAS_TRITON:
+        raise ValueError(
+            "triton is asked for but not installed; on Linux: pip install 'triton>=3.6,<3.8', or choose auto"
+        )
+    if device.type not in ("cuda", "meta") and not INTERPRETED:
+        raise ValueError(
+            f"triton is asked for, but tensors are on {device.type}; move them to cuda, choose auto, "
+            "or set TRITON_INTERPRET=1 before Triton is imported to run kernels, slowly, in its interpreter"
+        )
+    return True
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once if each fills a multiprocessor; a small number off CUDA, where they take turns."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels compute in: float32, for float64 float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[…, d]` as `[n, d]` whose rows are contiguous in themselves: a view where there is one, otherwise a copy."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def power_of_2(at_least: int) -> int:
+    return 1 << max(at_least - 1, 0).bit_length()
+
+
+@jit
+def widen(x):
+    """To float32, for float64 not at all. Every load goes through it: bfloat16 arithmetic is wrong when interpreted."""
+    wide: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+    return x.to(wide)

@@ -1,0 +1,54 @@
+"""What is compiled without a GPU: the launches of every kernel at the shapes of published models, on meta tensors."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOKENS = 8192  # of a micro-batch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model that shape its kernels."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocabulary: int = 128256
+
+
+LLAMAS = {
+    "Llama 3.2 1B": Shape(2048, 32, 8, 64, 8192),
+    "Llama 3 8B": Shape(4096, 32, 8, 128, 14336),
+    "Llama 3 70B": Shape(8192, 64, 8, 128, 28672),
+    "Llama 3.1 405B": Shape(16384, 128, 8, 128, 53248),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`launch` calls the functions behind the custom ops of one pass; its tensors are on the meta device.
+
+    wide_loads: whether every kernel must load 16 bytes at a time; not where rows are too short or too few.
+    """
+
+    op: str
+    model: str
+    dtype: torch.dtype
+    launch: Callable[[], object]
+    wide_loads: bool = True
+
+
+def models() -> Iterator[tuple[str, Shape, torch.dtype]]:
+    """What to make cases of: every model in bfloat16, and the largest in float32, which needs the most registers."""
+    for name, shape in LLAMAS.items():
+        yield name, shape, torch.bfloat16
+    yield name, shape, torch.float32
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

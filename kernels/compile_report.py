@@ -1,0 +1,228 @@
+"""Compile every kernel for sm_80 and sm_90 where there is no GPU: `python -m megalite_kernels.compile_report`.
+
+The functions behind the custom ops run on meta tensors of the shapes of published models, and what they would launch
+is compiled, specialised as a launch on a GPU would be. The cuobjdump that Triton brings along tells the registers of
+the result, and its PTX the instructions. The command compares with the report beside this file, and exits with 1 if a
+kernel spills registers, has no 16-byte load, computes in float64 or with atomics, or needs more than it did when the
+report was written; --write writes the report anew, for a person to read what changed.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from megalite_kernels.compile_cases import Case
+
+OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
+ARCHITECTURES = (80, 90)
+REPORT = Path(__file__).with_name("compile_report.json")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+SLACK = 8  # registers: as many more are no news
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled for the launches of `models`."""
+
+    op: str
+    kernel: str
+    dtype: str
+    architecture: int
+    models: str
+    warps: int
+    registers: int
+    shared: int  # bytes
+    stack: int  # bytes: registers are spilled there
+    wide_loads: int  # instructions that load 16 bytes
+    narrow_loads: int  # instructions that load less from global memory
+    doubles: int  # instructions of PTX on float64
+    atomics: int  # instructions of PTX whose order may change a sum
+    wants_wide_loads: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}, {self.kernel}, {self.dtype}, sm_{self.architecture}, {self.models}"
+
+
+class _NoGpu:
+    """A Triton driver that has a target and nothing else."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def compile_module(module: str, architecture: int) -> list[Compiled]:
+    """What the compile cases of an op's module launch; once where several models launch the same."""
+    driver.set_active(_NoGpu(architecture))
+    found: dict[tuple[Any, ...], list[tuple[Case, Any]]] = {}
+    for case in import_module(module).compile_cases():
+        for binary in _launched(case):
+            found.setdefault((case.op, str(case.dtype), binary.hash), []).append((case, binary))
+    return [_measure([case for case, _ in same], same[0][1], architecture) for same in found.values()]
+
+
+def _launched(case: Case) -> list[Any]:
+    binaries = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        binaries.append(run(kernel, *args, grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run = compile_only
+    try:
+        case.launch()
+    finally:
+        JITFunction.run = run
+    return binaries
+
+
+def _measure(cases: Sequence[Case], binary: Any, architecture: int) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    bytes_of = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = binary.asm["ptx"]
+    loads = _bytes_of_loads(ptx)
+    wide = sum(size >= 16 for size in loads)
+    return Compiled(
+        op=cases[0].op,
+        kernel=binary.metadata.name,
+        dtype=str(cases[0].dtype).removeprefix("torch."),
+        architecture=architecture,
+        models=", ".join(dict.fromkeys(case.model for case in cases)),
+        warps=binary.metadata.num_warps,
+        registers=bytes_of["REG"],
+        shared=binary.metadata.shared,
+        stack=bytes_of["STACK"] + bytes_of["LOCAL"],
+        wide_loads=wide,
+        narrow_loads=len(loads) - wide,
+        doubles=ptx.count(".f64"),
+        atomics=len(re.findall(r"\b(?:atom|red)\.(?:global|shared|relaxed|acq|rel)", ptx)),
+        wants_wide_loads=all(case.wide_loads for case in cases),
+    )
+
+
+def _bytes_of_loads(ptx: str) -> list[int]:
+    """Of every load from global memory, into registers or into shared memory; the machine code has the same widths."""
+    direct = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^,]*,[^,]*,\s*(\w+)", ptx)
+    return [int(vector or 1) * int(bits) // 8 for vector, bits in direct] + [int(size, 0) for size in copies]
+
+
+def compile_all(processes: int) -> list[Compiled]:
+    """Every op for every architecture, each in one of `processes` fresh processes."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        tasks = [(f"megalite_kernels.{op}", architecture) for op, architecture in product(OPS, ARCHITECTURES)]
+        return [kernel for kernels in pool.map(compile_module, *zip(*tasks, strict=True)) for kernel in kernels]
+
+
+def faults(kernels: Iterable[Compiled]) -> list[str]:
+    """What no kernel may do."""
+    found = []
+    for kernel in kernels:
+        if kernel.stack:
+            found.append(f"{kernel.name}: spills registers to {kernel.stack} bytes of stack")
+        if kernel.wants_wide_loads and not kernel.wide_loads:
+            found.append(f"{kernel.name}: no 16-byte load, and {kernel.narrow_loads} narrower ones")
+        if kernel.doubles:
+            found.append(f"{kernel.name}: {kernel.doubles} instructions on float64")
+        if kernel.atomics:
+            found.append(f"{kernel.name}: {kernel.atomics} atomic instructions")
+    return found
+
+
+def regressions(kernels: Iterable[Compiled], before: Iterable[Compiled]) -> list[str]:
+    """What kernels need more than before, with the same compiler; kernels that one of both lacks."""
+    old, new = ({kernel.name: kernel for kernel in some} for some in (before, kernels))
+    found = [f"{name}: not in the report; write it anew" for name in new.keys() - old.keys()]
+    found += [f"{name}: in the report, but compiled no more; write it anew" for name in old.keys() - new.keys()]
+    for name in old.keys() & new.keys():
+        for field, slack in (("registers", SLACK), ("shared", 0), ("narrow_loads", 0)):
+            was, now = getattr(old[name], field), getattr(new[name], field)
+            if now > was + slack:
+                found.append(f"{name}: {field} {was} → {now}")
+    return sorted(found)
+
+
+def read_report(path: Path = REPORT) -> tuple[str, list[Compiled]]:
+    """The version of Triton that compiled them, and the kernels."""
+    report = json.loads(path.read_text())
+    return report["triton"], [Compiled(**kernel) for kernel in report["kernels"]]
+
+
+def table(version: str, kernels: Sequence[Compiled]) -> str:
+    """The report as a page of Markdown."""
+    columns = [field.name for field in fields(Compiled) if field.name != "wants_wide_loads"]
+    heads = [column.replace("_", " ") for column in columns]
+    rows = [
+        heads,
+        ["---"] * len(columns),
+        *([str(getattr(kernel, column)) for column in columns] for kernel in kernels),
+    ]
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"""# What the kernels compile to
+
+Written by `python -m megalite_kernels.compile_report --write` with Triton {version}, without a GPU. Shared memory and
+stack are bytes of one program; where there is a stack, registers are spilled. Wide loads are instructions that load 16
+bytes, doubles instructions on float64.
+
+{lines}"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megalite_kernels.compile_report", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the report anew, if no kernel is at fault")
+    parser.add_argument("--processes", type=int, default=min(len(os.sched_getaffinity(0)), 4), help="%(default)s")
+    options = parser.parse_args(argv)
+    if triton.knobs.runtime.interpret:
+        print(
+            f"{parser.prog}: error: TRITON_INTERPRET is set, and interpreted kernels compile to nothing",
+            file=sys.stderr,
+        )
+        return 2
+    kernels = compile_all(options.processes)
+    problems = faults(kernels)
+    if options.write and not problems:
+        report = {"triton": triton.__version__, "kernels": [asdict(kernel) for kernel in kernels]}
+        REPORT.write_text(json.dumps(report, indent=1) + "\n")
+        REPORT.with_suffix(".md").write_text(table(triton.__version__, kernels))
+    elif not options.write:
+        version, before = read_report()
+        if version == triton.__version__:
+            problems += regressions(kernels, before)
+        else:
+            print(f"not compared: the report is of Triton {version}, this is {triton.__version__}")
+    print(*problems, f"{len(kernels)} kernels, {len(problems)} problems", sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

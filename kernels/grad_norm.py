@@ -1,0 +1,119 @@
+"""The norm of all gradients together: sqrt(Σ g²) over all tensors of all ranks, each element counted once.
+
+Every program sums the squares of its part of a tensor, and these sums are added in a fixed order, so that the norm of
+the same gradients is the same to the last bit. Gradients are clipped (Pascanu et al. 2013, arXiv 1211.5063, §3.2) by
+handing the coefficient to `adamw`, which saves reading and writing them once.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite_kernels.backend import Backend, jit, tl, use_triton, wide_dtype, widen
+from megalite_kernels.compile_cases import LLAMAS, Case, meta
+from megalite_kernels.tensor_table import (
+    CHUNK,
+    find,
+    launches,
+    pointer,
+    search_steps,
+    size_of,
+    tensor_table,
+    tl_dtype,
+)
+
+BLOCK = 2048
+
+
+def reference(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+
+
+@jit
+def _squares_kernel(
+    Table, Sums, tensors,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = find(Table, tensors, 3, STEPS) * 3
+    start = (tl.program_id(0) - tl.load(Table + row)) * CHUNK
+    size = size_of(Table, row, ALIGNED)
+    grad = pointer(Table, row + 2, TYPE, ALIGNED)
+    squares = tl.zeros([BLOCK], Sums.dtype.element_ty)
+    for block in range(0, tl.minimum(size - start, CHUNK), BLOCK):
+        at = start + block + tl.arange(0, BLOCK)
+        g = widen(tl.load(grad + at, mask=at < size, other=0.0))
+        squares += g * g
+    tl.store(Sums + tl.program_id(0), tl.sum(squares, 0))
+
+
+def launch_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Sums of squares of parts of contiguous tensors."""
+    sums = []
+    for numbers, is_aligned in launches([grads]):
+        tensors = [grads[number] for number in numbers]
+        table, programs = tensor_table([tensors])
+        sums.append(tensors[0].new_empty(programs, dtype=wide_dtype(tensors[0].dtype)))
+        _squares_kernel[(programs,)](
+            table, sums[-1], len(tensors),
+            TYPE=tl_dtype(tensors[0].dtype), ALIGNED=is_aligned, STEPS=search_steps(len(tensors)),
+            CHUNK=CHUNK, BLOCK=BLOCK,
+        )  # fmt: skip
+    return torch.cat([part.double() for part in sums]) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+@torch.library.custom_op("megalite::square_sum", mutates_args=())
+def _op(grads: Sequence[Tensor]) -> Tensor:
+    """In float64."""
+    return launch_squares([grad.contiguous() for grad in grads]).sum().to(grads[0].device)
+
+
+@_op.register_fake
+def _(grads: Sequence[Tensor]) -> Tensor:
+    return grads[0].new_empty((), dtype=torch.float64)
+
+
+@torch.no_grad()
+def grad_norm(
+    grads: Sequence[Tensor],
+    counted: Sequence[bool] | None = None,
+    groups: Sequence[dist.ProcessGroup] = (),
+    backend: Backend = "auto",
+) -> Tensor:
+    """The L2 norm of all gradients together, 0-dimensional, in float32 or wider; the same on every rank of `groups`.
+
+    grads: this rank's parts, on one device, at least one. counted: which of them this rank counts, by default all: of
+    ranks that hold the same elements, exactly one may. groups: one after the other, whose ranks' squares are added in
+    one all-reduce each; together they must reach every rank once.
+    """
+    if not grads:
+        raise ValueError("grad_norm: no gradients; give at least one, counted or not, so that their device is known")
+    chosen = grads if counted is None else [grad for grad, counts in zip(grads, counted, strict=True) if counts]
+    if not chosen:
+        squares = grads[0].new_zeros((), dtype=torch.float64)
+    elif use_triton(backend, grads[0].device):
+        squares = _op(chosen)
+    else:
+        squares = torch.stack(torch._foreach_norm(chosen)).double().square().sum()
+    for group in groups:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt().to(wide_dtype(grads[0].dtype))
+
+
+def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this norm are multiplied by to have one of at most `limit`."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def bytes_moved(elements: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Gradients in; there is no backward."""
+    return elements * dtype.itemsize, 0
+
+
+def compile_cases() -> Iterator[Case]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for model, shape in LLAMAS.items():
+            grads = [meta(shape.ffn, shape.width, dtype=dtype)] * 300
+            yield Case("grad_norm", model, dtype, partial(launch_squares, grads))

@@ -1,0 +1,60 @@
+"""What the cross-entropies are told about classes and targets."""
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which classes the logits of this rank are of, and what a target stands for."""
+
+    first: int  # class of the first column
+    columns: int  # how many columns are classes; those after them are padding
+    vocabulary: int  # classes on all ranks
+    ignore_index: int | None
+    smoothing: float
+    z_loss: float
+
+    @property
+    def constants(self) -> dict[str, float | bool]:
+        return {
+            "KEPT": 1 - self.smoothing,
+            "SHARE": self.smoothing / self.vocabulary,
+            "Z_LOSS": self.z_loss,
+            "IGNORES": self.ignore_index is not None,
+        }
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of every target, and whether it is one of this rank's: padding has no classes."""
+        local = targets - self.first
+        return local.clamp(0, max(self.columns - 1, 0)), (local >= 0) & (local < self.columns)
+
+
+def labels_of(
+    width: int,
+    group: dist.ProcessGroup | None,
+    ignore_index: int | None,
+    smoothing: float,
+    z_loss: float,
+    vocabulary: int | None,
+    columns: range | None,
+) -> Labels:
+    """What `cross_entropy` is told, checked; ValueError where it contradicts itself."""
+    rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+    if vocabulary is None:
+        vocabulary = ranks * width
+    if columns is None:
+        columns = range(min(rank * width, vocabulary), min((rank + 1) * width, vocabulary))
+    if columns.step != 1 or len(columns) > width or columns.start < 0 or columns.stop > vocabulary:
+        raise ValueError(
+            f"cross_entropy: {columns} are not at most {width} neighbouring classes, the width of the logits, "
+            f"among {vocabulary}; see `columns` and `vocabulary`"
+        )
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing is {smoothing}, but must be between 0 and 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"cross_entropy: z_loss is {z_loss}, but must be 0 or more")
+    return Labels(columns.start, len(columns), vocabulary, ignore_index, float(smoothing), float(z_loss))

@@ -1,0 +1,252 @@
+"""The last linear layer and cross-entropy in one, so that the logits of a whole batch never exist.
+
+Tokens go through in chunks: logits = x·Wᵀ, their losses and gradient g as in `cross_entropy`, and at once, while these
+exist, dx = g·W and dW += gᵀ·x (after Hsu et al. 2024, arXiv 2410.10989, §3.2). What backward multiplies the loss by is
+not known yet, so dx and dW are multiplied by it then. The last chunk's logits wait for backward as those of the two
+layers one after the other would: a single chunk costs what they cost.
+
+Each chunk reads and writes dW, kept in float32, so small chunks are slow. Over a split vocabulary each has one
+all-gather, which is under way while the next chunk's logits are computed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite_kernels.backend import Backend, use_triton, wide_dtype
+from megalite_kernels.collectives import group_named, name_of
+from megalite_kernels.cross_entropy import (
+    gather_stats,
+    launch_gradient,
+    launch_merge,
+    launch_stats,
+    torch_gradient,
+    torch_merge,
+    torch_stats,
+)
+from megalite_kernels.cross_entropy import reference as reference_of_logits
+from megalite_kernels.labels import Labels, labels_of
+
+FEWEST = 4096  # tokens of a chunk: with fewer, what dW's sum in float32 takes shows beside the matrix products
+TILE = 128  # tokens of a matrix product's tile
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Of the whole vocabulary; options: those of `cross_entropy.reference`."""
+    wide = wide_dtype(x.dtype)
+    return reference_of_logits(x.to(wide) @ weight.to(wide).T, targets, **options)
+
+
+def chunk_tokens(
+    tokens: int, width: int, columns: int, dtype: torch.dtype, ranks: int = 1, memory: int | None = None
+) -> int:
+    """How many tokens go through at a time, all chunks being of about one size.
+
+    Logits, of which two chunks exist at a time if ranks split the vocabulary, take at most `memory` bytes; by default
+    as many as the weight `[columns, width]`, but at least those of 4096 tokens. Ranks must choose the same: `columns`
+    is the same for all, and free memory plays no part.
+    """
+    per_token = (2 if ranks > 1 else 1) * columns * dtype.itemsize
+    if memory is None:
+        most = max(columns * width * dtype.itemsize // per_token, FEWEST)
+    else:
+        most = max(memory // per_token, 1)
+    chunks = max(-(-tokens // most), 1)
+    even = max(-(-tokens // chunks), 1)
+    return min(-(-even // TILE) * TILE, most)
+
+
+def _chunks(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
+    """total = beta·total + a·b, rounded to the data type of `total` alone, which may be wider than that of a and b."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+@torch.library.custom_op("megalite::linear_cross_entropy", mutates_args=())
+def _op(
+    x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
+    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss; dx and dW of all chunks but the last; the logits and log-sum-exps of the last.
+
+    Empty: what is not wanted, and dW where there is one chunk.
+    """
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    ranks = group_named(group)
+    merge, gradient = (launch_merge, launch_gradient) if triton else (torch_merge, torch_gradient)
+    wants, chunks = wants_dx or wants_dw, _chunks(len(x), chunk)
+    loss, dx, dw, last, last_lses = _outputs(x, weight, chunk, wants_dx, wants_dw)
+    loss.zero_()
+    one = torch.ones_like(loss)
+    for tokens, logits, parts, gathering in _logits(x, weight, targets, chunks, ranks, triton, labels):
+        if gathering is not None:
+            gathering.wait()
+        losses, lses = merge(parts, targets[tokens], labels)
+        loss += losses.sum()
+        if not wants:
+            continue
+        if tokens == chunks[-1]:
+            last, last_lses = logits, lses
+            break
+        gradient(logits, targets[tokens], lses, one.expand(len(logits)), labels)
+        if wants_dx:
+            torch.mm(logits, weight, out=dx[tokens])
+        if wants_dw:
+            _add_product(dw, logits.T, x[tokens], beta=int(tokens.start > 0))
+    return loss, dx, dw, last, last_lses
+
+
+def _logits(
+    x: Tensor, weight: Tensor, targets: Tensor, chunks: list[slice], group: dist.ProcessGroup | None, triton: bool,
+    labels: Labels,
+) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:  # fmt: skip
+    """Every chunk's tokens, logits, stats of all ranks and what to wait for before these may be read.
+
+    If there is something to wait for, the next chunk's logits are computed before; otherwise all use one buffer.
+    """
+    size = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    buffers = [x.new_empty(size, len(weight)) for _ in chunks[: 1 if group is None else 2]]
+    stats_of = launch_stats if triton else torch_stats
+    begun = []
+    for number, tokens in enumerate(chunks):
+        logits = buffers[number % len(buffers)][: tokens.stop - tokens.start]
+        torch.mm(x[tokens], weight.T, out=logits)
+        stats = stats_of(logits, targets[tokens], labels)
+        begun.append((tokens, logits, *gather_stats(stats, group, async_op=True)))
+        if len(begun) == len(buffers):
+            yield begun.pop(0)
+    yield from begun
+
+
+def _outputs(
+    x: Tensor, weight: Tensor, chunk: int, wants_dx: bool, wants_dw: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide, early = wide_dtype(x.dtype), max(len(x) - 1, 0) // chunk * chunk
+    kept = len(x) - early if wants_dx or wants_dw else 0
+    return (
+        x.new_empty((), dtype=wide),
+        x.new_empty(early if wants_dx else 0, x.shape[1]),
+        x.new_empty(len(weight) if wants_dw and early else 0, x.shape[1], dtype=wide),
+        x.new_empty(kept, len(weight)),
+        x.new_empty(kept, dtype=wide),
+    )
+
+
+@_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _outputs(x, weight, chunk, wants_dx, wants_dw)
+
+
+@torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("dw", "last"))
+def _backward_op(
+    scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
+    triton: bool, wants_dx: bool, wants_dw: bool,
+    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and of the weight, from what forward kept; empty where not wanted."""
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    early = len(x) - len(last)
+    # One chunk is rounded once, with its scale; the sum over several is scaled as a whole.
+    of_last = torch.ones_like(scale) if early else scale
+    gradient = launch_gradient if triton else torch_gradient
+    gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
+    all_dx = torch.empty_like(x) if wants_dx else x.new_empty(0)
+    all_dw = torch.empty_like(weight) if wants_dw else weight.new_empty(0)
+    if wants_dx:
+        torch.mm(last, weight, out=all_dx[early:])
+        if early:
+            all_dx[:early] = dx
+            all_dx *= scale
+    if wants_dw and early:
+        _add_product(dw, last.T, x[early:])
+        torch.mul(dw, scale, out=all_dw)
+    elif wants_dw:
+        torch.mm(last.T, x, out=all_dw)
+    return all_dx, all_dw
+
+
+@_backward_op.register_fake
+def _(
+    scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
+    triton: bool, wants_dx: bool, wants_dw: bool, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    all_dx = torch.empty_like(x) if wants_dx else x.new_empty(0)
+    return all_dx, torch.empty_like(weight) if wants_dw else weight.new_empty(0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, targets, _, _, *options = inputs
+    ctx.save_for_backward(x, weight, targets, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.options = options
+
+
+@once_differentiable
+def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    _, wants_dx, wants_dw, *_ = ctx.options
+    dx, dw = _backward_op(scale, *ctx.saved_tensors, *ctx.options)
+    return dx if wants_dx else None, dw if wants_dw else None, *(None,) * 12
+
+
+_op.register_autograd(_gradients, setup_context=_save)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocabulary: int | None = None,
+    columns: range | None = None,
+    memory: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`cross_entropy(x @ weight.T, targets, …)`, whose logits exist in chunks of tokens.
+
+    x `[n, d]`, the same on every rank of `group`; weight `[w, d]`: this rank's classes, of the same data type. memory:
+    bytes that logits may take; see `chunk_tokens` for what they take otherwise. The other arguments are those of
+    `cross_entropy`. Most of the work of backward is done in forward, where gradients are wanted; backward runs once.
+    The gradient of x is this rank's part, for the caller to add up over the group.
+    """
+    labels = labels_of(len(weight), group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
+    ranks = 1 if group is None else group.size()
+    chunk = chunk_tokens(len(x), x.shape[1], -(-labels.vocabulary // ranks), x.dtype, ranks, memory)
+    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+    options = use_triton(backend, x.device), *wants, *astuple(labels)
+    return _op(x.contiguous(), weight.contiguous(), targets.contiguous(), name_of(group), chunk, *options)[0]
+
+
+def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:
+    """By forward, of all chunks, and backward, of the last: logits, which pass six times, weight, x, dx and dW."""
+    early = max(tokens - 1, 0) // chunk
+    logits, weight, x = (size * dtype.itemsize for size in (columns, columns * width, width))
+    sums = 4 * columns * width
+    forward = early * chunk * (6 * logits + 3 * x) + (tokens - early * chunk) * (2 * logits + x)
+    forward += (2 * early + 1) * weight + max(2 * early - 1, 0) * sums
+    backward = (tokens - early * chunk) * (4 * logits + 2 * x) + 2 * weight + (3 * sums if early else 0)
+    return forward, backward
+
+
+def flops(tokens: int, width: int, columns: int) -> int:
+    """Of the three matrix products of forward and backward."""
+    return 6 * tokens * width * columns

@@ -1,0 +1,229 @@
+"""Query-key norm (Henry et al. 2020, arXiv 2010.04245; RMSNorm as in Qwen3) and rotary position embedding in one pass.
+
+    n = x · r · w        r = 1 / sqrt(mean(x²) + eps)        y = turn(n), as in `rope`
+    dn = turn back(dy)        dx = r · (w · dn − x · r² · mean(x · w · dn))        dw = Σ over heads of dn · x · r
+
+The mean is over the features of a head. Only x is kept: a head fits into registers, so backward computes r again. Its
+programs each keep one partial dw, as in `rms_norm`. n is not rounded before it is turned.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite_kernels.backend import Backend, jit, multiprocessors, tl, use_triton, wide_dtype
+from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.rms_norm import reference as rms_norm_reference
+from megalite_kernels.rms_norm import rms_norm
+from megalite_kernels.rope import Layout, block, check, load_angles, load_pairs, rope, store_pairs, tables
+from megalite_kernels.rope import reference as rope_reference
+
+PROGRAMS = 4  # of backward, per multiprocessor
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    positions: Tensor | int = 0,
+    layout: Layout = "half",
+) -> Tensor:
+    normal = rms_norm_reference(x.to(wide_dtype(x.dtype)), weight, eps)
+    return rope_reference(normal, cos, sin, positions, layout).to(x.dtype)
+
+
+@jit
+def _load_weight(W, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    row = tl.zeros([1, 1], tl.int32)
+    return load_pairs(W, row, row == 0, 1, HALF, PAIRS, INTERLEAVED)
+
+
+@jit
+def _inverse(first, second, inside, HALF: tl.constexpr, EPS: tl.constexpr):
+    """1 / root mean square; 0 outside, so that nothing of those rows counts."""
+    mean = tl.sum(first * first + second * second, 1, keep_dims=True) / (2 * HALF)
+    return tl.where(inside, tl.rsqrt(mean + EPS), 0.0)
+
+
+@jit
+def _qk_norm_rope_forward(
+    X, W, Cos, Sin, Positions, Y, count, batch, at_stride, item_stride, head_stride,
+    start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = rows < count
+    token = rows // HEADS
+    at, item, head = (token // batch).to(tl.int64), (token % batch).to(tl.int64), rows % HEADS
+    cos, sin = load_angles(
+        Cos, Sin, Positions, at, item, inside, start, table_stride, table_item_stride,
+        positions_at_stride, positions_item_stride, HALF, PAIRS,
+    )  # fmt: skip
+    offsets = at * at_stride + item * item_stride + head * head_stride
+    first, second = load_pairs(X, offsets, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+    w_first, w_second = _load_weight(W, HALF, PAIRS, INTERLEAVED)
+    inverse = _inverse(first, second, inside, HALF, EPS)
+    first, second = first * inverse * w_first, second * inverse * w_second
+    turned = first * cos - second * sin
+    second = second * cos + first * sin
+    store_pairs(Y, rows.to(tl.int64) * (2 * HALF), turned, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+
+
+@jit
+def _qk_norm_rope_backward(
+    X, W, Cos, Sin, Positions, DY, DX, Sums, count, batch, at_stride, item_stride, head_stride,
+    start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """DX, and this program's part of dw, of every num_programs-th block of heads."""
+    w_first, w_second = _load_weight(W, HALF, PAIRS, INTERLEAVED)
+    sum_first = tl.zeros([ROWS, PAIRS], Sums.dtype.element_ty)
+    sum_second = tl.zeros([ROWS, PAIRS], Sums.dtype.element_ty)
+    for number in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        rows = number * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = rows < count
+        token = rows // HEADS
+        at, item, head = (token // batch).to(tl.int64), (token % batch).to(tl.int64), rows % HEADS
+        cos, sin = load_angles(
+            Cos, Sin, Positions, at, item, inside, start, table_stride, table_item_stride,
+            positions_at_stride, positions_item_stride, HALF, PAIRS,
+        )  # fmt: skip
+        offsets = at * at_stride + item * item_stride + head * head_stride
+        first, second = load_pairs(X, offsets, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+        inverse = _inverse(first, second, inside, HALF, EPS)
+        first, second = first * inverse, second * inverse
+        places = rows.to(tl.int64) * (2 * HALF)
+        dy_first, dy_second = load_pairs(DY, places, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+        dn_first = dy_first * cos + dy_second * sin
+        dn_second = dy_second * cos - dy_first * sin
+        sum_first += dn_first * first
+        sum_second += dn_second * second
+        dn_first, dn_second = dn_first * w_first, dn_second * w_second
+        along = tl.sum(dn_first * first + dn_second * second, 1, keep_dims=True) / (2 * HALF)
+        dx_first = (dn_first - first * along) * inverse
+        dx_second = (dn_second - second * along) * inverse
+        store_pairs(DX, places, dx_first, dx_second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+    row = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
+    sum_first, sum_second = tl.sum(sum_first, 0, keep_dims=True), tl.sum(sum_second, 0, keep_dims=True)
+    store_pairs(Sums, row * (2 * HALF), sum_first, sum_second, row >= 0, 1, HALF, PAIRS, INTERLEAVED)
+
+
+def launch_forward(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    positions: Tensor | None, start: int, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = x.new_empty(x.shape)
+    angles, strides = tables(cos, sin, positions)
+    count, sizes = x.shape[:-1].numel(), block(x)
+    if x.numel():
+        _qk_norm_rope_forward[(-(-count // sizes["ROWS"]),)](
+            x, weight.contiguous(), *angles, positions, y, count, x.shape[1], *x.stride()[:3],
+            start, *strides, EPS=eps, INTERLEAVED=interleaved, **sizes,
+        )  # fmt: skip
+    return y
+
+
+def launch_backward(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    positions: Tensor | None, start: int, interleaved: bool, dy: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and of the weight."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    dx = x.new_empty(x.shape)
+    angles, strides = tables(cos, sin, positions)
+    count, sizes = x.shape[:-1].numel(), {**block(x), "num_warps": 8}
+    programs = min(PROGRAMS * multiprocessors(x.device), -(-count // sizes["ROWS"])) if x.numel() else 0
+    sums = x.new_empty(programs, x.shape[-1], dtype=wide_dtype(x.dtype))
+    if programs:
+        _qk_norm_rope_backward[(programs,)](
+            x, weight.contiguous(), *angles, positions, dy.contiguous(), dx, sums,
+            count, x.shape[1], *x.stride()[:3], start, *strides,
+            EPS=eps, INTERLEAVED=interleaved, **sizes,
+        )  # fmt: skip
+    return dx, sums.sum(0).to(weight.dtype)
+
+
+@torch.library.custom_op("megalite::qk_norm_rope", mutates_args=())
+def _op(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    positions: Tensor | None, start: int, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    return launch_forward(x, weight, cos, sin, eps, positions, start, interleaved)
+
+
+@_op.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("megalite::qk_norm_rope_backward", mutates_args=())
+def _backward_op(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    positions: Tensor | None, start: int, interleaved: bool, dy: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return launch_backward(x, weight, cos, sin, eps, positions, start, interleaved, dy)
+
+
+@_backward_op.register_fake
+def _(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, cos, sin, eps, positions, start, interleaved = inputs
+    ctx.save_for_backward(x, weight, cos, sin, positions)
+    ctx.how = eps, start, interleaved
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, cos, sin, positions = ctx.saved_tensors
+    eps, start, interleaved = ctx.how
+    return *_backward_op(x, weight, cos, sin, eps, positions, start, interleaved, dy), *[None] * 6
+
+
+_op.register_autograd(_gradients, setup_context=_save)
+
+
+def qk_norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    positions: Tensor | int = 0,
+    layout: Layout = "half",
+    backend: Backend = "auto",
+) -> Tensor:
+    """RMSNorm of every head of queries or keys x `[s, b, h, e]` by weight `[e]`, turned by its position's angles.
+
+    The other arguments are those of `rope`.
+    """
+    check(x, cos, sin, positions, layout)
+    if not use_triton(backend, x.device):
+        return rope(rms_norm(x, weight, eps, backend), cos, sin, positions, layout, backend)
+    places, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
+    return _op(x, weight, cos, sin, eps, places, start, layout == "interleaved")
+
+
+def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """By forward: x in, y out. By backward: x and dy in, dx out."""
+    size = tokens * heads * head_size * dtype.itemsize
+    return 2 * size, 3 * size
+
+
+def compile_cases() -> Iterator[Case]:
+    for model, shape, dtype in models():
+        cos = meta(TOKENS, 1, 1, shape.head_size // 2, dtype=torch.float32)
+        x, weight = meta(TOKENS, 1, shape.heads, shape.head_size, dtype=dtype), meta(shape.head_size, dtype=dtype)
+        for layout in ("half", "interleaved"):
+            given = x, weight, cos, cos, 1e-6, None, 0, layout == "interleaved"
+            yield Case(f"qk_norm_rope, {layout}", model, dtype, partial(launch_forward, *given))
+            yield Case(f"qk_norm_rope backward, {layout}", model, dtype, partial(launch_backward, *given, x))

@@ -1,0 +1,70 @@
+"""Many tensors in one launch: a table of where they are, in which every program finds its own part of one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalite_kernels.backend import jit, power_of_2, tl
+
+CHUNK = 16384  # elements of one program
+
+
+def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[list[int], bool]]:
+    """The numbers of the tensors of each launch, and whether all its tensors are aligned.
+
+    The i-th tensors of all lists belong together and are equally large; those without elements are left out. One
+    launch has one data type in each list. Aligned are tensors that may be read 16 elements at a time.
+    """
+    parts: dict[tuple[object, ...], list[int]] = {}
+    for number, tensors in enumerate(zip(*lists, strict=True)):
+        if tensors[0].numel():
+            is_aligned = all(tensor.data_ptr() % 16 == 0 and tensor.numel() % 16 == 0 for tensor in tensors)
+            parts.setdefault((*(tensor.dtype for tensor in tensors), is_aligned), []).append(number)
+    return [(numbers, bool(key[-1])) for key, numbers in parts.items()]
+
+
+def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
+    """`[tensors, 2 + lists]` int64 on their device for `find`, and how many programs to launch.
+
+    A row is of the i-th tensors of all lists, which are contiguous: its first program, the elements, the addresses.
+    """
+    rows, programs = [], 0
+    for tensors in zip(*lists, strict=True):
+        size = tensors[0].numel()
+        rows.append([programs, size, *(tensor.data_ptr() for tensor in tensors)])
+        programs += -(-size // CHUNK)
+    return torch.tensor(rows, dtype=torch.int64).to(lists[0][0].device, non_blocking=True), programs
+
+
+def search_steps(tensors: int) -> int:
+    """How often `find` halves them; a small number of different ones, as each is a kernel of its own."""
+    return max(power_of_2(tensors).bit_length() - 1, 8)
+
+
+@jit
+def find(Table, tensors, COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+    """The number of this program's tensor: the last whose first program is not after this one."""
+    low, high = 0, tensors - 1
+    for _ in range(STEPS):
+        middle = (low + high + 1) // 2
+        begins = tl.load(Table + middle * COLUMNS) <= tl.program_id(0)
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle - 1)
+    return low
+
+
+@jit
+def size_of(Table, row, ALIGNED: tl.constexpr):
+    size = tl.load(Table + row + 1)
+    return tl.multiple_of(size, 16) if ALIGNED else size
+
+
+@jit
+def pointer(Table, at, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    found = tl.load(Table + at).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(found, 16) if ALIGNED else found
+
+
+def tl_dtype(dtype: torch.dtype) -> object:
+    return getattr(tl, str(dtype).removeprefix("torch."))

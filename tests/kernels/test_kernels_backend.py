@@ -1,0 +1,111 @@
+"""Which implementation is chosen, and what is said where it cannot be had."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from rounding import random
+from torch import Tensor
+
+from megalite_kernels import add_rms_norm, qk_norm_rope, rms_norm, rope, swiglu
+from megalite_kernels.backend import INTERPRETED, Backend, as_rows, power_of_2, use_triton
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_these_tests_run_interpreted_kernels() -> None:
+    assert INTERPRETED
+
+
+def test_interpreted_kernels_run_only_when_asked_for() -> None:
+    assert use_triton("triton", CPU)
+    assert not use_triton("auto", CUDA)
+    assert not use_triton("auto", CPU)
+    assert not use_triton("torch", CUDA)
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="'cuda' is no backend; choose auto, triton or torch"):
+        rms_norm(torch.ones(1, 4), torch.ones(4), 1e-5, backend="cuda")  # type: ignore[arg-type]
+
+
+def _run(program: str, interpret: str = "0") -> str:
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    return done.stdout
+
+
+def test_compiled_kernels_want_cuda() -> None:
+    found = _run("""
+import torch
+from megalite_kernels import rms_norm
+from megalite_kernels.backend import use_triton
+print(use_triton("auto", torch.device("cuda")), use_triton("auto", torch.device("cpu")))
+x = torch.ones(2, 4)
+print(torch.equal(rms_norm(x, torch.ones(4), 0.0), x))
+try:
+    rms_norm(x, torch.ones(4), 1e-5, backend="triton")
+except ValueError as error:
+    print(error)
+""").splitlines()
+    assert found[:2] == ["True False", "True"]
+    assert "tensors are on cpu; move them to cuda, choose auto, or set TRITON_INTERPRET=1" in found[2]
+
+
+def test_package_without_triton() -> None:
+    """It imports, uses PyTorch, and says what to install where Triton is asked for."""
+    found = _run("""
+import sys
+sys.modules["triton"] = None
+import torch
+import megalite_kernels
+from megalite_kernels.backend import use_triton
+print(use_triton("auto", torch.device("cuda")))
+x = torch.ones(2, 4)
+print(torch.equal(megalite_kernels.rms_norm(x, torch.ones(4), 0.0), x))
+try:
+    megalite_kernels.rms_norm(x, torch.ones(4), 1e-5, backend="triton")
+except ValueError as error:
+    print(error)
+""").splitlines()
+    assert found[:2] == ["False", "True"]
+    assert "not installed; on Linux: pip install 'triton>=3.6,<3.8'" in found[2]
+
+
+def test_rows_are_views_where_they_can_be() -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    assert as_rows(x).data_ptr() == x.data_ptr()
+    cut = x[..., 1:3]
+    assert as_rows(cut).stride() == (4, 1)
+    assert as_rows(cut).data_ptr() == cut.data_ptr()
+    for copied in (x.transpose(0, 1), x[..., ::2], x.transpose(1, 2)):
+        assert torch.equal(as_rows(copied), copied.reshape(-1, copied.shape[-1]))
+        assert as_rows(copied).stride(-1) == 1
+    assert as_rows(x[:, :0]).shape == (0, 4)
+
+
+def test_power_of_2() -> None:
+    assert [power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
+
+
+def _layer(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, backend: Backend) -> Tensor:
+    """Every operation of a decoder's layer."""
+    y = qk_norm_rope(x, weight, cos, sin, 1e-5, 1, "interleaved", backend)
+    normal, total = add_rms_norm(x, rope(y, cos, sin, 1, backend=backend), weight, 1e-5, backend)
+    return swiglu(rms_norm(normal, weight, 1e-5, backend), total, backend)
+
+
+def test_compiled_as_one_graph() -> None:
+    """With custom ops the compiler sees no break, and the same results come out."""
+    cos, sin = (random(4, 1, 1, 4, dtype=torch.float64, seed=seed) for seed in (2, 3))
+    inputs = [random(3, 1, 2, 8, dtype=torch.float64, seed=0), random(8, dtype=torch.float64, seed=1)]
+    inputs = [x.requires_grad_() for x in inputs]
+    expected = _layer(*inputs, cos, sin, "torch")
+    found = torch.compile(_layer, fullgraph=True, backend="aot_eager")(*inputs, cos, sin, "triton")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradients = (torch.autograd.grad(y.square().sum(), inputs) for y in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)

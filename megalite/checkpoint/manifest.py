@@ -21,7 +21,7 @@ from megalite.config.schema import Config
 FORMAT = 1
 NAME = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"
-BLOCK = 1 << 23  # bytes hashed at a time: between two of them a thread waits for the interpreter
+BLOCK = 1 << 20  # bytes hashed at a time: what a cache holds
 
 
 class DamagedError(InputError):

@@ -127,7 +127,7 @@ def test_a_character_of_several_tokens_appears_whole(
         (["nowhere"], "nowhere: no checkpoint"),
         (["nowhere/checkpoints/step-00000001"], "nowhere/config.yaml"),
         (["{run}/checkpoints"], "no checkpoint; give a run folder"),
-        (["{run}/checkpoints/step-00000009"], "step-00000009 is not a complete checkpoint"),
+        (["{run}/checkpoints/step-00000009"], "step-00000009: manifest.json is missing"),
         (["{run}", "--tokenizer", "nowhere.model"], "nowhere.model"),
         (["{run}", "--tokens", "0"], "--tokens must be at least 1"),
         (["{run}", "--temperature", "-1"], "--temperature"),

@@ -96,14 +96,13 @@ def load_angles(
 
 
 @jit
-def _rope(
-    X, Cos, Sin, Positions, Y, count, batch, at_stride, item_stride, head_stride,
+def load_heads(
+    number, X, Cos, Sin, Positions, count, batch, at_stride, item_stride, head_stride,
     start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Turns ROWS of the `count` heads of tokens, or turns them back."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    """Block `number` of ROWS of the `count` heads of tokens: where they are stored, which there are, pairs, angles."""
+    rows = number * ROWS + tl.arange(0, ROWS)[:, None]
     inside = rows < count
     token = rows // HEADS
     at, item, head = (token // batch).to(tl.int64), (token % batch).to(tl.int64), rows % HEADS
@@ -111,13 +110,31 @@ def _rope(
         Cos, Sin, Positions, at, item, inside, start, table_stride, table_item_stride,
         positions_at_stride, positions_item_stride, HALF, PAIRS,
     )  # fmt: skip
-    if BACK:
-        sin = -sin
     offsets = at * at_stride + item * item_stride + head * head_stride
     first, second = load_pairs(X, offsets, inside, ROWS, HALF, PAIRS, INTERLEAVED)
-    turned = first * cos - second * sin
-    second = second * cos + first * sin
-    store_pairs(Y, rows.to(tl.int64) * (2 * HALF), turned, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+    return rows.to(tl.int64) * (2 * HALF), inside, first, second, cos, sin
+
+
+@jit
+def turn(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@jit
+def _rope(
+    X, Cos, Sin, Positions, Y, count, batch, at_stride, item_stride, head_stride,
+    start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Turns ROWS of the `count` heads of tokens, or turns them back."""
+    places, inside, first, second, cos, sin = load_heads(
+        tl.program_id(0), X, Cos, Sin, Positions, count, batch, at_stride, item_stride, head_stride,
+        start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
+        HEADS, ROWS, HALF, PAIRS, INTERLEAVED,
+    )  # fmt: skip
+    first, second = turn(first, second, cos, -sin if BACK else sin)
+    store_pairs(Y, places, first, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
 
 
 def tables(

@@ -8,16 +8,13 @@ stall, and slows it down while it writes: what a fixed amount of work takes long
 import argparse
 import json
 import os
-import platform
-import shlex
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,41 +37,28 @@ from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
-from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place, find_place
-from megalite.dist.start import run_rank, start
+from megalite.dist.ranks import Place
 from megalite.optim.build import build_optimizer
 from megalite.train.build import build_stage
-from megalite_tools.entry import exit_code
-from megalite_tools.results import cpu_name
+from megalite_tools.bench_ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-checkpoint"
-CPU = torch.device("cpu")
-TIMEOUT = 600.0  # seconds
 WORK = 40  # matrix products that training stands for, while an asynchronous save is written
 Timing = dict[str, list[float]]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: measured; 2: bad input. As one of the ranks, it measures."""
-    arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(arguments)
-    place = find_place()
-    if place is not None:
-        return run_rank(lambda: _measure(place, options, arguments), place)
-    return exit_code(COMMAND, lambda: _launch(options, arguments))
+    return run_on_ranks("megalite_tools.bench_checkpoint", _parser(), argv, _ranks, _measure)
 
 
-def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+def _ranks(options: argparse.Namespace) -> int:
     if min(options.ranks, options.rounds, options.layers, options.width) < 1 or options.width % 64:
         raise InputError("--ranks, --rounds and --layers must be at least 1, --width a multiple of 64")
     if not Path(options.folder).is_dir():
         raise InputError(f"--folder {options.folder}: no such folder")
-    with TemporaryDirectory(prefix=f"{COMMAND}-") as logs:
-        code = launch("megalite_tools.bench_checkpoint", arguments, options.ranks, Path(logs))
-    if code:
-        raise InputError(f"a rank ended with exit code {code}; what it said is above")
+    return int(options.ranks)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -258,9 +242,7 @@ def _work() -> None:
         x /= x.max()
 
 
-def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    start(place, "cpu", TIMEOUT)
-    torch.set_num_threads(1)
+def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) -> None:
     told: list[Any] = [None]
     with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own:
         told = [own]
@@ -273,11 +255,9 @@ def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]
         for timing in (*saves.values(), *loads.values()):
             del timing[0]  # it warmed up
         report = {
-            "command": shlex.join([COMMAND, *arguments]),
+            **header,
             "ranks": options.ranks,
             "bytes": bench.bytes,
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
             "save_seconds": saves,
             "load_seconds": loads,
             "load_peak_bytes": load_memory(bench),
@@ -288,7 +268,6 @@ def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]
     if place.rank == 0:
         _show(report)
         write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
-    return 0
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -6,17 +6,12 @@ those that a rank hands to collectives and sends for others; memory is the peak 
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -30,32 +25,22 @@ from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
 from megalite.dist import collectives
-from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place, find_place
-from megalite.dist.start import run_rank, start
+from megalite.dist.ranks import Place
 from megalite.live_bytes import LiveBytes
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
 from megalite.plan.context import bytes_sent
-from megalite_tools.entry import exit_code
-from megalite_tools.results import cpu_name
+from megalite_tools.bench_ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-context"
 METHODS: tuple[Method, ...] = get_args(Method)
-CPU = torch.device("cpu")
-TIMEOUT = 300.0  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: measured; 2: bad input. As one of the ranks, it measures."""
-    arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(arguments)
-    place = find_place()
-    if place is not None:
-        return run_rank(lambda: _measure(place, options, arguments), place)
-    return exit_code(COMMAND, lambda: _launch(options, arguments))
+    return run_on_ranks("megalite_tools.bench_context", _parser(), argv, _ranks, _measure)
 
 
 def configuration(method: Method, cp: int, length: int, precision: str, head_width: int = 8) -> Config:
@@ -107,14 +92,11 @@ def counted_bytes(cp: int) -> Iterator[list[int]]:
         yield found
 
 
-def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+def _ranks(options: argparse.Namespace) -> int:
     cp, length = options.cp, options.length
     if cp not in (2, 4, 8) or length < 2 * cp or length % (2 * cp) or options.rounds < 1:
         raise InputError("--cp must be 2, 4 or 8, --length a multiple of 2 · cp, and --rounds at least 1")
-    with TemporaryDirectory(prefix=f"{COMMAND}-") as logs:
-        code = launch("megalite_tools.bench_context", arguments, cp, Path(logs))
-    if code:
-        raise InputError(f"a rank ended with exit code {code}; what it said is above")
+    return cp
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,9 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    start(place, "cpu", TIMEOUT)
-    torch.set_num_threads(1)
+def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) -> None:
     configs = {method: configuration(method, options.cp, options.length, "fp32", 64) for method in METHODS}
     mesh = Mesh.build(configs["ring"].parallel.layout, CPU)
     assert mesh is not None
@@ -145,17 +125,9 @@ def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]
         for method in METHODS
     ]
     if place.rank == 0:
-        report = {
-            "command": shlex.join([COMMAND, *arguments]),
-            "cp": options.cp,
-            "sequence_length": options.length,
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
-            "methods": rows,
-        }
+        report = {**header, "cp": options.cp, "sequence_length": options.length, "methods": rows}
         _show(report)
         write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
-    return 0
 
 
 def _time(run: Callable[[], Tensor], mesh: Mesh) -> float:

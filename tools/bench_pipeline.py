@@ -8,17 +8,12 @@ their gradients agree.
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,22 +34,18 @@ from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.config.layout import Layout
 from megalite.dist.activity import Activity
-from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place, find_place
-from megalite.dist.start import run_rank, start
+from megalite.dist.ranks import Place
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.pipeline import Activation, Pipeline, Step
 from megalite.schedule.actions import Kind, Table
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
-from megalite_tools.entry import exit_code
-from megalite_tools.results import cpu_name
+from megalite_tools.bench_ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-pipeline"
 RANKS = 4
 SIZE = (256, 128)  # of an activation: 128 KiB
-CPU = torch.device("cpu")
 TORCH: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -62,7 +53,6 @@ TORCH: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-TIMEOUT = 300.0  # seconds
 TOLERANCE = 0.05  # of the time of a step, above the simulated one
 NOISE = 0.02  # of the ratio to torch's time: repeated runs differ by as much
 Run = Callable[[], None]
@@ -133,21 +123,16 @@ def main(argv: list[str] | None = None) -> int:
 
     As one of the ranks, it measures.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(arguments)
-    place = find_place()
-    if place is not None:
-        return run_rank(lambda: _measure(place, options, arguments), place)
-    return exit_code(COMMAND, lambda: _launch(options, arguments))
+    return run_on_ranks("megalite_tools.bench_pipeline", _parser(), argv, _ranks, _measure, _judge)
 
 
-def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _ranks(options: argparse.Namespace) -> int:
     if options.micro_batches < 2 * RANKS or options.steps < 1 or not options.unit > 0:
         raise InputError(f"--micro-batches must be at least {2 * RANKS}, --steps at least 1, --unit above 0")
-    with TemporaryDirectory(prefix=f"{COMMAND}-") as logs:
-        code = launch("megalite_tools.bench_pipeline", arguments, RANKS, Path(logs))
-    if code:
-        return code
+    return RANKS
+
+
+def _judge(options: argparse.Namespace) -> int:
     slow = too_slow(json.loads(Path(options.out).read_text(encoding="utf-8"))["schedules"])
     for problem in slow:
         print(f"{COMMAND}: error: {problem}", file=sys.stderr)
@@ -175,9 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    start(place, "cpu", TIMEOUT)
-    torch.set_num_threads(1)
+def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) -> None:
     mesh = Mesh.build(Layout(pp=RANKS), CPU)
     assert mesh is not None
     unit = options.unit / 1000
@@ -191,19 +174,16 @@ def _measure(place: Place, options: argparse.Namespace, arguments: Sequence[str]
         rows.append({"schedule": name, "simulated_seconds": simulated} | _compare(table, mesh, unit, options.steps))
     if place.rank == 0:
         report = {
-            "command": shlex.join([COMMAND, *arguments]),
+            **header,
             "ranks": RANKS,
             "micro_batches": options.micro_batches,
             "unit_seconds": unit,
             "measured_sleep_seconds": costs[Kind.F],
             "transfer_seconds": transfer,
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
             "schedules": rows,
         }
         _show(report)
         write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
-    return 0
 
 
 def _length(unit: float) -> float:

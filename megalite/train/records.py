@@ -71,9 +71,13 @@ def _whole(line: str) -> bool:
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        numbers = [] if "event" in record else [value for value in record.values() if value is not None]
-        if isinstance(record["step"], int) and all(isinstance(value, int | float) for value in numbers):
-            return dict(record)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    raise InputError(f"{where} is no record of a run: {line.rstrip()[:80]}")
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or not _has_numbers(record):
+        raise InputError(f"{where} is no record of a run: {line.rstrip()[:80]}")
+    return record
+
+
+def _has_numbers(record: dict[str, Any]) -> bool:
+    """Whether all values are numbers or null, of what is no event."""
+    return "event" in record or all(value is None or isinstance(value, int | float) for value in record.values())

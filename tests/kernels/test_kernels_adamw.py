@@ -1,5 +1,6 @@
 """AdamW over many tensors against its formula in float64 and against PyTorch's."""
 
+import importlib
 from copy import deepcopy
 from typing import Any
 
@@ -143,8 +144,12 @@ def test_gradients_may_be_strided_and_weights_may_not() -> None:
         tensors.update(backend="triton")
 
 
-def test_no_tensors() -> None:
+def test_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is launched, and nothing fails."""
+    module, launched = importlib.import_module("megalite_kernels.adamw"), []
+    monkeypatch.setattr(module, "_adamw_kernel", launched)
     adamw([], [], [], [], [], **HYPER, backend="triton")
+    assert launched == []
 
 
 def test_custom_op() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.schedule.generate import NAMES
-from megalite_tools import bench_checkpoint, bench_context, bench_pipeline
+from megalite_tools import bench_checkpoint, bench_context, bench_pipeline, bench_ranks
 
 
 def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_a_schedule_that_is_too_slow_is_told(
     rows = [row("a", 1.04, None), row("b", 1.06, 1.01), row("c", 1.01, 1.03)]
     out = tmp_path / "pipeline.json"
     out.write_text(json.dumps({"schedules": rows}))
-    monkeypatch.setattr(bench_pipeline, "launch", lambda *_: 0)
+    monkeypatch.setattr(bench_ranks, "launch", lambda *_: 0)
     assert bench_pipeline.main(["--out", str(out)]) == 1
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[2].strip() for line in told] == ["b", "c"]
@@ -42,7 +42,7 @@ def test_a_schedule_that_is_too_slow_is_told(
 
 
 def test_ranks_that_fail_are_not_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_pipeline, "launch", lambda *_: 1)
+    monkeypatch.setattr(bench_ranks, "launch", lambda *_: 1)
     assert bench_pipeline.main(["--out", str(tmp_path / "pipeline.json")]) == 1
 
 

@@ -1,0 +1,63 @@
+"""What the benchmarks on local ranks have in common: they start themselves once more for every rank."""
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from megalite.dist.local import launch
+from megalite.dist.ranks import Place, find_place
+from megalite.dist.start import run_rank, start
+from megalite_tools.entry import exit_code
+from megalite_tools.results import cpu_name
+
+CPU = torch.device("cpu")
+TIMEOUT = 600.0  # seconds
+
+
+def run_on_ranks(
+    module: str,
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    ranks: Callable[[argparse.Namespace], int],
+    measure: Callable[[Place, argparse.Namespace, dict[str, Any]], None],
+    judge: Callable[[argparse.Namespace], int] = lambda _: 0,
+) -> int:
+    """The exit code of a benchmark: that of its ranks, or then what `judge` says; 2: bad input.
+
+    module: what is started for every rank. ranks: how many the options ask for; raises InputError for bad ones.
+    measure: runs on every rank, in a process group and one thread, and is given what a report begins with.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(arguments)
+    place = find_place()
+
+    def as_rank(place: Place) -> int:
+        start(place, "cpu", TIMEOUT)
+        torch.set_num_threads(1)
+        measure(place, options, _header(shlex.join([parser.prog, *arguments])))
+        return 0
+
+    def start_ranks() -> int:
+        with TemporaryDirectory(prefix=f"{parser.prog}-") as logs:
+            return launch(module, arguments, ranks(options), Path(logs)) or judge(options)
+
+    if place is not None:
+        return run_rank(lambda: as_rank(place), place)
+    return exit_code(parser.prog, start_ranks)
+
+
+def _header(command: str) -> dict[str, Any]:
+    return {
+        "command": command,
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
+    }

@@ -65,13 +65,12 @@ class Restorer:
         self.state.loaded(progress.updates)
         return progress
 
-    def weights(self, path: Path) -> Manifest:
+    def weights(self, path: Path) -> None:
         """Take the weights alone. Raises DamagedError, and InputError if they are of another model."""
         manifest = self._together.once(lambda: check_sizes(path))
         refuse_other_model(path, manifest.configuration, self.config)
         self._fill(path, manifest, self.state.weights(), progress=False)
         self.state.loaded_weights()
-        return manifest
 
     def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
         """Read into `tensors`; with `progress`, into tensors for it too, which are added."""

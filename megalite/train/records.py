@@ -27,11 +27,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All that has happened to a run. Raises InputError as `read_records` does."""
-    return [record for record in read_lines(path) if "event" in record]
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole line. Raises InputError for one that is neither a record nor an event."""
     try:

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from rotations import LAYOUTS, heads_of_any_shape
 from rounding import DTYPES, assert_rounded, random
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from megalite_kernels.qk_norm_rope import bytes_moved, reference
 from megalite_kernels.rope import Layout
 
 BACKENDS = ["torch", "triton"]
-LAYOUTS = ["half", "interleaved"]
 SHAPES = [(11, 2, 3, 16), (1, 1, 1, 2), (3, 1, 9, 80), (70, 1, 1, 128), (30, 2, 8, 64)]
 EPS = 1e-3
 
@@ -70,15 +68,9 @@ def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, layout
     _check(shape, dtype, layout, backend)
 
 
-@settings(max_examples=20)
-@given(
-    sizes=st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 9), st.integers(1, 20)),
-    dtype=st.sampled_from(DTYPES),
-    layout=st.sampled_from(LAYOUTS),
-)
-def test_any_shape(sizes: tuple[int, int, int, int], dtype: torch.dtype, layout: Layout) -> None:
-    length, batch, heads, half = sizes
-    _check((length, batch, heads, 2 * half), dtype, layout, "triton")
+@heads_of_any_shape
+def test_any_shape(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> None:
+    _check(shape, dtype, layout, "triton")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,7 @@ normalized, so that forward and backward see the same t.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,17 +69,19 @@ def _gradients(
 _op.register_autograd(_gradients, setup_context=_save)
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["apex"] = "auto"
+) -> tuple[Tensor, Tensor]:
     """RMSNorm(x + y) · weight over the last dimension, and x + y.
 
     x and y `[…, d]`, both of one shape and data type; weight `[d]`, maybe of another. Strides as for `rms_norm`.
-    Backward keeps x + y and one number per row.
+    Backward keeps x + y and one number per row. backend: apex too, whose norm comes after PyTorch's addition.
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"add_rms_norm: x {list(x.shape)} {x.dtype} and y {list(y.shape)} {y.dtype} must be of one shape and type"
         )
-    if use_triton(backend, x.device):
+    if backend != "apex" and use_triton(backend, x.device):
         normal, total, _ = _op(x, y, weight, eps)
         return normal, total
     total = x + y

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+MODULES = {"adamw": "amp_C", "rms_norm": "fused_layer_norm_cuda"}  # by operation
 CHUNK = 65536  # elements that apex gives to one block of threads
 INSTALL = (
     "git clone https://github.com/NVIDIA/apex && pip install -v --no-build-isolation "
@@ -27,6 +28,13 @@ def extension(name: str) -> ModuleType:
             f"apex is asked for, but its compiled module {name} cannot be loaded ({error}). The package "
             f"named apex on PyPI is unrelated; NVIDIA's is built, with a CUDA compiler, by: {INSTALL}"
         ) from error
+
+
+def check(operation: str, device: torch.device) -> None:
+    """ValueError if apex cannot run `operation`, a key of MODULES, on `device`."""
+    extension(MODULES[operation])
+    if device.type != "cuda":
+        raise ValueError(f"apex is asked for, but tensors are on {device.type}; move them to cuda, or choose auto")
 
 
 @torch.no_grad()
@@ -50,7 +58,7 @@ def adamw(
     Differently, weights are float32 only, all have had equally many updates, and float32 gradients are overwritten by
     those that `clip` leaves.
     """
-    amp_c = extension("amp_C")
+    amp_c = extension(MODULES["adamw"])
     for weight in weights:
         if weight.dtype != torch.float32:
             raise ValueError(f"adamw of apex: weights are {weight.dtype}, but must be float32; choose other kernels")
@@ -84,6 +92,6 @@ def adamw(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `megalite_kernels.rms_norm.rms_norm`; what apex's FusedRMSNorm runs."""
-    extension("fused_layer_norm_cuda")
+    extension(MODULES["rms_norm"])
     norms = extension("apex.normalization.fused_layer_norm")
     return norms.fused_rms_norm_affine(x, weight.to(x.dtype), (x.shape[-1],), eps)

@@ -34,6 +34,7 @@ from megalite_kernels.labels import Labels, labels_of
 
 FEWEST = 4096  # tokens of a chunk: with fewer, what dW's sum in float32 takes shows beside the matrix products
 TILE = 128  # tokens of a matrix product's tile
+CLASSES = 1024  # whose logits are widened at a time where that has to be
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -48,14 +49,18 @@ def chunk_tokens(
     """How many tokens go through at a time, all chunks being of about one size.
 
     Logits, of which two chunks exist at a time if ranks split the vocabulary, take at most `memory` bytes; by default
-    as many as the weight `[columns, width]`, but at least those of 4096 tokens. Ranks must choose the same: `columns`
-    is the same for all, and free memory plays no part.
+    as many as the weight `[columns, width]`, but at least those of 4096 tokens, and all tokens go through at once
+    where that takes no more than chunks and their sum of dW. Ranks must choose the same: `columns` is the same for
+    all, and free memory plays no part.
     """
-    per_token = (2 if ranks > 1 else 1) * columns * dtype.itemsize
+    token = columns * dtype.itemsize
+    buffers = 2 if ranks > 1 else 1
     if memory is None:
-        most = max(columns * width * dtype.itemsize // per_token, FEWEST)
+        most = max(width // buffers, FEWEST)
+        if tokens * token <= buffers * most * token + columns * width * wide_dtype(dtype).itemsize:
+            most = max(tokens, 1)
     else:
-        most = max(memory // per_token, 1)
+        most = max(memory // (buffers * token), 1)
     chunks = max(-(-tokens // most), 1)
     even = max(-(-tokens // chunks), 1)
     return min(-(-even // TILE) * TILE, most)
@@ -71,27 +76,26 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+    else:  # a CPU has no such product; wide copies of all logits would be larger than these
+        wide = b.to(total.dtype)
+        for rows in _chunks(len(a), CLASSES):
+            torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, out=total[rows])
 
 
-@torch.library.custom_op("megalite::linear_cross_entropy", mutates_args=())
-def _op(
-    x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
-    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+def _forward(
+    x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int, triton: bool,
+    wants_dx: bool, wants_dw: bool, labels: Labels,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss; dx and dW of all chunks but the last; the logits and log-sum-exps of the last.
+    """The loss; dx and the sum of dW of all chunks but the last; the logits and log-sum-exps of the last.
 
-    Empty: what is not wanted, and dW where there is one chunk.
+    Empty: what is not wanted, and dx and dW where there is one chunk.
     """
-    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
-    ranks = group_named(group)
     merge, gradient = (launch_merge, launch_gradient) if triton else (torch_merge, torch_gradient)
     wants, chunks = wants_dx or wants_dw, _chunks(len(x), chunk)
-    loss, dx, dw, last, last_lses = _outputs(x, weight, chunk, wants_dx, wants_dw)
+    loss, dx, dw, last, last_lses = _outputs(x, weight, chunk, wants_dx, wants_dw, buffers=False)
     loss.zero_()
     one = torch.ones_like(loss)
-    for tokens, logits, parts, gathering in _logits(x, weight, targets, chunks, ranks, triton, labels):
+    for tokens, logits, parts, gathering in _logits(x, weight, targets, chunks, group, triton, labels):
         if gathering is not None:
             gathering.wait()
         losses, lses = merge(parts, targets[tokens], labels)
@@ -132,17 +136,90 @@ def _logits(
 
 
 def _outputs(
-    x: Tensor, weight: Tensor, chunk: int, wants_dx: bool, wants_dw: bool
+    x: Tensor, weight: Tensor, chunk: int, wants_dx: bool, wants_dw: bool, buffers: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide, early = wide_dtype(x.dtype), max(len(x) - 1, 0) // chunk * chunk
-    kept = len(x) - early if wants_dx or wants_dw else 0
+    """What `_forward` returns, unfilled; without `buffers` none for logits, which it makes itself."""
+    wide, early = wide_dtype(x.dtype), _early(len(x), chunk)
+    kept = len(x) - early if buffers and (wants_dx or wants_dw) else 0
     return (
         x.new_empty((), dtype=wide),
-        x.new_empty(early if wants_dx else 0, x.shape[1]),
+        x.new_empty(len(x) if wants_dx and early else 0, x.shape[1]),
         x.new_empty(len(weight) if wants_dw and early else 0, x.shape[1], dtype=wide),
         x.new_empty(kept, len(weight)),
         x.new_empty(kept, dtype=wide),
     )
+
+
+def _early(tokens: int, chunk: int) -> int:
+    """How many tokens are in other chunks than the last."""
+    return max(tokens - 1, 0) // chunk * chunk
+
+
+def _backward(
+    scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
+    triton: bool, wants_dx: bool, wants_dw: bool, labels: Labels,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and of the weight, from what forward kept; empty where not wanted, and of x where dx is."""
+    early = len(x) - len(last)
+    # One chunk is rounded once, with its scale; the sum over several is scaled as a whole.
+    of_last = torch.ones_like(scale) if early else scale
+    gradient = launch_gradient if triton else torch_gradient
+    gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
+    new_dx, all_dw = _gradients_like(x, weight, early, wants_dx, wants_dw)
+    if wants_dx:
+        torch.mm(last, weight, out=(dx if early else new_dx)[early:])
+        if early:
+            dx *= scale
+    if wants_dw and early:
+        _add_product(dw, last.T, x[early:])
+        torch.mul(dw, scale, out=all_dw)
+    elif wants_dw:
+        torch.mm(last.T, x, out=all_dw)
+    return new_dx, all_dw
+
+
+def _gradients_like(x: Tensor, weight: Tensor, early: int, wants_dx: bool, wants_dw: bool) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(x) if wants_dx and not early else x.new_empty(0),
+        torch.empty_like(weight) if wants_dw else weight.new_empty(0),
+    )
+
+
+class _Torch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int,
+        wants_dx: bool, wants_dw: bool, labels: Labels,
+    ) -> Tensor:  # fmt: skip
+        loss, *ctx.kept = _forward(x, weight, targets, group, chunk, False, wants_dx, wants_dw, labels)
+        ctx.save_for_backward(x, weight, targets)
+        ctx.options = False, wants_dx, wants_dw, labels
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is None:
+            raise RuntimeError(
+                "linear_cross_entropy: its backward has run and overwrote what it needs; run forward again"
+            )
+        kept, ctx.kept = ctx.kept, None
+        gradients = _backward(scale, *ctx.saved_tensors, *kept, *ctx.options)
+        return *_both(kept[0], *gradients, *ctx.options[1:3]), *(None,) * 6
+
+
+def _both(dx: Tensor, new_dx: Tensor, dw: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Tensor | None, ...]:
+    """The gradients for autograd: that of x has its place since forward if there were several chunks."""
+    return (dx.detach() if len(dx) else new_dx) if wants_dx else None, dw if wants_dw else None
+
+
+@torch.library.custom_op("megalite::linear_cross_entropy", mutates_args=())
+def _op(
+    x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
+    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    return _forward(x, weight, targets, group_named(group), chunk, triton, wants_dx, wants_dw, labels)
 
 
 @_op.register_fake
@@ -153,32 +230,14 @@ def _(
     return _outputs(x, weight, chunk, wants_dx, wants_dw)
 
 
-@torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("dw", "last"))
+@torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("dx", "dw", "last"))
 def _backward_op(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
     triton: bool, wants_dx: bool, wants_dw: bool,
     first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the weight, from what forward kept; empty where not wanted."""
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
-    early = len(x) - len(last)
-    # One chunk is rounded once, with its scale; the sum over several is scaled as a whole.
-    of_last = torch.ones_like(scale) if early else scale
-    gradient = launch_gradient if triton else torch_gradient
-    gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
-    all_dx = torch.empty_like(x) if wants_dx else x.new_empty(0)
-    all_dw = torch.empty_like(weight) if wants_dw else weight.new_empty(0)
-    if wants_dx:
-        torch.mm(last, weight, out=all_dx[early:])
-        if early:
-            all_dx[:early] = dx
-            all_dx *= scale
-    if wants_dw and early:
-        _add_product(dw, last.T, x[early:])
-        torch.mul(dw, scale, out=all_dw)
-    elif wants_dw:
-        torch.mm(last.T, x, out=all_dw)
-    return all_dx, all_dw
+    return _backward(scale, x, weight, targets, dx, dw, last, lses, triton, wants_dx, wants_dw, labels)
 
 
 @_backward_op.register_fake
@@ -186,8 +245,7 @@ def _(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
     triton: bool, wants_dx: bool, wants_dw: bool, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    all_dx = torch.empty_like(x) if wants_dx else x.new_empty(0)
-    return all_dx, torch.empty_like(weight) if wants_dw else weight.new_empty(0)
+    return _gradients_like(x, weight, len(x) - len(last), wants_dx, wants_dw)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -199,9 +257,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 @once_differentiable
 def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    _, wants_dx, wants_dw, *_ = ctx.options
-    dx, dw = _backward_op(scale, *ctx.saved_tensors, *ctx.options)
-    return dx if wants_dx else None, dw if wants_dw else None, *(None,) * 12
+    x, weight, targets, dx, *kept = ctx.saved_tensors
+    found = _backward_op(scale, x, weight, targets, dx, *kept, *ctx.options)
+    return *_both(dx, *found, *ctx.options[1:3]), *(None,) * 12
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -232,8 +290,11 @@ def linear_cross_entropy(
     ranks = 1 if group is None else group.size()
     chunk = chunk_tokens(len(x), x.shape[1], -(-labels.vocabulary // ranks), x.dtype, ranks, memory)
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-    options = use_triton(backend, x.device), *wants, *astuple(labels)
-    return _op(x.contiguous(), weight.contiguous(), targets.contiguous(), name_of(group), chunk, *options)[0]
+    triton = use_triton(backend, x.device)
+    given = x.contiguous(), weight.contiguous(), targets.contiguous()
+    if not triton and not torch.compiler.is_compiling():
+        return _Torch.apply(*given, group if ranks > 1 else None, chunk, *wants, labels)
+    return _op(*given, name_of(group), chunk, triton, *wants, *astuple(labels))[0]
 
 
 def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -10,12 +10,13 @@ read twice, in tiles of columns, the second time from cache. `add_rms_norm` shar
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels import apex
 from megalite_kernels.backend import (
     Backend,
     as_rows,
@@ -224,12 +225,14 @@ def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
 _op.register_autograd(_gradients, setup_context=_save)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["apex"] = "auto") -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 or wider, rounded once.
 
     x `[…, d]`, of which kernels take a contiguous copy unless all rows are equally far apart and contiguous in
-    themselves; weight `[d]`, maybe of another data type. Backward keeps x and one number per row.
+    themselves; weight `[d]`, maybe of another data type. Backward keeps x and one number per row. backend: apex too.
     """
+    if backend == "apex":
+        return apex.rms_norm(x, weight, eps)
     if use_triton(backend, x.device):
         return _op(x, weight, eps)[0]
     if x.is_cuda:

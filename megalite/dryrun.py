@@ -51,7 +51,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     layout, full = config.parallel.layout, rank_memory(config, pp).micro_batches
     m = enough_micro_batches(config, pp, full)
     data = replace(config.data, end_of_document=0)  # in place of the tokenizer's: no token has a value here
-    config = replace(config, data=data, train=replace(config.train, compile=False))
+    config = replace(config, data=data, train=replace(config.train, compile=False), kernels="torch")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(layout.rank(pp=pp), layout.world_size):
         mesh = Mesh.build(layout, CPU, config.parallel.data.sharded)

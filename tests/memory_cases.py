@@ -19,6 +19,8 @@ ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
+CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
+
 CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
     "fp32": ({"train.precision": "fp32"}, 0),
     "fp64, tp": ({"train.precision": "fp64", "parallel.tp": 2}, 0),
@@ -76,6 +78,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         },
         0,
     ),
+    "head in chunks": ({**CHUNKED, **SHARDED}, 0),
+    "head in chunks, fp32": ({**CHUNKED, "train.precision": "fp32"}, 0),
+    "head in chunks, tp": ({**CHUNKED, "parallel.tp": 2, "parallel.dp_shard": 2}, 0),
+    "head in chunks, last of 2 stages": ({**CHUNKED, "parallel.pp": 2, "batch.global": 96}, 1),
     "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),
 }
 

@@ -82,7 +82,8 @@ def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
 
 def test_interpreted_kernels_pass_in_a_whole_layout(ranks: Ranks) -> None:
     """The reference is PyTorch's own operations."""
-    config = replace(configuration(pp=2, dp_shard=2, tp=2), kernels="triton")
+    config = replace(configuration(pp=2, dp_shard=2, tp=2, clip_norm=0.01), kernels="triton")
+    config.train.recompute = "selective"
     assert all(difference.passed for difference in ranks.run(compare, config, 1, 1e-10)[0])
     wrong = ranks.run(faults.compare_with, faults.norm_kernel_that_forgets_epsilon, config)
     assert not all(difference.passed for difference in wrong[0]), "they are what runs"

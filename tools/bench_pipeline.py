@@ -106,13 +106,15 @@ class Stage(nn.Module):
         self.weight = nn.Parameter(torch.tensor(1.001))
         self.unit, self.gradients = unit, gradients
 
-    def forward(self, x: Tensor, places: object = None) -> Tensor:
+    def forward(self, x: Tensor, places: object = None, targets: Tensor | None = None) -> Tensor:
         if not x.requires_grad:  # tokens; torch needs a gradient to hand back
             x = x.detach().requires_grad_()
         x = _Sleep.apply(x, self.unit, self.unit)
         if self.gradients is None:
-            return x * _Sleep.apply(self.weight, 0.0, self.unit)
-        return _Weighted.apply(x, self.weight, self.gradients, self.unit)
+            x = x * _Sleep.apply(self.weight, 0.0, self.unit)
+        else:
+            x = _Weighted.apply(x, self.weight, self.gradients, self.unit)
+        return x if targets is None else self.loss(x, targets)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().sum()

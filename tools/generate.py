@@ -81,7 +81,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 def load_decoder(config: Config, checkpoint: Path) -> Decoder:
     """The whole model in this process, in float32, from a checkpoint of any layout."""
     start_alone()
-    alone = replace(config, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
+    alone = replace(config, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"), kernels="auto")
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     decoder = build_stage(alone, mesh, 0, 1)

@@ -64,7 +64,7 @@ def _keys(cls: Any, prefix: str) -> Iterable[tuple[str, Any]]:
 def _section(value: Any, cls: Any, key: str, problems: list[Problem]) -> Any:
     names = {yaml_name(field.name): field.name for field in fields(cls)}
     if not isinstance(value, dict):
-        problems.append(Problem(key, f"must be a section with keys from {listing(list(names))}", value=value))
+        problems.append(Problem(key, f"must be {_kind(cls)}", value=value))
         return value
     hints = get_type_hints(cls)
     prefix = f"{key}." if key else ""
@@ -88,7 +88,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
         problems.append(Problem(key, "has no value yet", f"set it in a file or with {key}=VALUE"))
         return value
     for option in options:
-        if is_dataclass(option):
+        if is_dataclass(option) and (isinstance(value, dict) or len(options) == 1):
             return _section(value, option, key, problems)
         if get_origin(option) is list and isinstance(value, list):
             (inner,) = get_args(option)
@@ -115,6 +115,8 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def _kind(option: Any) -> str:
+    if is_dataclass(option):
+        return f"a section with keys from {listing([yaml_name(field.name) for field in fields(option)])}"
     if get_origin(option) is Literal:
         return listing(get_args(option))
     if get_origin(option) is list:

@@ -176,12 +176,13 @@ class Train:
 
 @dataclass
 class Kernels:
-    """What runs an operation: Triton's kernels, or PyTorch; auto: Triton's on CUDA."""
+    """What runs an operation: Triton's kernels, PyTorch, or NVIDIA apex; auto: Triton's on CUDA."""
 
-    rms_norm: Literal["auto", "triton", "torch"] = "auto"
-    rope: Literal["auto", "triton", "torch"] = "auto"
+    rms_norm: Literal["auto", "triton", "torch", "apex"] = "auto"  # with the residual's addition before it
+    rope: Literal["auto", "triton", "torch"] = "auto"  # with the norm of queries and keys before it
     swiglu: Literal["auto", "triton", "torch"] = "auto"
-    cross_entropy: Literal["auto", "triton", "torch"] = "auto"
+    cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
+    adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # with clipping before it; auto: PyTorch's fused one
 
 
 @dataclass

@@ -102,6 +102,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *recompute_rules(config.train),
         *_rollback(config),
         *_betas(config.optim.betas),
+        *_kernels(config),
         *_schedule(config.schedule, config.train.steps),
         *_sources("data.train", config.data.train),
         *_sources("data.valid", config.data.valid),
@@ -266,6 +267,15 @@ def _rollback(config: Config) -> Iterator[Problem]:
 def _betas(betas: list[float]) -> Iterator[Problem]:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield Problem("optim.betas", "must be two numbers from 0 to below 1", "[0.9, 0.95] is usual", betas)
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    adamw = config.kernels_by_operation.adamw
+    if adamw in ("triton", "apex") and config.optim.offload:
+        rule = "runs on a GPU, but optim.offload updates on the host"
+        yield Problem("kernels.adamw", rule, "use auto there, or no optim.offload", adamw)
+    if adamw == "apex" and config.train.precision == "fp64":
+        yield Problem("kernels.adamw", "cannot be used with train.precision = fp64", "use auto", adamw)
 
 
 def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:

@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from megalite.config.schema import Kernels, Model
+from megalite.dist.collectives import all_gather
 from megalite.model.positions import Places
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
-from megalite.parallel.parameter import parameter, whole
+from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
-from megalite_kernels import cross_entropy, rms_norm, rope, swiglu
+from megalite_kernels import add_rms_norm, linear_cross_entropy, qk_norm_rope, rms_norm, rope, swiglu
 
 AUTO = Kernels()
 
@@ -33,9 +34,29 @@ class Norm(nn.Module):
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
         self.rms_norm = Cheap(partial(rms_norm, backend=kernels.rms_norm))
+        self.add_rms_norm = partial(add_rms_norm, backend=kernels.rms_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, whole(self.weight), self.eps)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + y, and x + y."""
+        weight = whole(self.weight)
+        normal, total = self.add_rms_norm(x, y, weight, self.eps)
+        return self.rms_norm.remember(normal, total, weight, self.eps), total
+
+
+class HeadNorm(nn.Module):
+    """The norm of every query or key head, and its rotation."""
+
+    def __init__(self, width: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = parameter((width,), tp, Replicate())
+        self.eps = eps
+        self.qk_norm_rope = Cheap(partial(qk_norm_rope, backend=kernels.rope))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.qk_norm_rope(x, whole(self.weight), cos, sin, self.eps)
 
 
 class Attention(nn.Module):
@@ -50,16 +71,18 @@ class Attention(nn.Module):
         self.k = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
         self.v = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
         self.o = RowLinear(model.heads * e, model.width, tp)
-        self.q_norm = Norm(e, model.norm_eps, tp, kernels) if model.qk_norm else nn.Identity()
-        self.k_norm = Norm(e, model.norm_eps, tp, kernels) if model.qk_norm else nn.Identity()
+        self.q_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
+        self.k_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
         # Without norms, what RoPE is made of is needed by nothing else: to keep it would save no memory.
-        turn = partial(rope, backend=kernels.rope)
-        self.rope = Cheap(turn) if model.qk_norm else turn
+        self.rope = partial(rope, backend=kernels.rope)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
         q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # s b h/t e, k and v s b k/t e
-        q, k = self.rope(self.q_norm(q), cos, sin), self.rope(self.k_norm(k), cos, sin)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
+        else:
+            q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
         return self.o(attend(q, k, v).flatten(2))  # s/t b d
 
 
@@ -88,14 +111,15 @@ class Layer(nn.Module):
         self.mlp = MLP(model, tp, kernels)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        normed, x = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), cos, sin, attend))
+        return x + self.mlp(normed)
 
 
 class Head(nn.Module):
-    """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → `[s, b, v/t]`.
+    """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
-    A split backward makes its weight's gradient at once: to put it off would keep the logits' gradient.
+    Given targets `[s, b]`, their cross-entropy instead, summed over tokens; then logits exist in chunks only. A split
+    backward makes its weight's gradient at once: to put it off would keep the logits' gradient.
     """
 
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
@@ -103,12 +127,17 @@ class Head(nn.Module):
         self.group = tp.get_group()
         self.norm = Norm(model.width, model.norm_eps, tp, kernels)
         self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp)
+        self.cross_entropy = partial(linear_cross_entropy, backend=kernels.cross_entropy)
 
-    def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None) -> Tensor:
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
-        (logits,) = linears(self.norm(x), [weight], self.group)
-        return logits
+        x = self.norm(x)
+        if targets is None:
+            (logits,) = linears(x, [weight], self.group)
+            return logits
+        x = all_gather(x, self.group)  # s b d
+        return self.cross_entropy(x.flatten(0, 1), part(weight), targets.flatten(), self.group)
 
 
 class Decoder(nn.Module):
@@ -129,15 +158,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
         self.group = tp.get_group()
-        self.cross_entropy = partial(cross_entropy, backend=kernels.cross_entropy)
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
         self.layers = nn.ModuleDict({str(layer): Layer(model, tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: Places | None = None, targets: Tensor | None = None) -> Tensor:
         """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits.
 
-        places: of the s positions that this rank holds; None: all of one document from its beginning.
+        places: of the s positions that this rank holds; None: all of one document from its beginning. targets
+        `[s, b]`, for the last stage: it returns the loss summed over them in place of logits `[s, b, v/t]`.
         """
         if self.first:
             assert self.embed is not None
@@ -150,13 +179,9 @@ class Decoder(nn.Module):
         if self.head is None:
             return x
         # Untied, the embedding stays out: FSDP2 hooks into every argument, and this one's gradient is not the head's.
-        return self.head(x, self.embed.weight if self.tied and self.embed is not None else None)
+        return self.head(x, self.embed.weight if self.tied and self.embed is not None else None, targets)
 
     def gathered_apart(self) -> list[nn.Module]:
         """The modules whose parameters FSDP2 gathers one after another; a tied embedding is used at both ends."""
         apart = [*self.layers.values(), self.head] if self.tied else [self.embed, *self.layers.values(), self.head]
         return [module for module in apart if module is not None]
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens; logits `[s, b, v/t]`, overwritten in backward; targets `[s, b]`."""
-        return self.cross_entropy(logits.flatten(0, 1), targets.flatten(), self.group)

@@ -1,18 +1,20 @@
 """The optimizer of one rank's parameters."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
 
 from megalite.config.schema import Optim
 from megalite.optim.offload import HostAdamW
+from megalite_kernels import FusedAdamW, adamw, apex
 
 
-def build_optimizer(stages: Iterable[nn.Module], optim: Optim) -> torch.optim.Optimizer:
+def build_optimizer(stages: Iterable[nn.Module], optim: Optim, kernel: str = "auto") -> torch.optim.Optimizer:
     """Fused AdamW (arXiv 1711.05101) in two groups: matrices decay, norms and biases do not.
 
-    With `optim.offload` it runs on the host.
+    With `optim.offload` it runs on the host. kernel: `kernels.adamw`.
     """
     params = [param for stage in stages for param in stage.parameters()]
     matrices = [param for param in params if param.ndim > 1]
@@ -25,4 +27,7 @@ def build_optimizer(stages: Iterable[nn.Module], optim: Optim) -> torch.optim.Op
     first, second = optim.betas
     if optim.offload:
         return HostAdamW(groups, optim.lr, (first, second), optim.eps)
+    if kernel in ("triton", "apex"):
+        update = apex.adamw if kernel == "apex" else partial(adamw, backend=kernel)
+        return FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=update)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(first, second), eps=optim.eps, fused=True)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.dist.mesh import Mesh
+from megalite_kernels.grad_norm import clip_coefficient
 
 TIED = "embed.weight"  # held by the first and the last stage when embeddings are tied
 Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
@@ -70,7 +71,7 @@ def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bo
 def clip(stages: Stages, norm: Tensor, limit: float) -> None:
     """Scale the gradients down so that their global `norm` is at most `limit`; no host synchronization."""
     grads = [_local_grad(param) for param in _parameters(stages)]
-    torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
+    torch._foreach_mul_(grads, clip_coefficient(norm, limit).to(grads[0].dtype))
 
 
 def _parameters(stages: Stages) -> Iterator[DTensor]:

@@ -22,11 +22,8 @@ from megalite.schedule.actions import Action, Exchange, Kind, Table
 class Stage(Protocol):
     """What the runner asks of a pipeline stage."""
 
-    def __call__(self, x: Tensor, places: Any) -> Tensor:
-        """Forward: a micro-batch, or the activations of the stage before."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Of the last stage: the loss summed over a micro-batch."""
+    def __call__(self, x: Tensor, places: Any, targets: Tensor | None) -> Tensor:
+        """A micro-batch, or the activations of the stage before → activations or, given targets, the summed loss."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +140,14 @@ class Pipeline:
             x = self._received(Action(Kind.RECV_F, action.stage, action.micro), action, flight)
             if torch.is_grad_enabled():
                 flight.inputs[action] = x.requires_grad_()
-        y = stage(x, step.places[action.micro])
-        if action.stage < self.table.stages - 1:
-            self._hand_over(action.send, y.detach(), flight)
-            result: Tensor | float = 0.0
-        else:
-            y = stage.loss(y, step.targets[action.micro])
+        last = action.stage == self.table.stages - 1
+        y = stage(x, step.places[action.micro], step.targets[action.micro] if last else None)
+        result: Tensor | float = 0.0
+        if last:
             result = y.detach()
             y = y * step.scale
+        else:
+            self._hand_over(action.send, y.detach(), flight)
         if torch.is_grad_enabled():
             flight.outputs[action] = get_gradient_edge(y)
         return result

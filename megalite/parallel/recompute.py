@@ -34,7 +34,10 @@ class Cheap(nn.Module):
         self.call: _Call | None = None  # of the layer around it, where that recomputes
 
     def forward(self, *inputs: Any) -> Tensor:
-        result = self.function(*inputs)
+        return self.remember(self.function(*inputs), *inputs)
+
+    def remember(self, result: Tensor, *inputs: Any) -> Tensor:
+        """Take `result`, however it came about, for what the function makes of `inputs`."""
         if self.call is not None:
             self.call.made(result, self.function, inputs)
         return result

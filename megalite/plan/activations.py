@@ -30,7 +30,19 @@ from megalite.plan.size import Parameters, layer_parameters
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 TOKEN = 8  # bytes of a token id
 ROWS = 128  # rows that cross_entropy handles at a time
+FEWEST, TILE = 4096, 128  # tokens of the head's smallest chunks, and what chunks are multiples of
+CLASSES = 1024  # whose logits it widens at a time for sums of its weight's gradient
 OFFLOAD_SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
+
+
+def chunk_tokens(tokens: int, width: int, columns: int, itemsize: int, ranks: int) -> int:
+    """How many tokens' logits the head makes at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
+    wide, buffers = max(itemsize, 4), 2 if ranks > 1 else 1
+    most = max(width // buffers, FEWEST)
+    if tokens * itemsize <= buffers * most * itemsize + width * wide:
+        return max(tokens, 1)
+    even = -(-tokens // -(-tokens // most))
+    return min(-(-even // TILE) * TILE, most)
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,6 @@ class Moment:
     weights: int = 0  # gradients of weights made here, which stay at least until those of the whole part are there
     put_off: int = 0  # gradients of outputs that a split backward keeps until W
     again: int = 0  # temporaries of W, which makes them from what is put off
-    gathers: bool = True  # the weights of this part are gathered, or on their way
 
 
 @dataclass(frozen=True)
@@ -131,22 +142,27 @@ class Activations:
 
     def head(self) -> Part:
         """The final norm, the output layer and the loss; the weight of a tied one is elsewhere."""
-        model, tied = self.config.model, self.config.model.tie_embeddings
-        logits = self.tokens * model.vocab_size // self.t * self.w
-        block = min(ROWS, self.tokens) * model.vocab_size // self.t * self.z
-        kept = (
+        model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
+        columns = model.vocab_size // self.t
+        chunk = min(chunk_tokens(self.tokens, model.width, columns, self.w, self.t), self.tokens)
+        several = chunk < self.tokens
+        logits, inputs = chunk * columns * self.w, self.gathered or self.stream
+        block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # one is there until the next one is
+        copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several else 0
+        kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
-            Kept("head", self.stream + logits, "output"),
-            Kept("head", (2 * self.z + TOKEN + 1) * self.tokens, "output"),
-        )
+            Kept("head", inputs + logits + self.z * chunk, "output"),
+        ]
+        if several:  # the gradient of the inputs, and the sum of that of the weight
+            kept.append(Kept("head", inputs + self.z * self._matrix, "output"))
         backward = (
-            # A block in float32 is there until the next one is.
-            Moment("loss", 0 if self.w == self.z else 2 * block, gathers=False),
-            Moment("output", self._linear(0), self.w * self._matrix),
+            Moment("loss", block),
+            Moment("output", copies if several else inputs, self.w * self._matrix),
             Moment("norm", self._norm()),
         )
+        forward = max(block, copies) + (logits if several and self.t > 1 else 0)
         parameters = Parameters(norms=model.width, head=0 if tied else self._matrix)
-        return Part("head", parameters, model.width if tied else self._matrix, kept, self.gathered, backward)
+        return Part("head", parameters, model.width if tied else self._matrix, tuple(kept), forward, backward)
 
     @property
     def angles(self) -> int:

@@ -137,6 +137,8 @@ class Walk:
 
     def _forward(self, action: Action) -> None:
         self._hold("activations", "attention", self.sizes.turns)
+        if action.stage > 0 and not self._offloads_input(action.stage):
+            self._hold("activations", "between stages", -self.sizes.stream)  # now the input of the first layer
         for part in self.parts[action.stage]:
             for kept in part.kept:
                 self._hold("activations", kept.component, kept.bytes)
@@ -144,8 +146,6 @@ class Walk:
                 self._hold(HOST, kept.component, kept.bytes)
             gathered = self._gathered(part)
             self._see(part.forward + (gathered if self.states.shards > 1 else 0), gathered)
-        if action.stage > 0 and not self._offloads_input(action.stage):
-            self._hold("activations", "between stages", -self.sizes.stream)  # now the input of the first layer
         if action.stage < self.table.stages - 1:
             self._hold("activations", "between stages", self.sizes.stream)
         self._see()
@@ -169,10 +169,7 @@ class Walk:
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(place) else made)
                 again = sum(cheap.bytes for cheap in part.cheap if cheap.until == moment.name)
-                if moment.gathers:
-                    self._see(moment.temporaries + made + again + beside, self._gathered(part))
-                else:
-                    self._see(moment.temporaries)
+                self._see(moment.temporaries + made + again + beside, self._gathered(part))
                 held = self._release(part, moment, puts_off)
                 if puts_off and moment.weights:
                     self.put_off.setdefault((action.stage, action.micro), []).append(PutOff(place, moment, held))

@@ -25,6 +25,7 @@ from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import build_forward
 from megalite.train.recompute import recompute_modes
+from megalite_kernels import apex
 from megalite_kernels.backend import use_triton
 
 
@@ -74,7 +75,7 @@ def build(config: Config, mesh: Mesh, activity: Activity | None = None) -> Job:
     modes = recompute_modes(config, mesh)
     stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
-    optimizer = build_optimizer(stages.values(), config.optim)
+    optimizer = build_optimizer(stages.values(), config.optim, config.kernels_by_operation.adamw)
     return Job(config, mesh, stages, gradients, table.placement, optimizer, activity or Activity())
 
 
@@ -82,7 +83,10 @@ def check_kernels(config: Config, device: torch.device) -> None:
     """Raises InputError for kernels that tensors on `device` cannot be given to."""
     for operation, backend in asdict(config.kernels_by_operation).items():
         try:
-            use_triton(backend, device)
+            if backend == "apex":
+                apex.check(operation, device)
+            else:
+                use_triton(backend, device)
         except ValueError as error:
             key = "kernels" if isinstance(config.kernels, str) else f"kernels.{operation}"
             raise InputError(f"{key} = {backend}: {error}") from None

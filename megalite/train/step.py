@@ -12,6 +12,8 @@ from megalite.parallel.gradients import clip, counted_norms, finish
 from megalite.train.build import Job
 from megalite.train.inputs import inputs
 from megalite.train.signs import Signs, take_signs
+from megalite_kernels import FusedAdamW
+from megalite_kernels.grad_norm import clip_coefficient
 
 
 def train_step(job: Job, batch: Tensor, step: int, asked: Collection[int] = ()) -> Signs:
@@ -40,8 +42,11 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
     job.activity("updating the weights")
     names, norms = counted_norms(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
     signs = take_signs(job.mesh, names, norms, loss if _counts_loss(job) else None, asked)
-    if job.config.optim.clip_norm > 0:
-        clip(job.stages, signs.norm, job.config.optim.clip_norm)
+    if (limit := job.config.optim.clip_norm) > 0:
+        if isinstance(job.optimizer, FusedAdamW):
+            job.optimizer.clip = clip_coefficient(signs.norm, limit)  # spares gradients a pass of their own
+        else:
+            clip(job.stages, signs.norm, limit)
     job.optimizer.found_inf = signs.bad  # type: ignore[attr-defined]  # skips the update where it is 1
     for group in job.optimizer.param_groups:
         group["lr"] = learning_rate(job.config.schedule, job.config.optim.lr, job.config.train.steps, step)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import SIZE, Ranks
@@ -21,7 +22,7 @@ from toy_jobs import (
 from megalite.checkpoint.manifest import complete
 from megalite.checkpoint.progress import Progress
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Train
+from megalite.config.schema import Config, Kernels, Train
 
 PIPELINE = Layout(pp=2, dp_shard=2, tp=2)
 FLAT = Layout(dp_shard=4, tp=2)
@@ -103,12 +104,17 @@ def test_resuming_in_the_same_layout_changes_no_bit(
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PIPELINE, FLAT), (WIDE, DEEP)], ids=["3D to flat", "flat to pipeline"])
+@pytest.mark.parametrize(
+    ("before", "after", "adamw"),
+    [(PIPELINE, FLAT, "auto"), (WIDE, DEEP, "auto"), (PIPELINE, WIDE, "triton")],
+    ids=["3D to flat", "flat to pipeline", "3D to flat, another optimizer's kernels"],
+)
 def test_resuming_in_another_layout_changes_only_rounding(
-    before: Layout, after: Layout, ranks: Ranks, tmp_path: Path
+    before: Layout, after: Layout, adamw: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
     whole = ranks.run(train_and_save, config_of(before, NARROW), tmp_path, 3, 6)
-    second = ranks.run(load_and_train, config_of(after, NARROW), tmp_path / "step-00000003", 6)
+    resumed = replace(config_of(after, NARROW), kernels=Kernels(adamw=adamw))
+    second = ranks.run(load_and_train, resumed, tmp_path / "step-00000003", 6)
     assert whole[0][0][3:] == pytest.approx(second[0][2], rel=1e-10)
     expected, found = assemble([there for _, there in whole]), assemble([there for _, _, _, there in second])
     for name, tensor in expected.items():

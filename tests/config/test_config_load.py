@@ -185,6 +185,11 @@ def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> No
         ("data.train=a", 'data.train = "a": must be a list, each item a section'),
         ("data.train=[a]", 'data.train[0] = "a": must be a section with keys from path or weight'),
         (
+            "kernels=apex",
+            'kernels = "apex": must be auto, triton or torch or a section with keys from rms_norm, rope, swiglu, '
+            "cross_entropy or adamw",
+        ),
+        (
             "parallel.pipeline=null",
             "parallel.pipeline = null: must be a section with keys from schedule, virtual_stages or split",
         ),

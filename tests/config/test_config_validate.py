@@ -95,6 +95,15 @@ def test_the_defaults_are_valid() -> None:
             "set data.end_of_document or data.tokenizer",
         ),
         (
+            ["kernels=triton", "optim.offload=true"],
+            'kernels.adamw = "triton": runs on a GPU, but optim.offload updates on the host; use auto there, or no '
+            "optim.offload",
+        ),
+        (
+            ["kernels.adamw=apex", "train.precision=fp64"],
+            'kernels.adamw = "apex": cannot be used with train.precision = fp64; use auto',
+        ),
+        (
             ["data.end_of_document=1024"],
             "data.end_of_document = 1024: must be a token id, from 0 to model.vocab_size − 1 = 1023",
         ),

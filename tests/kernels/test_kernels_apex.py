@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite_kernels import FusedAdamW, adamw, apex
+from megalite_kernels import FusedAdamW, adamw, add_rms_norm, apex, rms_norm
 
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -92,3 +92,6 @@ def test_rms_norm_takes_what_ours_takes(monkeypatch: pytest.MonkeyPatch) -> None
     x, weight = torch.randn(3, 8), torch.randn(8, dtype=torch.float64)
     expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
     torch.testing.assert_close(apex.rms_norm(x, weight, 0.1), expected.to(x.dtype))
+    torch.testing.assert_close(rms_norm(x, weight, 0.1, backend="apex"), expected.to(x.dtype))
+    normal, total = add_rms_norm(x / 2, x / 2, weight, 0.1, backend="apex")
+    torch.testing.assert_close((normal, total), (expected.to(x.dtype), x))

@@ -60,6 +60,6 @@ def test_sequences_of_a_micro_batch_are_independent(alone: Mesh) -> None:
 def test_first_loss_is_near_that_of_guessing(alone: Mesh) -> None:
     """With small weights the logits are nearly 0, so every token is as likely as any other."""
     decoder, tokens = _stage(replace(MODEL, init_std=1e-4), alone, range(5)), _tokens()
-    loss = decoder.loss(decoder(tokens), tokens)
+    loss = decoder(tokens, targets=tokens)
     guessing = tokens.numel() * torch.tensor(float(MODEL.vocab_size), dtype=torch.float64).log()
     torch.testing.assert_close(loss, guessing, rtol=1e-3, atol=0)

@@ -158,12 +158,11 @@ def _their_answer(oracle: Any, tokens: Tensor) -> Answer:
 
 
 def _our_answer(decoder: Decoder, tokens: Tensor) -> Answer:
-    logits = decoder(tokens[:, :-1].T)
-    kept = logits.detach().transpose(0, 1).clone()  # backward overwrites the logits
-    loss = decoder.loss(logits, tokens[:, 1:].T)
+    inputs, targets = tokens[:, :-1].T, tokens[:, 1:].T
+    loss = decoder(inputs, targets=targets)
     loss.backward()
     gradients = {name: param.grad.full_tensor() for name, param in decoder.named_parameters()}
-    return Answer(kept, loss.detach(), gradients)
+    return Answer(decoder(inputs).detach().transpose(0, 1), loss.detach(), gradients)
 
 
 def _assert_equal(found: Tensor, expected: Tensor) -> None:

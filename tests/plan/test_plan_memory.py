@@ -4,13 +4,14 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_cases import CASES, PIPELINE, SHARDED, Overrides, configured
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Batch, Rampup
-from megalite.plan.activations import ROWS, Activations
+from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory, recompute_modes
 from megalite.plan.pipeline import table_of
@@ -117,6 +118,22 @@ def test_offloading_moves_bytes_to_the_host() -> None:
 def test_the_loss_handles_as_many_rows_at_a_time_as_planned() -> None:
     """The planner imports no torch, and kernels import nothing of megalite: each has its own number."""
     assert import_module("megalite_kernels.cross_entropy").ROWS == ROWS
+    assert import_module("megalite_kernels.linear_cross_entropy").CLASSES == CLASSES
+
+
+@given(
+    st.integers(0, 100_000),
+    st.integers(1, 20_000),
+    st.integers(1, 200_000),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    st.integers(1, 8),
+)
+def test_the_head_makes_as_many_logits_at_a_time_as_planned(
+    tokens: int, width: int, columns: int, dtype: torch.dtype, ranks: int
+) -> None:
+    kernels = import_module("megalite_kernels.linear_cross_entropy")
+    planned = chunk_tokens(tokens, width, columns, dtype.itemsize, ranks)
+    assert kernels.chunk_tokens(tokens, width, columns, dtype, ranks) == planned
 
 
 @settings(deadline=None, max_examples=30)
@@ -176,6 +193,6 @@ def test_few_micro_batches_are_enough_to_reach_the_peak(mode: str) -> None:
 
 
 def test_a_longer_sequence_takes_more_of_what_depends_on_it() -> None:
-    short, long = (rank_memory(configured({"model.sequence_length": length}), 0) for length in (4096, 8192))
+    short, long = (rank_memory(configured({"model.sequence_length": length}), 0) for length in (2048, 4096))
     assert sum(long.of("activations").values()) == pytest.approx(2 * sum(short.of("activations").values()), rel=0.01)
     assert long.of("parameters") == short.of("parameters")

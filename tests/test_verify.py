@@ -1,10 +1,13 @@
+import importlib
 import io
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import verify_faults as faults
@@ -78,6 +81,30 @@ def test_a_planted_fault_is_found(
 def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
     for config in SOUND:
         assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+
+
+@contextmanager
+def logits_in_chunks() -> Iterator[None]:
+    """As those of large models are, even of few tokens."""
+    module = importlib.import_module("megalite_kernels.linear_cross_entropy")  # the package has the function there
+    correct = module.chunk_tokens
+
+    def chunk_tokens(tokens: int, *shape: object) -> int:
+        chunk = correct(tokens, *shape)
+        assert 2 * chunk < tokens
+        return chunk
+
+    with patch.multiple(module, FEWEST=1, chunk_tokens=chunk_tokens):
+        yield
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_chunks_train_as_one_process_does(tied: bool, ranks: Ranks) -> None:
+    config = configuration(tied=tied, pp=2, dp_shard=2, tp=2)
+    config.parallel.pipeline = Pipeline("zb_h1")
+    config.model.sequence_length = 64
+    found = ranks.run(faults.compare_with, logits_in_chunks, config)[0]
+    assert [difference for difference in found if not difference.passed] == []
 
 
 def test_interpreted_kernels_pass_in_a_whole_layout(ranks: Ranks) -> None:

@@ -41,7 +41,8 @@ soak: install
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu tests/kernels
+	TRITON_INTERPRET=0 $(BIN)/python -m megalite_kernels.benchmarks
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite_kernels.backend import Backend, jit, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, Case, meta
 from megalite_kernels.tensor_table import (
     CHUNK,
@@ -85,6 +85,7 @@ def _adamw_kernel(
             tl.store(copies + at, w.to(COPY), mask=inside)
 
 
+@on_device
 def launch_adamw(
     lists: Sequence[Sequence[Tensor]], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
     betas: tuple[float, float], eps: float,
@@ -95,8 +96,9 @@ def launch_adamw(
         weight, grad, state, _, *copy = (tl_dtype(some[0].dtype) for some in tensors)
         wide = wide_dtype(tensors[0][0].dtype)
         table, programs = tensor_table(tensors)
+        rows = torch.tensor(numbers).to(factors.device, non_blocking=True)  # for a list the host waits for the device
         _adamw_kernel[(programs,)](
-            table, factors[numbers].to(wide), None if clip is None else clip.to(wide), found_inf, len(numbers),
+            table, factors[rows].to(wide), None if clip is None else clip.to(wide), found_inf, len(numbers),
             BETA1=betas[0], BETA2=betas[1], EPS=eps, COLUMNS=table.shape[1],
             WEIGHT=weight, GRAD=grad, STATE=state, COPY=copy[0] if copy else None,
             ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=BLOCK,
@@ -225,11 +227,13 @@ class FusedAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        elif state["step"].device != param.device:  # loaded from a torch.optim.AdamW, which keeps it on the host
+            state["step"] = state["step"].to(param.device)
         return state
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bytes_moved(elements: int, grad: torch.dtype = torch.float32, copy: torch.dtype | None = None) -> tuple[int, int]:

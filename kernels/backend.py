@@ -11,6 +11,7 @@ for a device before that.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -32,6 +33,20 @@ INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # settled when Trit
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`; without Triton the function as it is, which must not be called."""
     return triton.jit(function) if HAS_TRITON else function
+
+
+def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch` with the device of its first tensor as the current one, to which Triton launches."""
+
+    @wraps(launch)
+    def launch_there(*args: Any, **kwargs: Any) -> Any:
+        first = args[0]
+        while not isinstance(first, Tensor):
+            first = first[0]
+        with torch.cuda.device_of(first):
+            return launch(*args, **kwargs)
+
+    return launch_there
 
 
 def use_triton(backend: Backend, device: torch.device) -> bool:
@@ -59,6 +74,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; off CUDA as many as on sm_80."""
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    return 163 * 1024
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What kernels compute in: float32, for float64 float64."""
     return torch.promote_types(dtype, torch.float32)
@@ -79,3 +101,9 @@ def widen(x):
     """To float32, for float64 not at all. Every load goes through it: bfloat16 arithmetic is wrong when interpreted."""
     wide: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
     return x.to(wide)
+
+
+@jit
+def exp(x):
+    """eˣ, but 0 where that is subnormal: to tell those too costs `tl.exp` three instructions more."""
+    return tl.exp2(x * 1.4426950408889634)

@@ -3,8 +3,9 @@
 The functions behind the custom ops run on meta tensors of the shapes of published models, and what they would launch
 is compiled, specialised as a launch on a GPU would be. The cuobjdump that Triton brings along tells the registers of
 the result, and its PTX the instructions. The command compares with the report beside this file, and exits with 1 if a
-kernel spills registers, has no 16-byte load, computes in float64 or with atomics, or needs more than it did when the
-report was written; --write writes the report anew, for a person to read what changed.
+kernel spills registers, could not be launched for want of shared memory, has no 16-byte load, computes in float64 or
+with atomics, or needs more than it did when the report was written; --write writes the report anew, for a person to
+read what changed.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from megalite_kernels.compile_cases import Case
 
 OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
 ARCHITECTURES = (80, 90)
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
 REPORT = Path(__file__).with_name("compile_report.json")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SLACK = 8  # registers: as many more are no news
@@ -150,6 +152,8 @@ def faults(kernels: Iterable[Compiled]) -> list[str]:
     for kernel in kernels:
         if kernel.stack:
             found.append(f"{kernel.name}: spills registers to {kernel.stack} bytes of stack")
+        if kernel.shared > SHARED[kernel.architecture]:
+            found.append(f"{kernel.name}: {kernel.shared} bytes of shared memory, of {SHARED[kernel.architecture]}")
         if kernel.wants_wide_loads and not kernel.wide_loads:
             found.append(f"{kernel.name}: no 16-byte load, and {kernel.narrow_loads} narrower ones")
         if kernel.doubles:

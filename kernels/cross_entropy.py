@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite_kernels.backend import Backend, jit, power_of_2, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, exp, jit, on_device, power_of_2, tl, use_triton, wide_dtype, widen
 from megalite_kernels.collectives import all_gather_single, group_named, name_of
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, Case, meta
 from megalite_kernels.labels import Labels, labels_of
@@ -60,12 +60,12 @@ def _stats_kernel(
         column = start + offsets
         x = widen(tl.load(X + column, mask=column < columns, other=float("-inf")))
         higher = tl.maximum(most, tl.max(x, 1))
-        total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+        total = total * exp(most - higher) + tl.sum(exp(x - higher[:, None]), 1)
         most = higher
         if SHARE > 0:
             plain += tl.sum(tl.where(column < columns, x, 0.0), 1)
     highest = tl.max(most, 0)
-    summed = tl.sum(total * tl.exp(most - highest), 0)
+    summed = tl.sum(total * exp(most - highest), 0)
     local = tl.load(Targets + row) - first
     owned = (local >= 0) & (local < columns)
     linear = widen(tl.load(X + local, mask=owned, other=0.0)) * KEPT
@@ -91,7 +91,7 @@ def _merge_kernel(
         part = tl.load(Parts + row * 2, mask=inside, other=0.0)
         linear += tl.load(Parts + row * 2 + 1, mask=inside, other=0.0)
         higher = tl.maximum(most, part)
-        total = total * tl.exp(most - higher) + tl.exp(part - higher)
+        total = total * exp(most - higher) + exp(part - higher)
         most = higher
         row += count
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +120,7 @@ def _gradient_kernel(
     inside = column < columns
     if IGNORES:
         inside = inside & (target != ignore_index)
-    gradient = tl.exp(widen(tl.load(X + column, mask=inside, other=0.0)) - lse)
+    gradient = exp(widen(tl.load(X + column, mask=inside, other=0.0)) - lse)
     if Z_LOSS > 0:
         gradient *= 1.0 + lse * (2.0 * Z_LOSS)
     if SHARE > 0:
@@ -130,24 +130,26 @@ def _gradient_kernel(
     tl.store(X + column, tl.where(inside, gradient, 0.0).to(X.dtype.element_ty), mask=column < width)
 
 
+@on_device
 def launch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     """`[n, 2]`: of every row's part here, log-sum-exp and what is linear in x."""
     stats = logits.new_empty(len(logits), 2, dtype=wide_dtype(logits.dtype))
     vector = 16 // logits.itemsize
-    lanes = min(power_of_2(-(-labels.columns // vector)), 1024)
+    lanes = min(power_of_2(-(-labels.columns // vector)), 512)
     constants = labels.constants
     if len(logits):
         _stats_kernel[(len(logits),)](
             logits, targets, stats, logits.stride(0), labels.first, labels.columns,
             KEPT=constants["KEPT"], SHARE=constants["SHARE"], LANES=lanes, VECTOR=vector,
-            num_warps=min(max(lanes // 128, 1), 8),
+            num_warps=max(lanes // 64, 1),  # two loads a thread: of more, the compiler keeps one in flight
         )  # fmt: skip
     return stats
 
 
+@on_device
 def launch_merge(parts: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """Losses and log-sum-exps `[n]` of all classes, from the stats `[t, n, 2]` of t ranks."""
-    losses, lses = torch.empty_like(parts[0, :, 0]), torch.empty_like(parts[0, :, 0])
+    losses, lses = parts.new_empty(len(targets)), parts.new_empty(len(targets))
     constants = labels.constants
     if len(targets):
         _merge_kernel[(-(-len(targets) // 256),)](
@@ -157,15 +159,16 @@ def launch_merge(parts: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor
     return losses, lses
 
 
+@on_device
 def launch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor, labels: Labels) -> None:
     """Overwrite logits by their gradient; scales `[n]`: that of every row's loss, maybe one number expanded."""
     count, width = logits.shape
-    block = min(power_of_2(width), 16384 // logits.itemsize)
+    block = min(power_of_2(width), 8192 // logits.itemsize)
     if logits.numel():
         _gradient_kernel[(count, -(-width // block))](
             logits, targets, lses, scales, logits.stride(0), scales.stride(0),
             labels.first, labels.columns, width, labels.ignore_index or 0, **labels.constants, BLOCK=block,
-            num_warps=min(max(block // 1024, 1), 8),
+            num_warps=max(block * logits.itemsize // 2048, 1),
         )  # fmt: skip
 
 
@@ -287,6 +290,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     logits, targets, _, *labels = inputs
     ctx.save_for_backward(logits, targets, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.labels = labels
 
 

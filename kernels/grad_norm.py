@@ -6,13 +6,13 @@ handing the coefficient to `adamw`, which saves reading and writing them once.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite_kernels.backend import Backend, jit, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, Case, meta
 from megalite_kernels.tensor_table import (
     CHUNK,
@@ -25,7 +25,7 @@ from megalite_kernels.tensor_table import (
     tl_dtype,
 )
 
-BLOCK = 2048
+BLOCK = 1024
 
 
 def reference(grads: Sequence[Tensor]) -> Tensor:
@@ -49,6 +49,7 @@ def _squares_kernel(
     tl.store(Sums + tl.program_id(0), tl.sum(squares, 0))
 
 
+@on_device
 def launch_squares(grads: Sequence[Tensor]) -> Tensor:
     """Sums of squares of parts of contiguous tensors."""
     sums = []
@@ -96,7 +97,8 @@ def grad_norm(
     elif use_triton(backend, grads[0].device):
         squares = _op(chosen)
     else:
-        squares = torch.stack(torch._foreach_norm(chosen)).double().square().sum()
+        wide = reduce(torch.promote_types, (grad.dtype for grad in chosen), torch.float32)
+        squares = torch.stack(torch._foreach_norm(chosen, dtype=wide)).double().square().sum()
     for group in groups:
         dist.all_reduce(squares, group=group)
     return squares.sqrt().to(wide_dtype(grads[0].dtype))

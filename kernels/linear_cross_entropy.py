@@ -252,6 +252,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, weight, targets, _, _, *options = inputs
     ctx.save_for_backward(x, weight, targets, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros in place of theirs would be as large
     ctx.options = options
 
 

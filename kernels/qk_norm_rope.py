@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite_kernels.backend import Backend, jit, multiprocessors, tl, use_triton, wide_dtype
+from megalite_kernels.backend import Backend, jit, multiprocessors, on_device, tl, use_triton, wide_dtype
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import Layout, block, check, load_heads, load_pairs, rope, store_pairs, tables, turn
 from megalite_kernels.rope import reference as rope_reference
 
-PROGRAMS = 4  # of backward, per multiprocessor
+PROGRAMS = 3  # of backward, per multiprocessor: as many as its registers have room for at once
 
 
 def reference(
@@ -103,6 +103,7 @@ def _qk_norm_rope_backward(
     store_pairs(Sums, row * (2 * HALF), sum_first, sum_second, row >= 0, 1, HALF, PAIRS, INTERLEAVED)
 
 
+@on_device
 def launch_forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     positions: Tensor | None, start: int, interleaved: bool,
@@ -119,6 +120,7 @@ def launch_forward(
     return y
 
 
+@on_device
 def launch_backward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     positions: Tensor | None, start: int, interleaved: bool, dy: Tensor,

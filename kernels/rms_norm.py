@@ -22,7 +22,9 @@ from megalite_kernels.backend import (
     as_rows,
     jit,
     multiprocessors,
+    on_device,
     power_of_2,
+    shared_memory,
     tl,
     use_triton,
     wide_dtype,
@@ -31,6 +33,7 @@ from megalite_kernels.backend import (
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 ELEMENTS = 4096  # of a program's block, where rows are narrow enough
+SCRATCH = 1024  # bytes of shared memory for sums over a program's threads
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,6 +85,8 @@ def _rms_norm_forward(
         if Add is not None:
             tl.store(Total + rows * WIDTH + columns, x.to(Total.dtype.element_ty), mask=inside)
         squares += x * x
+    if TILES == 1:  # before the sum, which waits for all loads
+        w = widen(tl.load(W + columns, mask=columns < WIDTH, other=0.0))
     mean = tl.sum(squares, 1, keep_dims=True) / WIDTH
     inverse = tl.rsqrt(mean + EPS)
     tl.store(Inverse + rows, inverse, mask=rows < count)
@@ -90,7 +95,7 @@ def _rms_norm_forward(
         inside = (rows < count) & (columns < WIDTH)
         if TILES > 1:
             x = _load(X, Add, rows * x_stride + columns, rows * add_stride + columns, inside)
-        w = widen(tl.load(W + columns, mask=columns < WIDTH, other=0.0))
+            w = widen(tl.load(W + columns, mask=columns < WIDTH, other=0.0))
         tl.store(Y + rows * WIDTH + columns, (x * inverse * w).to(Y.dtype.element_ty), mask=inside)
 
 
@@ -98,16 +103,18 @@ def _rms_norm_forward(
 def _rms_norm_backward(
     X, W, Inverse, DY, DTotal, DX, PartialSums, count,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of every num_programs-th block of rows: DX, with DTotal added where that is given, and a partial sum of dw.
 
     PARTS programs share a block: each reads whole rows for the mean, and then again its own TILES tiles of columns.
+    STAGES: blocks that are read at a time, the next while one is summed.
     """
     program, first = tl.program_id(1), tl.program_id(0) * TILES
     sums = ()
     for _ in tl.static_range(TILES):
         sums = sums + (tl.zeros([ROWS, TILE], PartialSums.dtype.element_ty),)  # noqa: RUF005
-    for block in range(program, tl.cdiv(count, ROWS), tl.num_programs(1)):
+    for block in tl.range(program, tl.cdiv(count, ROWS), tl.num_programs(1), num_stages=STAGES):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         inverse = tl.load(Inverse + rows, mask=rows < count, other=0.0)
         products = tl.zeros([ROWS, TILE], PartialSums.dtype.element_ty)
@@ -146,16 +153,29 @@ def forward_block(width: int) -> dict[str, int]:
     return {"ROWS": rows, "TILE": tile, "TILES": -(-width // tile), "num_warps": min(rows * tile // 512, 16)}
 
 
-def backward_block(width: int, itemsize: int) -> dict[str, int]:
-    """Likewise; of rows of many tiles each of PARTS programs handles as many as its part of dw leaves registers for."""
+def backward_block(width: int, itemsize: int, weight_itemsize: int, shared: int) -> dict[str, int]:
+    """Likewise; of rows of many tiles each of PARTS programs handles as many as its part of dw leaves registers for.
+
+    shared: bytes of shared memory that a program may have, in which three inputs and the weight lie twice at most.
+    """
     tile = power_of_2(width) if width <= 8192 else 4096
     rows = max(ELEMENTS // tile, 1)
     tiles = -(-width // tile)
     parts = -(-tiles // max(8 // itemsize, 1))
     warps = rows * tile // 512 if tiles == 1 else 16
-    return {"ROWS": rows, "TILE": tile, "TILES": -(-tiles // parts), "PARTS": parts, "num_warps": warps}
+    ahead = 2 * tile * (3 * rows * itemsize + weight_itemsize) + SCRATCH
+    stages = 3 if tiles == 1 and ahead <= shared else 1
+    return {
+        "ROWS": rows,
+        "TILE": tile,
+        "TILES": -(-tiles // parts),
+        "PARTS": parts,
+        "STAGES": stages,
+        "num_warps": warps,
+    }
 
 
+@on_device
 def launch_forward(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """The norm of x or of x + add, that sum, and 1 / root mean square `[n]` of every row."""
     rows, others = as_rows(x), None if add is None else as_rows(add)
@@ -172,14 +192,15 @@ def launch_forward(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) ->
     return y, total, inverse
 
 
+@on_device
 def launch_backward(
     x: Tensor, weight: Tensor, inverse: Tensor, dy: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, with dtotal added, and of the weight."""
     count, width = x.shape[:-1].numel(), x.shape[-1]
     dx = x.new_empty(x.shape)
-    block = backward_block(width, x.itemsize)
-    at_once = multiprocessors(x.device) * min(max(8192 // width, 1), 4)
+    block = backward_block(width, x.itemsize, weight.itemsize, shared_memory(x.device))
+    at_once = multiprocessors(x.device) * min(max(8192 // width, 1), 2)
     programs = min(max(at_once // block["PARTS"], 1), -(-count // block["ROWS"])) if x.numel() else 0
     partial_sums = x.new_empty(programs, width, dtype=inverse.dtype)
     if programs:
@@ -215,9 +236,12 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, 
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gradients(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+    if dy is None:
+        return None, None, None
     x, weight, inverse = ctx.saved_tensors
     return *_backward_op(x, weight, inverse, dy), None
 

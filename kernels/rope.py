@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megalite_kernels.backend import Backend, jit, power_of_2, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, jit, on_device, power_of_2, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 Layout = Literal["half", "interleaved"]
@@ -159,6 +159,7 @@ def block(x: Tensor) -> dict[str, int]:
     }
 
 
+@on_device
 def launch(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool, back: bool
 ) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.backend import Backend, as_rows, jit, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, as_rows, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 BYTES = 32  # of every tensor that a thread handles: two loads
@@ -71,6 +71,7 @@ def _grid(*tensors: Tensor) -> tuple[list[Tensor], int, int, int]:
     return rows, count * -(-width // block), width, block
 
 
+@on_device
 def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
     y = gate.new_empty(gate.shape)
     (gates, ups), programs, width, block = _grid(gate, up)
@@ -81,6 +82,7 @@ def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+@on_device
 def launch_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     (gates, ups, dys), programs, width, block = _grid(gate, up, dy)

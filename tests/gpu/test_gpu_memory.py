@@ -1,11 +1,9 @@
 """Recompute and offload on a CUDA device: the same numbers in less memory; `make gpu` runs it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
@@ -30,13 +28,6 @@ LESS = {
     "offload selective": Train(steps=4, precision="fp64", recompute="selective", offload_activations=True),
     "budget": Train(steps=4, precision="fp64", recompute="budget", recompute_budget=0.5),
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def losses_and_peak(config: Config) -> tuple[list[float], int]:

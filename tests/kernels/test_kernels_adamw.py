@@ -1,23 +1,29 @@
 """AdamW over many tensors against its formula in float64 and against PyTorch's."""
 
-import importlib
+import sys
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from exact import assert_updated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding import UNITS, assert_rounded, random
+from rounding import DEVICE, UNITS, assert_rounded, random
+from tables import table_of_the_end
 from torch import Tensor
 
-from megalite_kernels.adamw import FusedAdamW, adamw, bytes_moved, reference
+from megalite_kernels.adamw import FusedAdamW, adamw, bytes_moved
 from megalite_kernels.tensor_table import CHUNK
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-3, (0.9, 0.99), 1e-8, 0.1, 0.3
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 SIZES = [5, 0, 64, 1, CHUNK, 2 * CHUNK + 16, CHUNK + 3]
 BACKENDS = ["torch", "triton"]
+
+
+def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=DEVICE)
 
 
 class Tensors:
@@ -29,8 +35,8 @@ class Tensors:
         self.grads = [random(size, dtype=grad, seed=size + 1) for size in sizes]
         self.firsts = [random(size, dtype=state, seed=size + 2, scale=0.1) for size in sizes]
         self.seconds = [random(size, dtype=state, seed=size + 3, scale=0.1).square() for size in sizes]
-        self.steps = [torch.tensor(4.0 + number) for number in range(len(sizes))]
-        self.copies = [] if copy is None else [torch.zeros(size, dtype=copy) for size in sizes]
+        self.steps = [number(4.0 + i) for i in range(len(sizes))]
+        self.copies = [] if copy is None else [torch.zeros(size, dtype=copy, device=DEVICE) for size in sizes]
 
     def changing(self) -> list[Tensor]:
         return [*self.weights, *self.firsts, *self.seconds, *self.steps, *self.copies]
@@ -42,26 +48,19 @@ class Tensors:
 
 def check(sizes: list[int], weight: torch.dtype, grad: torch.dtype, copy: torch.dtype | None, **options: Any) -> None:
     tensors, before = Tensors(sizes, weight, grad, copy), Tensors(sizes, weight, grad, copy)
-    tensors.update(clip=torch.tensor(CLIP, dtype=torch.float64), **options)
-    for number, size in enumerate(sizes):
-        old = [some[number] for some in (before.weights, before.grads, before.firsts, before.seconds)]
-        step = 5 + number
-        assert tensors.steps[number] == step
-        assert torch.equal(tensors.grads[number], before.grads[number])
+    tensors.update(clip=number(CLIP, torch.float64), **options)
+    for i, size in enumerate(sizes):
+        old = [some[i] for some in (before.weights, before.grads, before.firsts, before.seconds)]
+        step = 5 + i
+        assert tensors.steps[i] == step
+        assert torch.equal(tensors.grads[i], before.grads[i])
         if not size:
             continue
-        clip = CLIP if weight == torch.float64 else torch.tensor(CLIP).item()
-        w, m, v = reference(old[0], old[1].double(), old[2], old[3], step, *HYPER.values(), clip=clip)
-        g = old[1].double().abs() * CLIP
-        of_m = BETAS[0] * old[2].double().abs() + (1 - BETAS[0]) * g
-        assert_rounded(tensors.firsts[number], m, of_m, outer=2, inner=4)
-        assert_rounded(tensors.seconds[number], v, v, outer=2, inner=8)
-        rates = LR / (1 - BETAS[0] ** step) * (1 - BETAS[1] ** step) ** 0.5
-        magnitude = old[0].double().abs() + rates * of_m / (v.sqrt() + EPS)
-        assert_rounded(tensors.weights[number], w, magnitude, outer=1 if weight != torch.bfloat16 else 2, inner=16)
+        new = tensors.weights[i], tensors.firsts[i], tensors.seconds[i]
+        assert_updated(new, *old, step, **HYPER, clip=CLIP if weight == torch.float64 else torch.tensor(CLIP).item())
         if copy:
-            rounded = tensors.weights[number].to(copy)
-            assert_rounded(tensors.copies[number], rounded.double(), rounded.double().abs(), outer=4, inner=0)
+            rounded = tensors.weights[i].to(copy)
+            assert_rounded(tensors.copies[i], rounded.double(), rounded.double().abs(), outer=4, inner=0)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +90,22 @@ def test_nothing_changes_where_gradients_are_not_finite(backend: str, bad: float
     tensors = Tensors([5, 64, CHUNK + 1], torch.float32, torch.float32, torch.bfloat16)
     before = [tensor.clone() for tensor in tensors.changing()]
     tensors.grads[0][2] = torch.nan
-    tensors.update(found_inf=torch.full((1,), bad), backend=backend)
+    tensors.update(found_inf=number(bad)[None], backend=backend)
     for tensor, old in zip(tensors.changing(), before, strict=True):
         assert torch.equal(tensor, old)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_found_inf_of_zero_updates(backend: str) -> None:
-    check([5, 64], torch.float32, torch.float32, None, found_inf=torch.zeros(()), backend=backend)
+    check([5, 64], torch.float32, torch.float32, None, found_inf=number(0.0), backend=backend)
 
 
 def test_first_update_after_a_skipped_one_is_update_number_one() -> None:
     tensors = Tensors([64], torch.float32, torch.float32, None)
     tensors.steps[0].zero_()
-    tensors.update(found_inf=torch.ones(1), backend="triton")
+    tensors.update(found_inf=number(1.0), backend="triton")
     assert tensors.steps[0] == 0
-    tensors.update(found_inf=torch.zeros(1), backend="triton")
+    tensors.update(found_inf=number(0.0), backend="triton")
     assert tensors.steps[0] == 1
     assert tensors.weights[0].isfinite().all()
 
@@ -114,7 +113,7 @@ def test_first_update_after_a_skipped_one_is_update_number_one() -> None:
 def test_tensors_that_begin_anywhere() -> None:
     """Addresses that are no multiples of 16 bytes, beside ones that are."""
     tensors, expected = (Tensors([64, 32], torch.float32, torch.float32, None) for _ in range(2))
-    storage = torch.zeros(70)
+    storage = torch.zeros(70, device=DEVICE)
     storage[1:65] = tensors.weights[0]
     tensors.weights[0] = storage[1:65]
     tensors.update(backend="triton")
@@ -127,10 +126,10 @@ def test_tensors_that_begin_anywhere() -> None:
 
 def test_the_corrections_keep_their_digits() -> None:
     """1 − 0.9999 in float32 has three digits less than a float32."""
-    weight, grad = torch.zeros(16), torch.full((16,), 0.5)
+    weight, first, second = (torch.zeros(16, device=DEVICE) for _ in range(3))
     options: dict[str, Any] = {"lr": 1.0, "betas": (0.9, 0.9999), "eps": 0.0, "weight_decay": 0.0, "backend": "triton"}
-    adamw([weight], [grad], [torch.zeros(16)], [torch.zeros(16)], [torch.zeros(())], **options)
-    torch.testing.assert_close(weight, torch.full((16,), -1.0), rtol=8 * UNITS[torch.float32], atol=0)
+    adamw([weight], [torch.full_like(weight, 0.5)], [first], [second], [number(0.0)], **options)
+    torch.testing.assert_close(weight, torch.full_like(weight, -1.0), rtol=16 * UNITS[torch.float32], atol=0)
 
 
 def test_gradients_may_be_strided_and_weights_may_not() -> None:
@@ -144,10 +143,20 @@ def test_gradients_may_be_strided_and_weights_may_not() -> None:
         tensors.update(backend="triton")
 
 
+def test_elements_beyond_32_bits_of_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that says that the tensor begins 2³¹ elements earlier, for the program of its last elements."""
+    tensors, expected = (Tensors([64], torch.float32, torch.bfloat16, None) for _ in range(2))
+    expected.update(backend="triton")
+    monkeypatch.setattr(sys.modules["megalite_kernels.adamw"], "tensor_table", table_of_the_end)
+    tensors.update(backend="triton")
+    for tensor, other in zip(tensors.changing(), expected.changing(), strict=True):
+        assert torch.equal(tensor, other)
+
+
 def test_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is launched, and nothing fails."""
-    module, launched = importlib.import_module("megalite_kernels.adamw"), []
-    monkeypatch.setattr(module, "_adamw_kernel", launched)
+    launched: list[Any] = []
+    monkeypatch.setattr(sys.modules["megalite_kernels.adamw"], "_adamw_kernel", launched)
     adamw([], [], [], [], [], **HYPER, backend="triton")
     assert launched == []
 
@@ -155,7 +164,7 @@ def test_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_custom_op() -> None:
     tensors = Tensors([5, 64], torch.float32, torch.float32, torch.bfloat16)
     lists = tensors.weights, tensors.grads, tensors.firsts, tensors.seconds, tensors.copies
-    scalars = torch.full((2, 3), 0.5), torch.tensor(0.5), None, *BETAS, EPS
+    scalars = torch.full((2, 3), 0.5, device=DEVICE), number(0.5), None, *BETAS, EPS
     torch.library.opcheck(torch.ops.megalite.adamw.default, (*lists, *scalars))
 
 
@@ -172,9 +181,9 @@ def test_optimizer_is_that_of_torch(backend: str) -> None:
 
     optimizers = FusedAdamW(ours, **options, update=update), torch.optim.AdamW(theirs, **options, fused=True)
     for step in range(6):
-        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
             for weight in pair:
-                weight.grad = random(*weight.shape, dtype=torch.float64, seed=10 * step + number)
+                weight.grad = random(*weight.shape, dtype=torch.float64, seed=10 * step + i)
         for optimizer in optimizers:
             optimizer.step()
         if step == 2:
@@ -184,15 +193,26 @@ def test_optimizer_is_that_of_torch(backend: str) -> None:
 
 
 def test_optimizer_skips_and_clips() -> None:
-    weight = torch.ones(4, requires_grad=True)
+    weight = torch.ones(4, device=DEVICE, requires_grad=True)
     optimizer = FusedAdamW([weight], lr=LR)
-    weight.grad = torch.full((4,), 2.0)
-    optimizer.found_inf = torch.ones(())
+    weight.grad = torch.full_like(weight, 2.0)
+    optimizer.found_inf = number(1.0)
     optimizer.step()
-    assert torch.equal(weight, torch.ones(4))
-    optimizer.found_inf, optimizer.clip = torch.zeros(()), torch.tensor(0.25)
+    assert weight.eq(1).all()
+    optimizer.found_inf, optimizer.clip = number(0.0), number(0.25)
     optimizer.step()
-    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], torch.full((4,), 0.05))
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], torch.full_like(weight, 0.05))
+
+
+def test_steps_join_their_parameters() -> None:
+    """torch.optim.AdamW keeps them on the host."""
+    weight = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = FusedAdamW([weight], update=lambda *_, **__: None)
+    optimizer.step()
+    optimizer.state[weight]["step"] = torch.tensor(3.0)
+    optimizer.step()
+    assert optimizer.state[weight]["step"].device == weight.device
 
 
 def test_bytes_of_a_parameter() -> None:

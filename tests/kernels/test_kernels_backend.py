@@ -3,22 +3,26 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from rounding import random
+from rounding import DEVICE, random
 from torch import Tensor
 
 from megalite_kernels import add_rms_norm, qk_norm_rope, rms_norm, rope, swiglu
-from megalite_kernels.backend import INTERPRETED, Backend, as_rows, power_of_2, use_triton
+from megalite_kernels.backend import INTERPRETED, Backend, as_rows, on_device, power_of_2, use_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_these_tests_run_interpreted_kernels() -> None:
-    assert INTERPRETED
+def test_these_tests_run_kernels() -> None:
+    """Compiled on a GPU, otherwise in the interpreter."""
+    assert (DEVICE.type == "cuda") != INTERPRETED
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_interpreted_kernels_run_only_when_asked_for() -> None:
     assert use_triton("triton", CPU)
     assert not use_triton("auto", CUDA)
@@ -57,23 +61,31 @@ except ValueError as error:
 
 
 def test_package_without_triton() -> None:
-    """It imports, uses PyTorch, and says what to install where Triton is asked for."""
+    """It imports, runs every operation in PyTorch, and says what to install where Triton is asked for."""
     found = _run("""
 import sys
 sys.modules["triton"] = None
 import torch
-import megalite_kernels
+from megalite_kernels import *
 from megalite_kernels.backend import use_triton
 print(use_triton("auto", torch.device("cuda")))
-x = torch.ones(2, 4)
-print(torch.equal(megalite_kernels.rms_norm(x, torch.ones(4), 0.0), x))
+x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+heads, angles, targets = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 2), torch.zeros(2, dtype=torch.int64)
+print(torch.equal(rms_norm(x, weight, 0.0), x))
+results = [
+    *add_rms_norm(x, x, weight, 0.0), swiglu(x, x), rope(heads, angles, angles),
+    qk_norm_rope(heads, weight, angles, angles, 0.0), cross_entropy(x * 1, targets), linear_cross_entropy(x, x, targets)
+]
+sum(result.sum() for result in results).backward()
+FusedAdamW([x, weight]).step()
+print(grad_norm([x.grad, weight.grad]).item() > 0)
 try:
-    megalite_kernels.rms_norm(x, torch.ones(4), 1e-5, backend="triton")
+    rms_norm(x, weight, 1e-5, backend="triton")
 except ValueError as error:
     print(error)
 """).splitlines()
-    assert found[:2] == ["False", "True"]
-    assert "not installed; on Linux: pip install 'triton>=3.6,<3.8'" in found[2]
+    assert found[:3] == ["False", "True", "True"]
+    assert "not installed; on Linux: pip install 'triton>=3.6,<3.8'" in found[3]
 
 
 def test_rows_are_views_where_they_can_be() -> None:
@@ -86,6 +98,22 @@ def test_rows_are_views_where_they_can_be() -> None:
         assert torch.equal(as_rows(copied), copied.reshape(-1, copied.shape[-1]))
         assert as_rows(copied).stride(-1) == 1
     assert as_rows(x[:, :0]).shape == (0, 4)
+
+
+def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton by itself launches on the current device; what is given first may be lists of tensors."""
+    x, now = torch.ones(1), [torch.ones(1)]
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        now.append(tensor)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    assert on_device(lambda first, factor=1: (now[-1] is first, factor))(x, factor=2) == (True, 2)
+    assert on_device(lambda first: now[-1] is x)([[x, torch.ones(1)], [torch.ones(1)]])
+    assert now[-1] is not x
 
 
 def test_power_of_2() -> None:

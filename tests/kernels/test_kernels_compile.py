@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import triton
 
 from megalite_kernels.compile_report import OPS, REPORT, Compiled, faults, main, read_report, regressions, table
 
@@ -59,8 +60,9 @@ def test_faults_of_a_record() -> None:
         replace(KERNEL, wide_loads=0),
         replace(KERNEL, doubles=1),
         replace(KERNEL, atomics=1),
+        replace(KERNEL, shared=228 << 10),
     ]
-    assert len(faults(bad)) == 4
+    assert len(faults(bad)) == 5
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,7 @@ def test_regressions(now: list[Compiled], said: list[str]) -> None:
         assert part in line
 
 
-def test_interpreted_kernels_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interpreted_kernels_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert main([]) == 2
     assert "error: TRITON_INTERPRET is set" in capsys.readouterr().err

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import SIZE, Ranks
-from rounding import random
+from rounding import DEVICE, numbers_below, random
 from torch import Tensor
 from vocabulary import collectives, group_of, shards
 
 from megalite_kernels import cross_entropy
-from megalite_kernels.cross_entropy import reference
+from megalite_kernels.cross_entropy import launch_gradient, launch_merge, launch_stats, reference
+from megalite_kernels.labels import labels_of
 
 COUNT, VOCABULARY, SCALE = 13, 48, 0.37
 IGNORED = -7
@@ -24,11 +25,18 @@ def logits() -> Tensor:
 
 def the_targets(size: int) -> Tensor:
     """The ends of the parts of ranks among them, and what is ignored."""
-    edges = torch.arange(size) * (VOCABULARY // size)
-    rest = torch.randint(VOCABULARY, (COUNT - 2 * size,), generator=torch.Generator().manual_seed(1))
+    edges = torch.arange(size, device=DEVICE) * (VOCABULARY // size)
+    rest = numbers_below(VOCABULARY, COUNT - 2 * size, seed=1)
     targets = torch.cat((edges, edges + VOCABULARY // size - 1, rest))
     targets[-1] = IGNORED
     return targets
+
+
+def part_of(columns: range, width: int) -> Tensor:
+    """Logits of these classes and, as padding, a number that would change every sum."""
+    part = torch.full((COUNT, width), 1e30, dtype=torch.float64, device=DEVICE)
+    part[:, : len(columns)] = logits()[:, columns.start : columns.stop]
+    return part
 
 
 def split(size: int, targets: Tensor, how: str, backend: Any, options: dict[str, Any]) -> Found:
@@ -37,9 +45,7 @@ def split(size: int, targets: Tensor, how: str, backend: Any, options: dict[str,
     if group is None:
         return None
     columns, width = shards(size, VOCABULARY, how)[group.rank()]
-    x = torch.full((COUNT, width), 1e30, dtype=torch.float64)  # as padding, a number that would change every sum
-    x[:, : len(columns)] = logits()[:, columns.start : columns.stop]
-    x.requires_grad_()
+    x = part_of(columns, width).requires_grad_()
     given = {"columns": columns, "vocabulary": VOCABULARY} if how != "even" else {}
     counts = [collectives(group)]
     loss = cross_entropy(x, targets, group, backend=backend, **given, **options)
@@ -69,6 +75,26 @@ def test_split_vocabulary(size: int, how: str, backend: str, ranks: Ranks) -> No
         torch.testing.assert_close(gradient, whole.grad[:, columns.start : columns.stop], rtol=0, atol=1e-12)
         assert torch.equal(loss, found[0][0])
         assert (forward, backward) == (1, 0)
+
+
+@pytest.mark.parametrize("how", ["even", "uneven", "padded", "both"])
+def test_kernels_of_all_ranks_one_after_another(how: str) -> None:
+    """On one device, which may be a GPU, without a group: what would be gathered is put together."""
+    whole, targets = logits().requires_grad_(), the_targets(4)
+    expected = reference(whole, targets, **OPTIONS)
+    (expected * SCALE).backward()
+    assert whole.grad is not None
+    parts, scales = [], torch.full((), SCALE, dtype=torch.float64, device=DEVICE).expand(COUNT)
+    for columns, width in shards(4, VOCABULARY, how):
+        parts.append((part_of(columns, width), labels_of(width, None, IGNORED, 0.1, 0.03, VOCABULARY, columns)))
+    stats = torch.stack([launch_stats(x, targets, labels) for x, labels in parts])
+    losses, lses = launch_merge(stats, targets, parts[0][1])
+    torch.testing.assert_close(losses.sum(), expected.detach(), rtol=1e-12, atol=0)
+    for x, labels in parts:
+        launch_gradient(x, targets, lses, scales, labels)
+        at = slice(labels.first, labels.first + labels.columns)
+        torch.testing.assert_close(x[:, : labels.columns], whole.grad[:, at], rtol=0, atol=1e-12)
+        assert x[:, labels.columns :].eq(0).all()
 
 
 def test_one_rank_needs_no_collective(ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """The norm of all gradients, on one rank and on several."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import SIZE, Ranks
-from rounding import DTYPES, UNITS, random
+from rounding import DEVICE, DTYPES, UNITS, random
+from tables import table_of_the_end
 from torch import Tensor
 from vocabulary import collectives, group_of
 
@@ -37,19 +39,31 @@ def test_norm(backend: str, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=20)
-@given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20))
-def test_sizes(sizes: list[int]) -> None:
-    check(gradients(sizes, torch.float32), "triton")
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20),
+    dtype=st.sampled_from(DTYPES),
+    backend=st.sampled_from(BACKENDS),
+)
+def test_sizes(sizes: list[int], dtype: torch.dtype, backend: str) -> None:
+    check(gradients(sizes, dtype), backend)
 
 
 def test_many_tensors() -> None:
     """Every program finds its own."""
-    grads = [torch.tensor([2.0**-number], dtype=torch.float64) for number in range(300)]
-    grads[::7] = [torch.full((CHUNK + 1,), grad.item(), dtype=torch.float64) for grad in grads[::7]]
+    grads = [torch.tensor([2.0**-number], dtype=torch.float64, device=DEVICE) for number in range(300)]
+    grads[::7] = [grad.repeat(CHUNK + 1) for grad in grads[::7]]
     for end in (2, 3, 300):
         torch.testing.assert_close(
             grad_norm(grads[-end:], backend="triton"), reference(grads[-end:]), rtol=1e-14, atol=0
         )
+
+
+def test_elements_beyond_32_bits_of_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that says that the tensor begins 2³¹ elements earlier, for the program of its last elements."""
+    grads = gradients([64], torch.bfloat16)
+    expected = grad_norm(grads, backend="triton")
+    monkeypatch.setattr(sys.modules["megalite_kernels.grad_norm"], "tensor_table", table_of_the_end)
+    assert torch.equal(grad_norm(grads, backend="triton"), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

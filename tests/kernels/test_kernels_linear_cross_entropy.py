@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import SIZE, Ranks
-from rounding import DTYPES, UNITS, assert_rounded, random
+from rounding import DEVICE, DTYPES, UNITS, assert_rounded, numbers_below, random
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import collectives, group_of, shards
@@ -29,7 +29,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"ignore_index": IGNORED, "label_smoothing"
 def problem(count: int, width: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x = random(count, width, dtype=dtype, seed=0)
     weight = random(classes, width, dtype=dtype, seed=1, scale=2.0 / width**0.5)
-    return x, weight, torch.randint(classes, (count,), generator=torch.Generator().manual_seed(2))
+    return x, weight, numbers_below(classes, count, seed=2)
 
 
 def exact(x: Tensor, weight: Tensor, targets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,9 +113,9 @@ def test_float64_is_exact(chunk: int) -> None:
 def test_weight_gradients_are_summed_in_float32() -> None:
     """256 chunks of one token, each adding half a unit of bfloat16 of the sum so far or less, which bf16 would lose."""
     count = 512
-    x = torch.ones(count, 1, dtype=torch.bfloat16)
-    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    linear_cross_entropy(x, weight, torch.zeros(count, dtype=torch.int64), memory=4).backward()
+    x = torch.ones(count, 1, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    linear_cross_entropy(x, weight, numbers_below(1, count, seed=0), memory=4).backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == [-count / 2, count / 2]
 
@@ -160,6 +160,20 @@ def test_inputs_apart() -> None:
     torch.testing.assert_close(down.grad, dw.T)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wrong", [-1, 70])
+def test_target_outside_the_vocabulary(wrong: int, backend: Any) -> None:
+    x, weight, targets = problem(11, 24, 70, torch.float64)
+    targets[3] = wrong
+    memory = memory_of(4, 70, torch.float64)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, memory=memory, backend=backend)
+    loss.backward()
+    assert loss.isnan()
+    assert x.grad is not None
+    assert x.grad.isnan().all(1).tolist() == [row == 3 for row in range(11)]
+    assert x.grad.isnan().any(1).sum() == 1
+
+
 class Largest(TorchDispatchMode):
     """Counts elements of the largest tensor that operations return."""
 
@@ -180,7 +194,7 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     options = (False, True, True, 0, 50, 50, None, 0.0, 0.0)
     with Largest() as largest:
         _, *kept = operations._op._init_fn(x, weight, targets, "", 16, *options)
-        operations._backward_op._init_fn(torch.ones(()), x, weight, targets, *kept, *options)
+        operations._backward_op._init_fn(torch.ones((), device=DEVICE), x, weight, targets, *kept, *options)
     assert 16 * 50 <= largest.elements < 64 * 50
 
 
@@ -204,7 +218,7 @@ def test_custom_ops(chunk: int) -> None:
     operations = torch.ops.megalite
     forward, backward = operations.linear_cross_entropy.default, operations.linear_cross_entropy_backward.default
     kept = forward(x, weight, targets, "", chunk, *options)[1:]
-    torch.library.opcheck(backward, (torch.ones(()), x, weight, targets, *kept, *options))
+    torch.library.opcheck(backward, (torch.ones((), device=DEVICE), x, weight, targets, *kept, *options))
     # Compiled, an operation may not return what backward overwrites; the function below does not.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     inputs = (x.requires_grad_(), weight.requires_grad_(), targets, "", chunk, *options)
@@ -278,7 +292,7 @@ def split(size: int, chunk: int, how: str, backend: Any) -> tuple[Tensor, Tensor
     x, weight, targets = problem(11, 12, 48, torch.float64)
     targets[5] = IGNORED
     columns, width = shards(size, 48, how)[group.rank()]
-    part = torch.full((width, 12), 1e3, dtype=torch.float64)
+    part = torch.full((width, 12), 1e3, dtype=torch.float64, device=DEVICE)
     part[: len(columns)] = weight[columns.start : columns.stop]
     memory = memory_of(chunk, 48, torch.float64, size)
     counts = [collectives(group)]

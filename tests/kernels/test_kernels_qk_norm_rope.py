@@ -1,11 +1,12 @@
-"""Query-key norm with rotary position embedding, in PyTorch and in interpreted kernels, against their formulas."""
+"""Query-key norm with rotary position embedding, in PyTorch and in kernels, against their formulas."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from exact import assert_norm_turned, assert_norm_turned_gradients
 from rotations import LAYOUTS, heads_of_any_shape
-from rounding import DTYPES, assert_rounded, random
+from rounding import DEVICE, DTYPES, far_apart, numbers_below, random
 from torch import Tensor
 
 from megalite_kernels import qk_norm_rope, rms_norm, rope
@@ -24,14 +25,6 @@ def _angles(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return turns.cos().to(wide), turns.sin().to(wide)
 
 
-def _both(x: Tensor, layout: Layout) -> Tensor:
-    """Sum over each pair of features, in place of both."""
-    if layout == "half":
-        first, second = x.chunk(2, -1)
-        return torch.cat((first + second, first + second), -1)
-    return (x[..., ::2] + x[..., 1::2]).repeat_interleave(2, -1)
-
-
 def _check(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, backend: Backend) -> None:
     width = shape[-1]
     cos, sin = _angles(shape[0], width, dtype)
@@ -39,25 +32,9 @@ def _check(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, backend: 
     weight = random(width, dtype=dtype, seed=2).requires_grad_()
     y = qk_norm_rope(x, weight, cos, sin, EPS, layout=layout, backend=backend)
     y.backward(dy)
-    assert x.grad is not None
-    assert weight.grad is not None
-    assert y.dtype == dtype
-
-    wide, scale = x.detach().double(), weight.detach().double()
-    inverse = (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    normal = wide * inverse
-    turned = rope(normal * scale, cos.double(), sin.double(), layout=layout, backend="torch")
-    assert_rounded(y.detach(), turned, _both((normal * scale).abs(), layout), outer=4, inner=width + 12)
-
-    dn = rope(dy.double(), cos.double(), -sin.double(), layout=layout, backend="torch")
-    size = _both(dy.double().abs(), layout)
-    along = (dn * scale * normal).mean(-1, keepdim=True)
-    most = (size * (scale * normal).abs()).mean(-1, keepdim=True)
-    exact = inverse * (dn * scale - normal * along)
-    magnitude = inverse * (size * scale.abs() + normal.abs() * most)
-    assert_rounded(x.grad, exact, magnitude, outer=6, inner=2 * width + 20)
-    terms, sizes = ((value * normal).flatten(0, -2) for value in (dn, size))
-    assert_rounded(weight.grad, terms.sum(0), (sizes.abs()).sum(0), outer=4, inner=width + len(terms) + 12)
+    given = x.detach(), weight.detach(), cos, sin, EPS, layout
+    assert_norm_turned(y.detach(), *given)
+    assert_norm_turned_gradients(x.grad, weight.grad, *given, dy)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -81,7 +58,7 @@ def test_positions(backend: Backend, layout: Layout) -> None:
     x, dy = (random(11, 2, 3, 16, dtype=torch.float64, seed=seed) for seed in (0, 1))
     weight = random(16, dtype=torch.float64, seed=2).requires_grad_()
     inputs = x.requires_grad_(), weight
-    for positions in (7, torch.randint(30, (2, 11), generator=torch.Generator().manual_seed(3)).T):
+    for positions in (7, numbers_below(30, 2, 11, seed=3).T):
         expected = rope(rms_norm(*inputs, EPS, "torch"), cos, sin, positions, layout, "torch")
         found = qk_norm_rope(*inputs, cos, sin, EPS, positions, layout, backend)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
@@ -102,9 +79,12 @@ def test_registered_op() -> None:
     cos, sin = _angles(5, 8, torch.float32)
     x = random(5, 2, 3, 8, dtype=torch.float32, seed=0).requires_grad_()
     weight = random(8, dtype=torch.float32, seed=1).requires_grad_()
-    positions = torch.arange(5)[:, None].expand(-1, 2)
+    positions = torch.arange(5, device=DEVICE)[:, None].expand(-1, 2)
+    forward, backward = torch.ops.megalite.qk_norm_rope.default, torch.ops.megalite.qk_norm_rope_backward.default
     for at in (None, positions):
-        torch.library.opcheck(torch.ops.megalite.qk_norm_rope.default, (x, weight, cos, sin, EPS, at, 0, True))
+        torch.library.opcheck(forward, (x, weight, cos, sin, EPS, at, 0, True))
+    x, weight = x.detach(), weight.detach()
+    torch.library.opcheck(backward, (x, weight, cos, sin, EPS, positions, 0, True, x))
 
 
 @pytest.mark.parametrize("cut", [lambda x: x[..., 2:], lambda x: x[..., ::2], lambda x: x.transpose(0, 1)])
@@ -119,26 +99,24 @@ def test_strided(cut: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_tokens_farther_apart_than_int32_counts() -> None:
-    stride = 2**30
-    x = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((3, 1, 2, 8), (stride, 0, 8, 1))
-    x.copy_(random(3, 1, 2, 8, dtype=torch.bfloat16, seed=0))
-    dy = random(3, 1, 2, 8, dtype=torch.bfloat16, seed=1)
+    near, dy = (random(3, 1, 2, 8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    (far,) = far_apart(near)
     weight = random(8, dtype=torch.bfloat16, seed=2)
     how = weight, *_angles(3, 8, torch.bfloat16), EPS, None, 0, False
     ops = torch.ops.megalite
-    assert torch.equal(ops.qk_norm_rope(x, *how), ops.qk_norm_rope(x.clone(), *how))
-    assert all(map(torch.equal, ops.qk_norm_rope_backward(x, *how, dy), ops.qk_norm_rope_backward(x.clone(), *how, dy)))
+    assert torch.equal(ops.qk_norm_rope(far, *how), ops.qk_norm_rope(near, *how))
+    assert all(map(torch.equal, *(ops.qk_norm_rope_backward(x, *how, dy) for x in (far, near))))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens(backend: Backend) -> None:
     cos, sin = _angles(4, 8, torch.float32)
-    x, weight = torch.empty(0, 2, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    x, weight = (torch.ones(shape, device=DEVICE, requires_grad=True) for shape in ((0, 2, 3, 8), (8,)))
     y = qk_norm_rope(x, weight, cos, sin, EPS, 3, backend=backend)
     y.sum().backward()
     assert y.shape == x.shape
     assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.zeros(8))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
@@ -146,7 +124,7 @@ def test_heads_of_zeros_do_not_disturb_others_without_eps() -> None:
     """Rows that a block has too many are zeros as well, whose mean square has no inverse."""
     cos, sin = _angles(2, 8, torch.float64)
     x = random(2, 1, 3, 8, dtype=torch.float64, seed=0).requires_grad_()
-    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    weight = random(8, dtype=torch.float64, seed=1).requires_grad_()
     qk_norm_rope(x, weight, cos, sin, 0.0, backend="triton").sum().backward()
     assert x.grad is not None
     assert weight.grad is not None

@@ -1,12 +1,13 @@
-"""RMSNorm, alone and of a sum, in PyTorch and in interpreted kernels, against its formula."""
+"""RMSNorm, alone and of a sum, in PyTorch and in kernels, against its formula."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from exact import assert_norm, assert_norm_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding import DTYPES, assert_rounded, random
+from rounding import DEVICE, DTYPES, assert_rounded, far_apart, random
 from torch import Tensor
 
 from megalite_kernels import add_rms_norm, rms_norm
@@ -19,40 +20,26 @@ BACKENDS = ["torch", "triton"]
 SHAPES = [(5, 7, 96), (1, 1), (129, 64), (1, 5000), (2, 12001), (2, 16384)]
 
 
-def _exact(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight = x.double(), weight.double()
-    return x, weight, ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** -0.5
-
-
-def _assert_normal(y: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    wide, scale, inverse = _exact(x, weight, eps)
-    exact = wide * inverse * scale
-    assert y.dtype == x.dtype
-    assert_rounded(y, exact, exact.abs(), outer=3, inner=x.shape[-1] + 8)
-
-
-def _assert_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor, dtotal: Tensor | float) -> None:
-    """Of x and weight, of which x's has `dtotal` added."""
-    assert x.grad is not None
-    assert weight.grad is not None
-    width = x.shape[-1]
-    wide, scale, inverse = _exact(x.detach(), weight.detach(), eps)
-    direct, along = dy.double() * scale * inverse, dy.double() * scale * wide
-    back = wide * inverse**3 / width
-    exact = direct - back * along.sum(-1, keepdim=True) + dtotal
-    magnitude = direct.abs() + back.abs() * along.abs().sum(-1, keepdim=True) + abs(dtotal)
-    assert_rounded(x.grad, exact, magnitude, outer=6, inner=2 * width + 16)
-    terms = (dy.double() * wide * inverse).flatten(0, -2)
-    assert_rounded(weight.grad, terms.sum(0), terms.abs().sum(0), outer=4, inner=width + len(terms) + 8)
-
-
 def _check(shape: tuple[int, ...], dtype: torch.dtype, eps: float, backend: Backend) -> None:
     x, dy = (random(*shape, dtype=dtype, seed=seed).requires_grad_(seed == 0) for seed in (0, 2))
     weight = random(shape[-1], dtype=dtype, seed=1).requires_grad_()
     y = rms_norm(x, weight, eps, backend)
     y.backward(dy)
-    _assert_normal(y.detach(), x.detach(), weight.detach(), eps)
-    _assert_gradients(x, weight, eps, dy, 0.0)
+    assert_norm(y.detach(), x.detach(), weight.detach(), eps)
+    assert_norm_gradients(x.grad, weight.grad, x.detach(), weight.detach(), eps, dy)
+
+
+def _check_with_add(shape: tuple[int, ...], dtype: torch.dtype, eps: float, backend: Backend) -> None:
+    x, y, dnormal, dtotal = (random(*shape, dtype=dtype, seed=seed) for seed in (0, 1, 2, 3))
+    weight = random(shape[-1], dtype=dtype, seed=4).requires_grad_()
+    normal, total = add_rms_norm(x.requires_grad_(), y.requires_grad_(), weight, eps, backend)
+    torch.autograd.backward((normal, total), (dnormal, dtotal))
+    exact = x.detach().double() + y.detach().double()
+    assert_rounded(total.detach(), exact, exact.abs(), outer=2, inner=1)
+    rounded = total.detach(), weight.detach(), eps
+    assert_norm(normal.detach(), *rounded)
+    for dx in (x.grad, y.grad):
+        assert_norm_gradients(dx, weight.grad, *rounded, dnormal, dtotal.double())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -71,22 +58,14 @@ def test_eps(backend: Backend) -> None:
 @given(rows=st.integers(1, 40), width=st.integers(1, 300), dtype=st.sampled_from(DTYPES))
 def test_any_shape(rows: int, width: int, dtype: torch.dtype) -> None:
     _check((rows, width), dtype, 1e-3, "triton")
+    _check_with_add((rows, width), dtype, 1e-3, "triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
-    x, y, dnormal, dtotal = (random(*shape, dtype=dtype, seed=seed) for seed in (0, 1, 2, 3))
-    weight = random(shape[-1], dtype=dtype, seed=4).requires_grad_()
-    normal, total = add_rms_norm(x.requires_grad_(), y.requires_grad_(), weight, 1e-6, backend)
-    torch.autograd.backward((normal, total), (dnormal, dtotal))
-    exact = x.detach().double() + y.detach().double()
-    assert_rounded(total.detach(), exact, exact.abs(), outer=2, inner=1)
-    rounded = total.detach().requires_grad_()
-    _assert_normal(normal.detach(), rounded.detach(), weight.detach(), 1e-6)
-    for rounded.grad in (x.grad, y.grad):
-        _assert_gradients(rounded, weight, 1e-6, dnormal, dtotal.double())
+    _check_with_add(shape, dtype, 1e-6, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -117,27 +96,35 @@ def test_strided(cut: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(reference(*inputs, 1e-5), inputs, dy), rtol=1e-13, atol=1e-13)
 
 
+def test_strided_sum() -> None:
+    """Both terms in rows of their own distances, and incoming gradients that are strided too."""
+    x, y, dnormal, dtotal = (random(5, width, dtype=torch.float64, seed=width) for width in (24, 30, 12, 8))
+    weight = random(6, dtype=torch.float64, seed=4).requires_grad_()
+    inputs = x[:, 3:9].requires_grad_(), y[:, 6:12].requires_grad_(), weight
+    grads = dnormal[:, ::2], dtotal[:, 2:]
+    found, expected = (add_rms_norm(*inputs, 1e-5, backend) for backend in ("triton", "torch"))
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    gradients = (torch.autograd.grad(results, inputs, grads) for results in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
+
+
 def test_rows_farther_apart_than_int32_counts() -> None:
-    """The last row begins 2³¹ elements after the first; memory between rows is reserved, never touched."""
-    stride = 2**30
-    x = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((3, 64), (stride, 1))
-    x.copy_(random(3, 64, dtype=torch.bfloat16, seed=0))
-    y = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((3, 64), (stride, 1))
-    y.copy_(random(3, 64, dtype=torch.bfloat16, seed=1))
-    weight = torch.ones(64, dtype=torch.bfloat16)
-    assert torch.equal(rms_norm(x, weight, 1e-5, "triton"), rms_norm(x.clone(), weight, 1e-5, "triton"))
-    near, _ = add_rms_norm(x.clone(), y.clone(), weight, 1e-5, "triton")
-    assert torch.equal(add_rms_norm(x, y, weight, 1e-5, "triton")[0], near)
+    near = [random(3, 64, dtype=torch.bfloat16, seed=seed) for seed in (0, 1)]
+    x, y = far_apart(*near)
+    weight = random(64, dtype=torch.bfloat16, seed=2)
+    assert torch.equal(rms_norm(x, weight, 1e-5, "triton"), rms_norm(near[0], weight, 1e-5, "triton"))
+    found, expected = (add_rms_norm(*inputs, weight, 1e-5, "triton") for inputs in ((x, y), near))
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_rows(backend: Backend) -> None:
-    x, weight = torch.empty(3, 0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    y = rms_norm(x, weight, 1e-5, backend)
-    y.sum().backward()
-    assert y.shape == (3, 0, 8)
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.zeros(8))
+    x, weight = random(3, 0, 8, dtype=torch.float32, seed=0), random(8, dtype=torch.float32, seed=1)
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    for y in (rms_norm(*inputs, 1e-5, backend), *add_rms_norm(x, *inputs, 1e-5, backend)):
+        dx, dweight = torch.autograd.grad(y.sum(), inputs, allow_unused=True, materialize_grads=True)
+        assert y.shape == dx.shape == (3, 0, 8)
+        assert torch.equal(dweight, torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -147,12 +134,12 @@ def test_weight_of_another_type(backend: Backend) -> None:
     y.sum().backward()
     assert weight.grad is not None
     assert (y.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
-    _assert_normal(y.detach(), x, weight.detach(), 1e-5)
+    assert_norm(y.detach(), x, weight.detach(), 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_by_differences(backend: Backend) -> None:
-    x, y, weight = (random(3, 8, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3))
+    x, y, weight = (random(3, 5, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3))
     weight = weight[0].detach().requires_grad_()
     assert torch.autograd.gradcheck(rms_norm, (x, weight, 1e-3, backend))
     assert torch.autograd.gradcheck(add_rms_norm, (x, y, weight, 1e-3, backend))
@@ -161,23 +148,30 @@ def test_gradients_by_differences(backend: Backend) -> None:
 def test_registered_ops() -> None:
     x, y, weight = (random(3, 8, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
     weight = weight[0].detach().requires_grad_()
-    torch.library.opcheck(torch.ops.megalite.rms_norm.default, (x, weight, 1e-3))
-    torch.library.opcheck(torch.ops.megalite.add_rms_norm.default, (x, y, weight, 1e-3))
+    ops = torch.ops.megalite
+    torch.library.opcheck(ops.rms_norm.default, (x, weight, 1e-3))
+    torch.library.opcheck(ops.add_rms_norm.default, (x, y, weight, 1e-3))
+    x, y, weight, inverse = (tensor.detach() for tensor in (x, y, weight, x.square().mean(1).rsqrt()))
+    torch.library.opcheck(ops.rms_norm_backward.default, (x, weight, inverse, y))
+    torch.library.opcheck(ops.add_rms_norm_backward.default, (x, weight, inverse, y, y))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_zeros_stay_zero(backend: Backend) -> None:
-    x = torch.zeros(2, 8, requires_grad=True)
-    y = rms_norm(x, torch.ones(8), 1e-5, backend)
+    x = torch.zeros(2, 8, device=DEVICE, requires_grad=True)
+    y = rms_norm(x, torch.ones(8, device=DEVICE), 1e-5, backend)
     y.sum().backward()
-    assert torch.equal(y, torch.zeros(2, 8))
+    assert torch.equal(y, torch.zeros_like(y))
     assert x.grad is not None
     assert x.grad.isfinite().all()
 
 
 @given(width=st.integers(1, 100_000), itemsize=st.sampled_from([2, 4, 8]))
 def test_blocks_cover_the_row_in_few_registers(width: int, itemsize: int) -> None:
-    for block, elements in ((forward_block(width), 16384), (backward_block(width, itemsize), 32768 // itemsize)):
+    for block, elements in (
+        (forward_block(width), 16384),
+        (backward_block(width, itemsize, itemsize, 163 << 10), 32768 // itemsize),
+    ):
         row = block["TILE"] * block["TILES"] * block.get("PARTS", 1)
         assert row >= width
         assert 4 <= block["num_warps"] <= 16
@@ -188,14 +182,19 @@ def test_blocks_cover_the_row_in_few_registers(width: int, itemsize: int) -> Non
             assert "PARTS" not in block or block["TILE"] * block["TILES"] <= max(elements, 4096)
 
 
+@pytest.mark.parametrize(("width", "shared", "stages"), [(8192, 163, 3), (8192, 99, 1), (4096, 99, 3), (16384, 227, 1)])
+def test_blocks_are_read_ahead_where_shared_memory_holds_them(width: int, shared: int, stages: int) -> None:
+    assert backward_block(width, 2, 2, shared << 10)["STAGES"] == stages
+
+
 @pytest.mark.parametrize("width", [64, 12000])
 def test_backward_is_the_same_bits_for_any_grouping_of_rows(width: int) -> None:
     """A row's gradient does not depend on which program makes it."""
     x, dy = (random(9, width, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    weight, inverse = torch.ones(width), x.double().square().mean(1).rsqrt().float()
+    weight, inverse = random(width, dtype=torch.float32, seed=2), x.double().square().mean(1).rsqrt().float()
     together, _ = launch_backward(x, weight, inverse, dy, None)
-    for row in range(9):
-        at = slice(row, row + 1)
+    for row in range(8):
+        at = slice(row, row + 2)  # two: a kernel for a single row is another
         alone, _ = launch_backward(x[at], weight, inverse[at], dy[at], None)
         assert torch.equal(alone, together[at])
 

@@ -1,0 +1,207 @@
+"""What is measured: every op at the sizes of every model, what its result must be, and what it must at least move."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite_kernels.adamw import bytes_moved as adamw_bytes
+from megalite_kernels.adamw import reference as adamw_reference
+from megalite_kernels.add_rms_norm import bytes_moved as add_rms_norm_bytes
+from megalite_kernels.add_rms_norm import reference as add_rms_norm_reference
+from megalite_kernels.benchmarks.inputs import (
+    STEP,
+    Inputs,
+    Model,
+    Random,
+    add_norm_inputs,
+    cross_entropy_inputs,
+    flat,
+    gradient_inputs,
+    linear_inputs,
+    norm_inputs,
+    optimizer_inputs,
+    qk_norm_inputs,
+    rope_inputs,
+    swiglu_inputs,
+)
+from megalite_kernels.cross_entropy import bytes_moved as cross_entropy_bytes
+from megalite_kernels.cross_entropy import reference as cross_entropy_reference
+from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
+from megalite_kernels.grad_norm import reference as grad_norm_reference
+from megalite_kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
+from megalite_kernels.qk_norm_rope import bytes_moved as qk_norm_rope_bytes
+from megalite_kernels.qk_norm_rope import reference as qk_norm_rope_reference
+from megalite_kernels.rms_norm import bytes_moved as rms_norm_bytes
+from megalite_kernels.rms_norm import reference as rms_norm_reference
+from megalite_kernels.rope import bytes_moved as rope_bytes
+from megalite_kernels.rope import reference as rope_reference
+from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
+from megalite_kernels.swiglu import reference as swiglu_reference
+
+EPS = 1e-5  # of norms
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+APART = ("forward", "backward")
+WHOLE = "whole"  # forward and backward together, or all there is of an op without backward
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at the sizes of one model.
+
+    moved: bytes, by part; empty where they are not what bounds an op. exact: results and gradients of leaves, in the
+    next wider data type. rounded: to what data type, and how often, any implementation may round on the way.
+    """
+
+    op: str
+    model: str
+    sizes: str
+    make: Callable[[torch.device], Inputs]
+    exact: Callable[[Inputs], list[Tensor]]
+    parts: tuple[str, ...]
+    moved: Mapping[str, int]
+    rounded: tuple[torch.dtype, int]
+
+
+@dataclass(frozen=True)
+class _Op:
+    """How to make cases. moved: bytes by forward and by backward, or none where they are not what bounds it."""
+
+    inputs: Callable[[Model, Random], Inputs]
+    reference: Callable[..., Any]
+    sizes: Callable[[Model], str]
+    moved: Callable[[Model], tuple[int, int] | None]
+    parts: tuple[str, ...] = APART
+    rounded: tuple[torch.dtype, int] = (torch.bfloat16, 2)
+
+
+def cases(ops: Iterable[str], models: Iterable[Model]) -> list[Case]:
+    """All of `ops` for one model after the other."""
+    return [_case(op, sized) for model in models for op in ops for sized in _sizes(op, model)]
+
+
+def _sizes(op: str, model: Model) -> list[Model]:
+    """Of twice the tokens too, where only then logits of 8B come in chunks."""
+    twice = replace(model, name=f"{model.name}, twice", tokens=2 * model.tokens)
+    return [model, twice] if op == "linear_cross_entropy" else [model]
+
+
+def _case(name: str, model: Model) -> Case:
+    op = OPS[name]
+    moved = op.moved(model)
+    return Case(
+        op=name,
+        model=model.name,
+        sizes=op.sizes(model),
+        make=lambda device: op.inputs(model, Random(device)),
+        exact=partial(_exact, op),
+        parts=op.parts,
+        moved={} if moved is None else {"forward": moved[0], "backward": moved[1], WHOLE: sum(moved)},
+        rounded=op.rounded,
+    )
+
+
+def _exact(op: _Op, inputs: Inputs) -> list[Tensor]:
+    """From widened leaves; references of ops without backward widen by themselves, one tensor at a time."""
+    leaves = [leaf.detach().float().requires_grad_() for leaf in inputs.leaves.values()]
+    results = flat(op.reference(*leaves, *inputs.constants))
+    if not leaves:
+        return results
+    gradients = torch.autograd.grad(results, leaves, [grad.float() for grad in inputs.grads])
+    return [*(result.detach() for result in results), *gradients]
+
+
+def _rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rope_reference(q, cos, sin), rope_reference(k, cos, sin)
+
+
+def _qk_norm_rope_reference(
+    q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    return qk_norm_rope_reference(q, of_q, cos, sin, EPS), qk_norm_rope_reference(k, of_k, cos, sin, EPS)
+
+
+def _adamw_reference(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Weights and moments; the last list counts updates."""
+    updated = [adamw_reference(*tensors, STEP + 1, **ADAMW) for tensors in zip(*lists[:-1], strict=True)]
+    return [list(tensors) for tensors in zip(*updated, strict=True)]
+
+
+def _of_heads(count: Callable[..., tuple[int, int]], model: Model) -> tuple[int, int]:
+    """Bytes of queries and of keys together."""
+    of_q, of_k = (
+        count(model.tokens, heads, model.shape.head_size, torch.bfloat16)
+        for heads in (model.shape.heads, model.shape.kv_heads)
+    )
+    return of_q[0] + of_k[0], of_q[1] + of_k[1]
+
+
+def _rows(of: Callable[[Model], int]) -> Callable[[Model], str]:
+    return lambda model: f"{model.tokens} × {of(model)}"
+
+
+def _heads(model: Model) -> str:
+    return f"{model.tokens} × ({model.shape.heads} + {model.shape.kv_heads}) × {model.shape.head_size}"
+
+
+def _parameters(model: Model) -> str:
+    return f"{len(model.parameters())} tensors, {model.elements:,} elements"
+
+
+OPS = {
+    "rms_norm": _Op(
+        norm_inputs,
+        lambda x, weight: rms_norm_reference(x, weight, EPS),
+        _rows(lambda model: model.shape.width),
+        lambda model: rms_norm_bytes(model.tokens, model.shape.width, torch.bfloat16),
+    ),
+    "add_rms_norm": _Op(
+        add_norm_inputs,
+        lambda x, y, weight: add_rms_norm_reference(x, y, weight, EPS),
+        _rows(lambda model: model.shape.width),
+        lambda model: add_rms_norm_bytes(model.tokens, model.shape.width, torch.bfloat16),
+    ),
+    "swiglu": _Op(
+        swiglu_inputs,
+        swiglu_reference,
+        _rows(lambda model: model.shape.ffn),
+        lambda model: swiglu_bytes(model.tokens, model.shape.ffn, torch.bfloat16),
+    ),
+    "rope": _Op(rope_inputs, _rope_reference, _heads, partial(_of_heads, rope_bytes)),
+    "qk_norm_rope": _Op(qk_norm_inputs, _qk_norm_rope_reference, _heads, partial(_of_heads, qk_norm_rope_bytes)),
+    "cross_entropy": _Op(
+        cross_entropy_inputs,
+        cross_entropy_reference,
+        _rows(lambda model: model.columns),
+        lambda model: cross_entropy_bytes(model.tokens, model.columns, torch.bfloat16),
+        parts=(*APART, WHOLE),
+    ),
+    "linear_cross_entropy": _Op(
+        linear_inputs,
+        linear_cross_entropy_reference,
+        lambda model: f"{model.tokens} × {model.shape.width} × {model.columns}",
+        lambda model: None,
+        parts=(*APART, WHOLE),
+        rounded=(torch.bfloat16, 4),  # of logits and their gradients too, and of sums over chunks
+    ),
+    "adamw": _Op(
+        optimizer_inputs,
+        _adamw_reference,
+        _parameters,
+        lambda model: adamw_bytes(model.elements),
+        parts=(WHOLE,),
+        rounded=(torch.float32, 8),
+    ),
+    # Implementations add up thousands of squares in float32 before they add up these sums.
+    "grad_norm": _Op(
+        gradient_inputs,
+        grad_norm_reference,
+        _parameters,
+        lambda model: grad_norm_bytes(model.elements, torch.float32),
+        parts=(WHOLE,),
+        rounded=(torch.float32, 64),
+    ),
+}

@@ -1,0 +1,173 @@
+"""What the measured rows say: bandwidths, ratios, whether targets are met; as data, and as a page of Markdown."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megalite_kernels.benchmarks.cases import WHOLE
+from megalite_kernels.benchmarks.measure import NO_SUCH_KERNEL, Row
+from megalite_kernels.benchmarks.variants import COMPILED, EAGER, LIGER, MATMULS, OURS
+
+SHARES = {  # of the bandwidth of a copy, at least
+    ("rms_norm", "forward"): 0.90,
+    ("rms_norm", "backward"): 0.80,
+    ("add_rms_norm", "forward"): 0.90,
+    ("add_rms_norm", "backward"): 0.80,
+    ("cross_entropy", WHOLE): 0.85,
+    ("swiglu", "forward"): 0.90,
+    ("swiglu", "backward"): 0.85,
+    ("rope", "forward"): 0.85,
+    ("rope", "backward"): 0.85,
+    ("adamw", WHOLE): 0.85,
+}
+OVER_MATMULS = 1.05  # times the time of the matrix products alone, at most
+OTHERS = (COMPILED, LIGER, EAGER, MATMULS)
+MET, MISSED, UNKNOWN = "met", "missed", "not measured"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One part of one op: these kernels beside the fastest implementation of every other kind.
+
+    share: of the bandwidth of a copy. ratios: of their time to that of others. targets: whether each is met.
+    """
+
+    row: Row
+    share: float | None
+    ratios: dict[str, float]
+    targets: dict[str, str]
+
+
+def share_of_copy(row: Row, copy: float) -> float | None:
+    """Of a copy's bytes per second, how many these would be if no more were moved than must be."""
+    return row.moved_bytes / row.seconds.median / copy if row.moved_bytes and row.seconds else None
+
+
+def summaries(rows: Sequence[Row], copy: float) -> list[Summary]:
+    return [_summary(row, rows, copy) for row in rows if row.kind == OURS]
+
+
+def _summary(ours: Row, rows: Sequence[Row], copy: float) -> Summary:
+    of_op = [row for row in rows if (row.op, row.model) == (ours.op, ours.model)]
+    fastest = {}
+    for kind in OTHERS:
+        timed = [row for row in of_op if (row.kind, row.part) == (kind, ours.part) and row.seconds]
+        if timed:
+            fastest[kind] = min(timed, key=lambda row: row.seconds.median)
+    ratios = {}
+    if ours.seconds:
+        ratios = {kind: ours.seconds.median / row.seconds.median for kind, row in fastest.items()}
+    share = share_of_copy(ours, copy)
+    targets = {}
+    if (ours.op, ours.part) in SHARES:
+        least = SHARES[ours.op, ours.part]
+        targets[f"≥ {least:.0%} of a copy"] = _verdict(share is not None and share >= least)
+    # Where the whole is measured too, implementations differ in what forward does for backward.
+    if ours.part == WHOLE or WHOLE not in {row.part for row in of_op}:
+        rivals = {row.kind for row in of_op if row.status != NO_SUCH_KERNEL}
+        targets |= {f"≤ {kind}": _at_most(ours, ratios.get(kind), 1.0) for kind in (COMPILED, LIGER) if kind in rivals}
+    if ours.op == "linear_cross_entropy" and ours.part == WHOLE:
+        targets[f"≤ {OVER_MATMULS} × matmuls"] = _at_most(ours, ratios.get(MATMULS), OVER_MATMULS)
+        targets["peak below eager"] = _peak_below(ours, fastest.get(EAGER))
+    return Summary(ours, share, ratios, targets)
+
+
+def _peak_below(ours: Row, other: Row | None) -> str:
+    if ours.peak_bytes is None or other is None:
+        return _at_most(ours, None, 1.0)
+    return _verdict(ours.peak_bytes < other.peak_bytes)
+
+
+def _verdict(is_met: bool) -> str:
+    return MET if is_met else MISSED
+
+
+def _at_most(ours: Row, ratio: float | None, most: float) -> str:
+    if ratio is None:
+        return UNKNOWN if ours.seconds else MISSED
+    return _verdict(ratio <= most)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+
+
+def summary_table(found: Sequence[Summary]) -> str:
+    heads = ["op", "model", "part", "µs", "GB/s", "% of copy", *(f"÷ {kind}" for kind in OTHERS), "peak MiB", "targets"]
+    rows = []
+    for one in found:
+        row = one.row
+        targets = ", ".join(f"{target}: {verdict}" for target, verdict in one.targets.items())
+        ratios = (_number(one.ratios.get(kind), 1, "{:.2f}") for kind in OTHERS)
+        cells = [row.op, f"{row.model}, {row.sizes}", row.part, *_measured(row, one.share)]
+        rows.append([*cells, *ratios, _number(row.peak_bytes, 2**-20), targets if row.seconds else row.status])
+    return table(heads, rows)
+
+
+def full_table(rows: Iterable[Row], copy: float) -> str:
+    heads = ["op", "model", "part", "implementation", "µs", "GB/s", "% of copy", "p10–p90 µs", "rounds", "host µs"]
+    lines = []
+    for row in rows:
+        spread, seconds = "–", row.seconds
+        if seconds:
+            spread = f"{_number(seconds.p10, 1e6)}–{_number(seconds.p90, 1e6)}"
+        cells = [row.op, row.model, row.part, row.variant, *_measured(row, share_of_copy(row, copy)), spread]
+        cells += [_number(seconds and seconds.rounds, 1, "{:.0f}"), _number(row.host_seconds, 1e6)]
+        lines.append([*cells, _number(row.peak_bytes, 2**-20), row.status])
+    return table([*heads, "peak MiB", "result"], lines)
+
+
+def result_table(rows: Iterable[Row]) -> str:
+    """Of what was compared only."""
+    return table(["op", "implementation", "result"], ([row.op, row.variant, row.status] for row in rows))
+
+
+def _measured(row: Row, share: float | None) -> list[str]:
+    """Time, bandwidth and its share of a copy's."""
+    seconds = row.seconds.median if row.seconds else None
+    speed = row.moved_bytes / seconds if seconds and row.moved_bytes else None
+    return [_number(seconds, 1e6), _number(speed, 1e-9, "{:,.0f}"), _number(share, 100, "{:.0f}")]
+
+
+def _number(value: float | None, scale: float, form: str = "{:,.1f}") -> str:
+    return "–" if value is None else form.format(value * scale)
+
+
+def as_data(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> dict[str, Any]:
+    """Everything, for JSON. head: what was run, on what; copies: bytes per second of every one."""
+    copy = max(copies.values())
+    return {
+        **head,
+        "copies_bytes_per_second": copies,
+        "rows": [asdict(row) | {"share_of_copy": share_of_copy(row, copy)} for row in rows],
+        "summary": [
+            {"op": one.row.op, "model": one.row.model, "part": one.row.part, "share_of_copy": one.share}
+            | {"ratios": one.ratios, "targets": one.targets}
+            for one in summaries(rows, copy)
+        ],
+    }
+
+
+def page(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> str:
+    """Everything, to read."""
+    copy = max(copies.values())
+    facts = "\n".join(f"- {name}: {_words(value)}" for name, value in head.items())
+    return f"""# The kernels on a GPU
+
+{facts}
+- copy: {copy / 1e9:,.0f} GB/s, bytes read and written, the best of {len(copies)}
+
+Times are medians on the GPU, without the host's. GB/s counts what an op must at least read and write, whatever is moved
+beyond that; % of copy is its share of the bandwidth of the copy above. ÷ is the time of megalite's kernel over that of
+the fastest other implementation of that kind: below 1, megalite's is faster. Peak memory is above that of the inputs.
+Backward's has what forward keeps.
+
+{summary_table(summaries(rows, copy))}
+## Every implementation
+
+{full_table(rows, copy)}"""
+
+
+def _words(value: Any) -> str:
+    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else str(value)

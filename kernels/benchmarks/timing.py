@@ -1,0 +1,186 @@
+"""How long calls take on a GPU, in turns, each with cold caches and with its launches queued beforehand.
+
+Two events on the stream measure what lies between them, and with it any wait for the host to launch the next kernel.
+So before the first of both the GPU is given as much else to do as the host takes for the call: writing over its cache,
+again and again. What is measured is then the time of the kernels alone, for all calls alike; what the host takes is
+measured apart.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LEAST_ROUNDS = 10
+SECONDS = 6.0  # that all rounds of one group of calls may take, unless there would be fewer than the least
+WARM_UP = 3  # calls before anything is measured, of which the first compiles
+COPIED = (1 << 30, 1 << 31, 1 << 32)  # bytes
+LONGEST_LEAD = 0.02  # seconds; what takes the host longer waits for the GPU anyway
+FLUSHED = 1 << 28  # bytes: at least four times any cache of today
+
+
+@dataclass(frozen=True)
+class Call:
+    """run: what is timed, given what prepare, which is not timed, returns."""
+
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class Warm:
+    """What is known of a call before it is timed: seconds of the host, bytes at most allocated, seconds of a turn."""
+
+    host: float
+    peak: int
+    turn: float
+
+    @property
+    def lead(self) -> float:
+        """Seconds that the GPU is given to do before, twice what the host takes, which varies."""
+        return min(2 * self.host, LONGEST_LEAD)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds: the 10th percentile, the median and the 90th percentile of so many rounds."""
+
+    p10: float
+    median: float
+    p90: float
+    rounds: int
+
+
+class Gpu:
+    """The clocks and the memory of a CUDA device; all that needs one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, FLUSHED)
+        self._scratch = torch.empty(size, dtype=torch.int8, device=device)
+        self._flush_seconds = math.inf
+        flush = Call(lambda _: self._scratch.zero_())
+        self._flush_seconds = spread(take_turns({"": (flush, 0.0)}, self, LEAST_ROUNDS)[""]).median
+
+    def keep_busy(self, seconds: float) -> None:
+        """Write over the cache, once and as often again as takes `seconds`."""
+        for _ in range(1 + math.ceil(seconds / self._flush_seconds)):
+            self._scratch.zero_()
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def free(self) -> int:
+        """Bytes that can be allocated, after what nothing uses any more is given back."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Bytes at most allocated since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def warm_up(call: Call, gpu: Gpu) -> Warm:
+    """Compile, and measure what needs no rounds. Peak memory is above what is allocated before `prepare`."""
+    for _ in range(WARM_UP):
+        call.run(call.prepare())
+    hosts = []
+    for _ in range(WARM_UP):
+        gpu.synchronize()
+        before, began = gpu.allocated(), gpu.now()
+        given = call.prepare()
+        gpu.synchronize()
+        gpu.reset_peak()
+        called = gpu.now()
+        result = call.run(given)
+        hosts.append(gpu.now() - called)
+        peak = gpu.peak() - before
+        gpu.synchronize()
+        turn = gpu.now() - began
+        del given, result
+    return Warm(statistics.median(hosts), peak, turn)
+
+
+def rounds_for(warm: Iterable[Warm], most: int) -> int:
+    """How many rounds these calls run: at most `most`."""
+    turns = sum(each.turn + each.lead for each in warm)
+    return min(most, max(LEAST_ROUNDS, int(SECONDS / turns)))
+
+
+def take_turns(calls: Mapping[str, tuple[Call, float]], gpu: Gpu, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round of every call, each given with its lead.
+
+    All calls run once in every round, so that clocks and other load meet all alike, another one first each time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for number in range(rounds):
+        first = number % len(names)
+        events = {}
+        for name in names[first:] + names[:first]:
+            call, lead = calls[name]
+            given = call.prepare()
+            gpu.keep_busy(lead)
+            start, end = gpu.event(), gpu.event()
+            start.record()
+            result = call.run(given)
+            end.record()
+            del given, result
+            events[name] = start, end
+        gpu.synchronize()
+        for name, (start, end) in events.items():
+            seconds[name].append(start.elapsed_time(end) / 1e3)
+    return seconds
+
+
+def spread(seconds: list[float]) -> Spread:
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return Spread(tenths[0], statistics.median(seconds), tenths[-1], len(seconds))
+
+
+def spreads(calls: Mapping[str, Call], warm: Mapping[str, Warm], gpu: Gpu, rounds: int) -> dict[str, Spread]:
+    """Of calls that are warm, in at most so many rounds."""
+    turns = {name: (call, warm[name].lead) for name, call in calls.items()}
+    seconds = take_turns(turns, gpu, rounds_for(warm.values(), rounds))
+    return {name: spread(each) for name, each in seconds.items()}
+
+
+def copied_sizes(free: int) -> list[int]:
+    """Bytes: what is copied to measure bandwidth, all at a time there, far larger than any cache."""
+    return [size for size in COPIED if 8 * size <= free] or [free // 16 * 2]
+
+
+def copies(device: torch.device, sizes: Iterable[int]) -> dict[str, tuple[int, Call]]:
+    """Of so many bytes, how many are read and written, and calls: the driver's copy, and an elementwise kernel."""
+    found = {}
+    for size in sizes:
+        source = torch.randn(size // 2, dtype=torch.bfloat16, device=device)
+        target = torch.empty_like(source)
+        found[f"copy of {size} bytes"] = 2 * size, Call(lambda _, s=source, t=target: t.copy_(s))
+        found[f"negation of {size} bytes"] = 2 * size, Call(lambda _, s=source, t=target: torch.neg(s, out=t))
+    return found
+
+
+def copy_bandwidths(gpu: Gpu, copies: Mapping[str, tuple[int, Call]], rounds: int) -> dict[str, float]:
+    """Bytes per second of every copy, by the median of its rounds."""
+    calls = {name: call for name, (_, call) in copies.items()}
+    warm = {name: warm_up(call, gpu) for name, call in calls.items()}
+    return {name: copies[name][0] / each.median for name, each in spreads(calls, warm, gpu, rounds).items()}

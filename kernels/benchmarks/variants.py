@@ -1,0 +1,243 @@
+"""The implementations of every op that are compared: these kernels, and what a user would otherwise take.
+
+torch.compile is given the op's reference; where that would put it at a disadvantage (complex numbers in `rope`, shapes
+that depend on data in `cross_entropy`, float64 in `adamw` and `grad_norm`), plain PyTorch that it compiles better.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite_kernels import (
+    adamw,
+    add_rms_norm,
+    cross_entropy,
+    grad_norm,
+    linear_cross_entropy,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    swiglu,
+)
+from megalite_kernels.add_rms_norm import reference as add_rms_norm_reference
+from megalite_kernels.backend import Backend
+from megalite_kernels.benchmarks.cases import ADAMW, EPS
+from megalite_kernels.benchmarks.inputs import Inputs
+from megalite_kernels.rms_norm import reference as rms_norm_reference
+from megalite_kernels.swiglu import reference as swiglu_reference
+
+OURS, COMPILED, EAGER, LIGER, MATMULS = "megalite", "torch.compile", "eager", "Liger", "matmuls alone"
+LARGE = 16  # times the memory that Liger gives a chunk's logits, so that chunks are of 4096 tokens at least
+
+Run = Callable[[], Any]
+Bind = Callable[[Inputs], Run]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of an op.
+
+    bind: makes what computes the results of `inputs`, having prepared all that can be; none where there is no such
+    implementation. overwrites: whether it or its backward overwrites what it is given. compared: whether its results
+    are those of the op.
+    """
+
+    kind: str
+    name: str
+    bind: Bind | None
+    overwrites: bool = False
+    compared: bool = True
+
+
+def has_liger() -> bool:
+    return find_spec("liger_kernel") is not None
+
+
+def compile_for(device: torch.device, function: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
+    """torch.compile, which without CUDA traces but generates no code."""
+    backend = "inductor" if device.type == "cuda" else "eager"
+    return torch.compile(function, backend=backend, dynamic=False, fullgraph=fullgraph)
+
+
+def _ours(function: Callable[..., Any], overwrites: bool = False) -> Variant:
+    return Variant(OURS, OURS, lambda inputs: partial(function, *inputs.arguments), overwrites)
+
+
+def _eager(function: Callable[..., Any]) -> Variant:
+    return Variant(EAGER, EAGER, lambda inputs: partial(function, *inputs.arguments))
+
+
+def _compiled(function: Callable[..., Any]) -> Variant:
+    def bind(inputs: Inputs) -> Run:
+        return partial(compile_for(inputs.device, function, fullgraph=True), *inputs.arguments)
+
+    return Variant(COMPILED, COMPILED, bind)
+
+
+def _liger(function: Callable[..., Any], overwrites: bool = False, name: str = LIGER) -> Variant:
+    """function: is given Liger's module before the arguments."""
+    return Variant(LIGER, name, lambda inputs: partial(function, _liger_module(), *inputs.arguments), overwrites)
+
+
+def _liger_module() -> ModuleType:
+    return import_module("liger_kernel.transformers.functional")
+
+
+def _eager_add_rms_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return F.rms_norm(total, weight.shape, weight, EPS), total
+
+
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
+    return rope(q, cos, sin, backend=backend), rope(k, cos, sin, backend=backend)
+
+
+def _bind_liger_rope(inputs: Inputs) -> Run:
+    """It takes heads before tokens, and tables of all features."""
+    q, k, *angles = inputs.arguments
+    cos, sin = (torch.cat((table, table), -1)[None, :, 0, 0] for table in angles)
+    module = _liger_module()
+
+    def run() -> tuple[Tensor, Tensor]:
+        turned = module.liger_rope(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
+        return turned[0].permute(2, 0, 1, 3), turned[1].permute(2, 0, 1, 3)
+
+    return run
+
+
+def _qk_norm_rope(
+    q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    return tuple(qk_norm_rope(x, weight, cos, sin, EPS, backend=backend) for x, weight in ((q, of_q), (k, of_k)))
+
+
+def _plain_qk_norm_rope(
+    q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rounded once, as the reference."""
+    normal = [rms_norm_reference(x.float(), weight, EPS) for x, weight in ((q, of_q), (k, of_k))]
+    first, second = _rope(*normal, cos, sin, "torch")
+    return first.to(q.dtype), second.to(k.dtype)
+
+
+def _plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def _plain_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return _plain_cross_entropy(x @ weight.T, targets)
+
+
+@torch.no_grad()
+def _matmuls(x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """What forward and backward multiply, with logits in place of their gradient."""
+    logits = x @ weight.T
+    return logits @ weight, logits.T @ x
+
+
+def _adamw(
+    weights: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], steps: list[Tensor]
+) -> tuple[list[Tensor], ...]:
+    adamw(weights, grads, firsts, seconds, steps, **ADAMW, backend="triton")
+    return weights, firsts, seconds
+
+
+def _bind_torch_adamw(inputs: Inputs, compiled: bool) -> Run:
+    """torch.optim.AdamW over the same states: its fused kernel, or its formula as torch.compile fuses it."""
+    weights, grads, firsts, seconds, steps = inputs.constants
+    how = {"foreach": True, "capturable": True} if compiled else {"fused": True}
+    optimizer = torch.optim.AdamW(weights, **ADAMW, **how)
+    for weight, grad, first, second, step in zip(weights, grads, firsts, seconds, steps, strict=True):
+        weight.grad = grad
+        optimizer.state[weight] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+    update = compile_for(inputs.device, optimizer.step, fullgraph=False) if compiled else optimizer.step
+
+    def run() -> tuple[list[Tensor], ...]:
+        update()
+        return weights, firsts, seconds
+
+    return run
+
+
+def _plain_grad_norm(grads: list[Tensor]) -> Tensor:
+    return torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+
+
+NO_LIGER = Variant(LIGER, LIGER, None)
+VARIANTS = {
+    "rms_norm": [
+        _ours(lambda x, weight: rms_norm(x, weight, EPS, "triton")),
+        _compiled(lambda x, weight: rms_norm_reference(x, weight, EPS)),
+        _eager(lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+        _liger(lambda liger, x, weight: liger.liger_rms_norm(x, weight, EPS), overwrites=True),
+    ],
+    "add_rms_norm": [
+        _ours(lambda x, y, weight: add_rms_norm(x, y, weight, EPS, "triton")),
+        _compiled(lambda x, y, weight: add_rms_norm_reference(x, y, weight, EPS)),
+        _eager(_eager_add_rms_norm),
+        _liger(lambda liger, x, y, weight: liger.liger_fused_add_rms_norm(x, y, weight, EPS), overwrites=True),
+    ],
+    "swiglu": [
+        _ours(lambda gate, up: swiglu(gate, up, "triton")),
+        _compiled(swiglu_reference),
+        _eager(lambda gate, up: F.silu(gate) * up),
+        _liger(lambda liger, gate, up: liger.liger_swiglu(gate, up), overwrites=True),
+    ],
+    "rope": [
+        _ours(partial(_rope, backend="triton")),
+        _compiled(partial(_rope, backend="torch")),
+        _eager(partial(_rope, backend="torch")),
+        Variant(LIGER, LIGER, _bind_liger_rope, overwrites=True),
+    ],
+    "qk_norm_rope": [
+        _ours(partial(_qk_norm_rope, backend="triton")),
+        _compiled(_plain_qk_norm_rope),
+        _eager(partial(_qk_norm_rope, backend="torch")),
+        NO_LIGER,
+    ],
+    "cross_entropy": [
+        _ours(lambda logits, targets: cross_entropy(logits, targets, backend="triton"), overwrites=True),
+        _compiled(_plain_cross_entropy),
+        _eager(_plain_cross_entropy),
+        _liger(
+            lambda liger, logits, targets: liger.liger_cross_entropy(logits, targets, reduction="sum"), overwrites=True
+        ),
+    ],
+    "linear_cross_entropy": [
+        _ours(lambda x, weight, targets: linear_cross_entropy(x, weight, targets, backend="triton")),
+        _compiled(_plain_linear_cross_entropy),
+        _eager(_plain_linear_cross_entropy),
+        _liger(
+            lambda liger, x, weight, targets: liger.liger_fused_linear_cross_entropy(
+                x, weight, targets, reduction="sum"
+            )
+        ),
+        _liger(
+            lambda liger, x, weight, targets: liger.liger_fused_linear_cross_entropy(
+                x, weight, targets, reduction="sum", accum_dtype=torch.float32, chunk_mem_const=LARGE
+            ),
+            name="Liger, large chunks",
+        ),
+        Variant(MATMULS, MATMULS, lambda inputs: partial(_matmuls, *inputs.arguments), compared=False),
+    ],
+    "adamw": [
+        _ours(_adamw),
+        Variant(COMPILED, COMPILED, partial(_bind_torch_adamw, compiled=True)),
+        Variant(EAGER, EAGER, partial(_bind_torch_adamw, compiled=False)),
+        NO_LIGER,
+    ],
+    "grad_norm": [
+        _ours(lambda grads: grad_norm(grads, backend="triton")),
+        _compiled(_plain_grad_norm),
+        _eager(torch.nn.utils.get_total_norm),
+        NO_LIGER,
+    ],
+}

@@ -1,0 +1,151 @@
+"""What kernels compute, in float64 from the same inputs, and that results are as near to it as roundings allow.
+
+additions: how many a term goes through at most on its way into a sum over rows, or, of cross-entropy, over classes;
+by default as many as there are terms.
+"""
+
+from typing import Any
+
+import torch
+from rounding import assert_rounded
+from torch import Tensor
+
+from megalite_kernels.adamw import reference as adamw
+from megalite_kernels.cross_entropy import reference as cross_entropy
+from megalite_kernels.rope import Layout
+
+
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    return ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** -0.5
+
+
+def assert_norm(y: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    wide = x.double()
+    exact = wide * _inverse(wide, eps) * weight.double()
+    assert y.dtype == x.dtype
+    assert_rounded(y, exact, exact.abs(), outer=3, inner=x.shape[-1] + 8)
+
+
+def assert_norm_gradients(
+    dx: Tensor | None, dweight: Tensor | None, x: Tensor, weight: Tensor, eps: float, dy: Tensor,
+    dtotal: Tensor | float = 0.0, additions: int | None = None,
+) -> None:  # fmt: skip
+    """dx has `dtotal` added."""
+    assert dx is not None
+    assert dweight is not None
+    width = x.shape[-1]
+    wide, scale, grad = x.double(), weight.double(), dy.double()
+    inverse = _inverse(wide, eps)
+    direct, along = grad * scale * inverse, grad * scale * wide
+    back = wide * inverse**3 / width
+    exact = direct - back * along.sum(-1, keepdim=True) + dtotal
+    magnitude = direct.abs() + back.abs() * along.abs().sum(-1, keepdim=True) + abs(dtotal)
+    assert_rounded(dx, exact, magnitude, outer=6, inner=2 * width + 16)
+    terms = (grad * wide * inverse).flatten(0, -2)
+    inner = width + (additions or len(terms)) + 8
+    assert_rounded(dweight, terms.sum(0), terms.abs().sum(0), outer=4, inner=inner)
+
+
+def assert_swiglu(y: Tensor, dgate: Tensor | None, dup: Tensor | None, gate: Tensor, up: Tensor, dy: Tensor) -> None:
+    assert dgate is not None
+    assert dup is not None
+    g, u, grad = gate.double(), up.double(), dy.double()
+    sigmoid = 1 / (1 + torch.exp(-g))
+    silu = g * sigmoid
+    assert y.dtype == gate.dtype
+    assert_rounded(y, silu * u, (silu * u).abs(), outer=2, inner=12 + 2 * g.abs())
+    assert_rounded(dup, silu * grad, (silu * grad).abs(), outer=2, inner=12 + 2 * g.abs())
+    slope, magnitude = sigmoid * (1 + g * (1 - sigmoid)), sigmoid * (1 + g.abs() * (1 - sigmoid))
+    assert_rounded(dgate, grad * u * slope, (grad * u).abs() * magnitude, outer=2, inner=16 + 8 * g.abs())
+
+
+def pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    half = x.shape[-1] // 2
+    return (x[..., :half], x[..., half:]) if layout == "half" else (x[..., ::2], x[..., 1::2])
+
+
+def together(first: Tensor, second: Tensor, layout: Layout) -> Tensor:
+    return torch.cat((first, second), -1) if layout == "half" else torch.stack((first, second), -1).flatten(-2)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Every pair as a complex number, multiplied by its phase."""
+    first, second = pairs(x.double(), layout)
+    turned = torch.complex(first, second) * torch.complex(cos.double(), sin.double())
+    return together(turned.real, turned.imag, layout)
+
+
+def sums_of_pairs(x: Tensor, layout: Layout) -> Tensor:
+    """In place of both features."""
+    first, second = pairs(x, layout)
+    return together(first + second, first + second, layout)
+
+
+def assert_turned(y: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
+    assert y is not None
+    assert y.dtype == x.dtype
+    assert_rounded(y, turn(x, cos, sin, layout), sums_of_pairs(x.double().abs(), layout), outer=3, inner=4)
+
+
+def assert_norm_turned(
+    y: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, layout: Layout
+) -> None:
+    wide = x.double()
+    normal = wide * _inverse(wide, eps) * weight.double()
+    assert y.dtype == x.dtype
+    exact, magnitude = turn(normal, cos, sin, layout), sums_of_pairs(normal.abs(), layout)
+    assert_rounded(y, exact, magnitude, outer=4, inner=x.shape[-1] + 12)
+
+
+def assert_norm_turned_gradients(
+    dx: Tensor | None, dweight: Tensor | None, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    layout: Layout, dy: Tensor, additions: int | None = None,
+) -> None:  # fmt: skip
+    assert dx is not None
+    assert dweight is not None
+    width = x.shape[-1]
+    wide, scale = x.double(), weight.double()
+    inverse = _inverse(wide, eps)
+    normal = wide * inverse
+    back, size = turn(dy, cos, -sin, layout), sums_of_pairs(dy.double().abs(), layout)
+    along = (back * scale * normal).mean(-1, keepdim=True)
+    most = (size * (scale * normal).abs()).mean(-1, keepdim=True)
+    exact = inverse * (back * scale - normal * along)
+    magnitude = inverse * (size * scale.abs() + normal.abs() * most)
+    assert_rounded(dx, exact, magnitude, outer=6, inner=2 * width + 20)
+    terms, sizes = ((value * normal).flatten(0, -2) for value in (back, size))
+    inner = width + (additions or len(terms)) + 12
+    assert_rounded(dweight, terms.sum(0), sizes.abs().sum(0), outer=4, inner=inner)
+
+
+def assert_logits_gradient(
+    dx: Tensor | None, logits: Tensor, targets: Tensor, scale: float, additions: int | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """dx is the gradient of scale · cross-entropy. Returns the loss, and the sum of the sizes of what it is made of."""
+    assert dx is not None
+    classes = logits.shape[1]
+    exact = logits.detach().double().clone().requires_grad_()
+    loss = cross_entropy(exact, targets, **options)
+    (gradient,) = torch.autograd.grad(loss * scale, exact)
+    wide = exact.detach()
+    lse = wide.logsumexp(1)
+    terms = (lse.abs() + wide.abs().amax(1) + 1) * (1 + 2 * options.get("z_loss", 0) * lse.abs())
+    # An error of the exponent is an error relative to the exponential; what it is compared with is at most 1.
+    magnitude = ((wide - lse[:, None]).exp() + 1 / classes) * terms[:, None] * scale
+    magnitude += torch.nn.functional.one_hot(targets.clamp(0), classes) * scale
+    assert_rounded(dx, gradient, magnitude, outer=1, inner=(additions or classes) + 16)
+    return loss.detach(), terms.sum()
+
+
+def assert_updated(
+    new: tuple[Tensor, Tensor, Tensor], weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: int,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float = 1.0,
+) -> None:  # fmt: skip
+    """new: weight and moments after AdamW's update number `step` of the others."""
+    w, m, v = adamw(weight, grad.double(), first, second, step, lr, betas, eps, weight_decay, clip)
+    moved = betas[0] * first.double().abs() + (1 - betas[0]) * clip * grad.double().abs()
+    assert_rounded(new[1], m, moved, outer=2, inner=4)
+    assert_rounded(new[2], v, v, outer=2, inner=8)
+    rate = lr / (1 - betas[0] ** step) * (1 - betas[1] ** step) ** 0.5
+    magnitude = weight.double().abs() + rate * moved / (v.sqrt() + eps)
+    assert_rounded(new[0], w, magnitude, outer=1 if weight.dtype != torch.bfloat16 else 2, inner=16)

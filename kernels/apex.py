@@ -11,7 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-MODULES = {"adamw": "amp_C", "rms_norm": "fused_layer_norm_cuda"}  # by operation
+NORMS = "apex.normalization.fused_layer_norm"
+MODULES = {"adamw": ("amp_C",), "rms_norm": ("fused_layer_norm_cuda", NORMS)}  # by operation
 CHUNK = 65536  # elements that apex gives to one block of threads
 INSTALL = (
     "git clone https://github.com/NVIDIA/apex && pip install -v --no-build-isolation "
@@ -32,7 +33,8 @@ def extension(name: str) -> ModuleType:
 
 def check(operation: str, device: torch.device) -> None:
     """ValueError if apex cannot run `operation`, a key of MODULES, on `device`."""
-    extension(MODULES[operation])
+    for name in MODULES[operation]:
+        extension(name)
     if device.type != "cuda":
         raise ValueError(f"apex is asked for, but tensors are on {device.type}; move them to cuda, or choose auto")
 
@@ -58,7 +60,7 @@ def adamw(
     Differently, weights are float32 only, all have had equally many updates, and float32 gradients are overwritten by
     those that `clip` leaves.
     """
-    amp_c = extension(MODULES["adamw"])
+    amp_c = extension("amp_C")
     for weight in weights:
         if weight.dtype != torch.float32:
             raise ValueError(f"adamw of apex: weights are {weight.dtype}, but must be float32; choose other kernels")
@@ -92,6 +94,5 @@ def adamw(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `megalite_kernels.rms_norm.rms_norm`; what apex's FusedRMSNorm runs."""
-    extension(MODULES["rms_norm"])
-    norms = extension("apex.normalization.fused_layer_norm")
-    return norms.fused_rms_norm_affine(x, weight.to(x.dtype), (x.shape[-1],), eps)
+    extension("fused_layer_norm_cuda")
+    return extension(NORMS).fused_rms_norm_affine(x, weight.to(x.dtype), (x.shape[-1],), eps)

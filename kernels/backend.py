@@ -6,6 +6,8 @@
 | `triton` | Triton, or an error if there is none | an error         | Triton's interpreter, which is slow  |
 | `torch`  | PyTorch                              | PyTorch          | PyTorch                              |
 
+Norms and AdamW have a fourth, `apex`: see that file.
+
 Kernels are defined wherever this package is imported, and compiled when they are first launched. Nothing here asks
 for a device before that.
 """

@@ -327,7 +327,7 @@ def cross_entropy(
     next w. vocabulary: how many classes there are, by default w times the ranks; those after them are padding.
     Every rank returns the same sum, after one collective; backward, which runs once, needs none.
     """
-    labels = labels_of(logits.shape[1], group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
+    labels = labels_of(*logits.shape, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     if not use_triton(backend, logits.device):
         return _Torch.apply(logits, targets, group, labels)
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:

@@ -34,7 +34,9 @@ class Labels:
 
 
 def labels_of(
+    rows: int,
     width: int,
+    targets: Tensor,
     group: dist.ProcessGroup | None,
     ignore_index: int | None,
     smoothing: float,
@@ -42,7 +44,9 @@ def labels_of(
     vocabulary: int | None,
     columns: range | None,
 ) -> Labels:
-    """What `cross_entropy` is told, checked; ValueError where it contradicts itself."""
+    """What `cross_entropy` is told of `rows` and their targets, checked; ValueError where it contradicts itself."""
+    if targets.shape != (rows,):
+        raise ValueError(f"cross_entropy: targets {list(targets.shape)} must be [{rows}], one for each row of logits")
     rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
     if vocabulary is None:
         vocabulary = ranks * width

@@ -1,9 +1,10 @@
-"""The last linear layer and cross-entropy in one, so that the logits of a whole batch never exist.
+"""The last linear layer and cross-entropy in one; logits of many tokens exist in chunks only.
 
 Tokens go through in chunks: logits = x·Wᵀ, their losses and gradient g as in `cross_entropy`, and at once, while these
 exist, dx = g·W and dW += gᵀ·x (after Hsu et al. 2024, arXiv 2410.10989, §3.2). What backward multiplies the loss by is
 not known yet, so dx and dW are multiplied by it then. The last chunk's logits wait for backward as those of the two
-layers one after the other would: a single chunk costs what they cost.
+layers one after the other would: a single chunk costs what they cost. There is one where logits of all tokens take no
+more memory than chunks and their sum of dW.
 
 Each chunk reads and writes dW, kept in float32, so small chunks are slow. Over a split vocabulary each has one
 all-gather, which is under way while the next chunk's logits are computed.
@@ -284,10 +285,12 @@ def linear_cross_entropy(
 
     x `[n, d]`, the same on every rank of `group`; weight `[w, d]`: this rank's classes, of the same data type. memory:
     bytes that logits may take; see `chunk_tokens` for what they take otherwise. The other arguments are those of
-    `cross_entropy`. Most of the work of backward is done in forward, where gradients are wanted; backward runs once.
+    `cross_entropy`. Of several chunks most of backward's work is done in forward, where gradients are wanted; backward
+    runs once.
     The gradient of x is this rank's part, for the caller to add up over the group.
     """
-    labels = labels_of(len(weight), group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
+    sizes = len(x), len(weight)
+    labels = labels_of(*sizes, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     ranks = 1 if group is None else group.size()
     chunk = chunk_tokens(len(x), x.shape[1], -(-labels.vocabulary // ranks), x.dtype, ranks, memory)
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
@@ -307,8 +310,3 @@ def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.
     forward += (2 * early + 1) * weight + max(2 * early - 1, 0) * sums
     backward = (tokens - early * chunk) * (4 * logits + 2 * x) + 2 * weight + (3 * sums if early else 0)
     return forward, backward
-
-
-def flops(tokens: int, width: int, columns: int) -> int:
-    """Of the three matrix products of forward and backward."""
-    return 6 * tokens * width * columns

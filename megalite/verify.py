@@ -7,10 +7,11 @@ sums may differ, so losses, gradient norms, gradients and weights agree to round
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,7 +178,7 @@ def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: M
 
 
 def shrink(config: Config) -> Config:
-    """The same layout and kind of model, as small as they allow, in float64."""
+    """The same layout and kind of model, as small as they allow, in float64, which apex does not have."""
     parallel, batch = config.parallel, config.batch
     split = parallel.pipeline.split
     if split is not None:
@@ -189,6 +190,8 @@ def shrink(config: Config) -> Config:
     micro_batches = batch.global_ // (asked * dp)
     if parallel.pipeline.schedule in SCHEDULES:  # a schedule file is for one number of them
         micro_batches = min(micro_batches, 2 * parallel.pp + 1)
+    kernels = config.kernels_by_operation
+    other: dict[str, Any] = {operation: "auto" for operation, kernel in asdict(kernels).items() if kernel == "apex"}
     return replace(
         config,
         model=_shrink_model(config.model, layers, parallel),
@@ -196,6 +199,7 @@ def shrink(config: Config) -> Config:
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
         batch=Batch(micro, micro * dp * micro_batches),
         train=replace(config.train, precision="fp64", compile=False),
+        kernels=replace(kernels, **other),
     )
 
 

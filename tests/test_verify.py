@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megalite import cli
 from megalite.config.load import load
-from megalite.config.schema import Batch, Config, Curriculum, Model, Optim, Parallel, Pipeline, Rampup, Train
+from megalite.config.schema import Batch, Config, Curriculum, Kernels, Model, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.config.validate import check, validate
 from megalite.verify import Difference, compare, show, shrink
 
@@ -234,6 +234,11 @@ def test_layers_that_do_not_divide_evenly_stay_uneven() -> None:
 def test_few_micro_batches_stay_few() -> None:
     config = replace(configuration(pp=4), batch=Batch(4, 8))
     assert micro_batches(shrink(config)) == 2
+
+
+def test_apex_is_left_out() -> None:
+    small = shrink(replace(configuration(), kernels=Kernels(rms_norm="apex", rope="torch", adamw="apex")))
+    assert small.kernels == Kernels(rope="torch")
 
 
 def test_growing_and_automatic_batches_become_plain_ones() -> None:

@@ -6,6 +6,8 @@ from importlib import metadata
 
 import torch
 
+# The last two bring other kernels behind PyTorch's F.rms_norm.
+PACKAGES = ("megalite", "torch", "triton", "liger-kernel", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 QUERIED = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
 
 
@@ -43,5 +45,5 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    packages = {package: version(package) for package in ("megalite", "torch", "triton", "liger-kernel")}
+    packages = {package: version(package) for package in PACKAGES}
     return {"python": platform.python_version(), "CUDA": str(torch.version.cuda), **packages}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from os.path import realpath
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.convert import from_plain, sections, to_plain
 from megalite.config.errors import InputError, Problem
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Kernels
 
 KEY = r"[A-Za-z_]\w*(\.\w+|\[\d+\])*"  # model.layers, data.train[0].path
 NULL = "tag:yaml.org,2002:null"
@@ -87,11 +88,17 @@ def _merge(base: dict[Any, Any], over: dict[Any, Any], prefix: str = "") -> dict
     """`over` laid on `base`, section by section; everything else, lists too, is replaced whole."""
     merged = dict(base)
     for name, value in over.items():
-        key, old = f"{prefix}{name}", base.get(name)
+        key = f"{prefix}{name}"
+        old = _spelled_out(base.get(name)) if key == "kernels" else base.get(name)
         if value is None and key in sections():
             continue
         merged[name] = _merge(old, value, f"{key}.") if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _spelled_out(kernels: Any) -> Any:
+    """A word for all kernels as a section, of which one can be changed."""
+    return {field.name: kernels for field in fields(Kernels)} if isinstance(kernels, str) else kernels
 
 
 def _override(merged: DictConfig, override: str) -> Problem | None:
@@ -100,6 +107,8 @@ def _override(merged: DictConfig, override: str) -> Problem | None:
     if not is_override(override):
         return Problem(override, "is not an override", "write key=value, such as model.layers=8")
     try:
+        if key.partition(".")[0] == "kernels":
+            merged.kernels = _spelled_out(merged.kernels)
         merged.merge_with_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         return Problem(key, "cannot be overridden", _reason(error), value)

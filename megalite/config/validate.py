@@ -273,9 +273,11 @@ def _kernels(config: Config) -> Iterator[Problem]:
     adamw = config.kernels_by_operation.adamw
     if adamw in ("triton", "apex") and config.optim.offload:
         rule = "runs on a GPU, but optim.offload updates on the host"
-        yield Problem("kernels.adamw", rule, "use auto there, or no optim.offload", adamw)
+        yield Problem("kernels.adamw", rule, "use kernels.adamw=auto, or no optim.offload", adamw)
     if adamw == "apex" and config.train.precision == "fp64":
         yield Problem("kernels.adamw", "cannot be used with train.precision = fp64", "use auto", adamw)
+    if config.kernels_by_operation.rms_norm == "apex" and config.train.compile:
+        yield Problem("kernels.rms_norm", "cannot be used with train.compile", "use auto", "apex")
 
 
 def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:

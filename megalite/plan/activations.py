@@ -35,7 +35,7 @@ CLASSES = 1024  # whose logits it widens at a time for sums of its weight's grad
 OFFLOAD_SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
 
 
-def chunk_tokens(tokens: int, width: int, columns: int, itemsize: int, ranks: int) -> int:
+def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
     """How many tokens' logits the head makes at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
     wide, buffers = max(itemsize, 4), 2 if ranks > 1 else 1
     most = max(width // buffers, FEWEST)
@@ -144,7 +144,7 @@ class Activations:
         """The final norm, the output layer and the loss; the weight of a tied one is elsewhere."""
         model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
         columns = model.vocab_size // self.t
-        chunk = min(chunk_tokens(self.tokens, model.width, columns, self.w, self.t), self.tokens)
+        chunk = min(chunk_tokens(self.tokens, model.width, self.w, self.t), self.tokens)
         several = chunk < self.tokens
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
         block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # one is there until the next one is

@@ -1,3 +1,4 @@
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.errors import InputError, Problem
 from megalite.config.load import dump, is_override, load
-from megalite.config.schema import Config, Data, Model, RopeScaling, Run, Source
+from megalite.config.schema import Config, Data, Kernels, Model, RopeScaling, Run, Source
 
 
 def write(folder: Path, **files: str) -> str:
@@ -277,3 +278,22 @@ def test_keywords_have_no_underscore_in_yaml() -> None:
     assert "  global: 8\n" in dump(Config())
     assert "batch.global" in keys()
     assert from_plain(to_plain(Config())) == (Config(), [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "adamw", "others"),
+    [
+        (["kernels=torch", "kernels.adamw=triton"], "triton", "torch"),
+        (["kernels=torch", "kernels={adamw: triton}"], "triton", "torch"),
+        (["kernels.adamw=triton"], "triton", "auto"),
+        (["kernels.adamw=triton", "kernels=torch"], "torch", "torch"),
+    ],
+)
+def test_one_of_the_kernels_is_changed_alone(overrides: list[str], adamw: str, others: str, tmp_path: Path) -> None:
+    found = load([], overrides).kernels_by_operation
+    assert found == replace(Kernels(*[others] * len(fields(Kernels))), adamw=adamw)
+    paths = [tmp_path / f"{number}.yaml" for number in range(len(overrides))]
+    for path, override in zip(paths, overrides, strict=True):
+        key, _, value = override.partition("=")
+        path.write_text(f"kernels: {value}" if key == "kernels" else f"kernels: {{adamw: {value}}}")
+    assert load([str(path) for path in paths]).kernels_by_operation == found

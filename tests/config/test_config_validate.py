@@ -96,8 +96,12 @@ def test_the_defaults_are_valid() -> None:
         ),
         (
             ["kernels=triton", "optim.offload=true"],
-            'kernels.adamw = "triton": runs on a GPU, but optim.offload updates on the host; use auto there, or no '
-            "optim.offload",
+            'kernels.adamw = "triton": runs on a GPU, but optim.offload updates on the host; use kernels.adamw=auto, '
+            "or no optim.offload",
+        ),
+        (
+            ["kernels.rms_norm=apex", "train.compile=true"],
+            'kernels.rms_norm = "apex": cannot be used with train.compile; use auto',
         ),
         (
             ["kernels.adamw=apex", "train.precision=fp64"],

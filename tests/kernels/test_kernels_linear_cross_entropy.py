@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import collectives, group_of, shards
 
+from megalite_kernels import cross_entropy
+from megalite_kernels.labels import labels_of
 from megalite_kernels.linear_cross_entropy import (
     bytes_moved,
     chunk_tokens,
-    flops,
     linear_cross_entropy,
     reference,
 )
@@ -136,6 +137,14 @@ def test_only_wanted_gradients(wanted: tuple[bool, bool], chunk: int) -> None:
             torch.testing.assert_close(tensor.grad, gradient)
         else:
             assert tensor.grad is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_row_needs_a_target(backend: Any) -> None:
+    x, weight, targets = problem(11, 24, 70, torch.float32)
+    for function, inputs in ((linear_cross_entropy, (x, weight)), (cross_entropy, (x @ weight.T,))):
+        with pytest.raises(ValueError, match=r"targets \[5\] must be \[11\], one for each row"):
+            function(*inputs, targets[:5], backend=backend)
 
 
 def test_no_tokens() -> None:
@@ -282,7 +291,42 @@ def test_one_chunk_moves_what_the_two_layers_do() -> None:
     logits, weight, x = (2 * size for size in (tokens * columns, columns * width, tokens * width))
     assert forward == (x + weight + logits) + logits
     assert backward == 2 * logits + (2 * logits + 2 * x + 2 * weight)
-    assert flops(tokens, width, columns) == 3 * 2 * tokens * width * columns
+
+
+class Products(TorchDispatchMode):
+    """Notes matrix products."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(function):
+            self.events.append("product")
+        return function(*args, **(kwargs or {}))
+
+
+def test_stats_are_gathered_while_the_next_logits_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three chunks, which evaluation makes nothing but logits of."""
+    operations = sys.modules["megalite_kernels.linear_cross_entropy"]
+    events: list[str] = []
+
+    class Gathering:
+        def wait(self) -> None:
+            events.append("wait")
+
+    def gather(stats: Tensor, group: object, async_op: bool = False) -> tuple[Tensor, Gathering]:
+        assert async_op
+        events.append("gather")
+        return stats[None], Gathering()
+
+    monkeypatch.setattr(operations, "gather_stats", gather)
+    x, weight, targets = problem(11, 24, 70, torch.float64)
+    labels = labels_of(11, 70, targets, None, None, 0.0, 0.0, None, None)
+    with Products(events):
+        operations._forward(x, weight, targets, object(), 4, False, False, False, labels)
+    begun = ["product", "gather"]
+    assert events == [*begun, *begun, "wait", *begun, "wait", "wait"]
 
 
 def split(size: int, chunk: int, how: str, backend: Any) -> tuple[Tensor, Tensor, Tensor, int, int] | None:

@@ -132,7 +132,7 @@ def test_the_head_makes_as_many_logits_at_a_time_as_planned(
     tokens: int, width: int, columns: int, dtype: torch.dtype, ranks: int
 ) -> None:
     kernels = import_module("megalite_kernels.linear_cross_entropy")
-    planned = chunk_tokens(tokens, width, columns, dtype.itemsize, ranks)
+    planned = chunk_tokens(tokens, width, dtype.itemsize, ranks)
     assert kernels.chunk_tokens(tokens, width, columns, dtype, ranks) == planned
 
 

@@ -86,7 +86,8 @@ def test_kernels_of_all_ranks_one_after_another(how: str) -> None:
     assert whole.grad is not None
     parts, scales = [], torch.full((), SCALE, dtype=torch.float64, device=DEVICE).expand(COUNT)
     for columns, width in shards(4, VOCABULARY, how):
-        parts.append((part_of(columns, width), labels_of(width, None, IGNORED, 0.1, 0.03, VOCABULARY, columns)))
+        labels = labels_of(COUNT, width, targets, None, IGNORED, 0.1, 0.03, VOCABULARY, columns)
+        parts.append((part_of(columns, width), labels))
     stats = torch.stack([launch_stats(x, targets, labels) for x, labels in parts])
     losses, lses = launch_merge(stats, targets, parts[0][1])
     torch.testing.assert_close(losses.sum(), expected.detach(), rtol=1e-12, atol=0)

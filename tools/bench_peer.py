@@ -51,7 +51,7 @@ def _model(job: Job) -> LlamaForCausalLM:
     """With the memory of our initial weights for its own, so that nothing of them is held twice."""
     model = LlamaForCausalLM(_config(job.config.model))
     model.set_attn_implementation("sdpa")
-    weights = {_name(name): _plain(param) for name, param in job.named_parameters()}
+    weights = {their_name(name): _plain(param) for name, param in job.named_parameters()}
     if job.config.model.tie_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
@@ -70,23 +70,27 @@ def _optimizer(model: nn.Module, optim: Optim, adamw: dict[str, Any]) -> torch.o
 
 
 def _config(model: Model) -> LlamaConfig:
-    return LlamaConfig(
-        num_hidden_layers=model.layers,
-        hidden_size=model.width,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=model.head_size,
-        intermediate_size=model.ffn,
-        vocab_size=model.vocab_size,
-        max_position_embeddings=model.sequence_length,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        rms_norm_eps=model.norm_eps,
-        tie_word_embeddings=model.tie_embeddings,
-        use_cache=False,
-    )
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
+    return LlamaConfig(**sizes(model), rope_parameters=rope, use_cache=False)
 
 
-def _name(name: str) -> str:
+def sizes(model: Model) -> dict[str, Any]:
+    """What a configuration of transformers calls them."""
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.width,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.sequence_length,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+
+
+def their_name(name: str) -> str:
     """`layers.0.attention.q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
     name = name.replace("head.norm.", "model.norm.").replace("head.output.", "lm_head.")
     return ".".join(NAMES.get(part, part) for part in name.split("."))

@@ -1,6 +1,5 @@
 """One process with the same weights computes what Hugging Face's models compute, in float64."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from megalite.config.schema import Model, RopeScaling
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
+from megalite_tools.bench_peer import sizes, their_name
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,16 +33,6 @@ MODELS = {
     "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
     "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
 }
-NAMES = (
-    (r"^model\.embed_tokens\.", "embed."),
-    (r"^model\.norm\.", "head.norm."),
-    (r"^lm_head\.", "head.output."),
-    (r"^model\.layers\.", "layers."),
-    (r"\.input_layernorm\.", ".attention_norm."),
-    (r"\.post_attention_layernorm\.", ".mlp_norm."),
-    (r"\.self_attn\.", ".attention."),
-    (r"_proj\.", "."),
-)
 
 
 class Float64Everywhere(TorchFunctionMode):
@@ -67,7 +57,7 @@ def _widened(value: Any) -> Any:
 class Answer:
     logits: Tensor  # b s v
     loss: Tensor  # summed over tokens
-    gradients: dict[str, Tensor]  # under our names
+    gradients: dict[str, Tensor]  # under transformers' names
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -106,20 +96,7 @@ def _oracle(family: str, model: Model) -> Any:
             "high_freq_factor": model.rope_scaling.high_frequency_factor,
             "original_max_position_embeddings": model.rope_scaling.original_length,
         }
-    config = getattr(transformers, f"{family}Config")(
-        num_hidden_layers=model.layers,
-        hidden_size=model.width,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=model.head_size,
-        intermediate_size=model.ffn,
-        vocab_size=model.vocab_size,
-        max_position_embeddings=4 * LENGTH,
-        rope_parameters=rope,
-        rms_norm_eps=model.norm_eps,
-        tie_word_embeddings=model.tie_embeddings,
-        attn_implementation="eager",
-    )
+    config = getattr(transformers, f"{family}Config")(**sizes(model), rope_parameters=rope, attn_implementation="eager")
     with Float64Everywhere():
         oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
     generator = torch.Generator().manual_seed(0)
@@ -132,19 +109,13 @@ def _oracle(family: str, model: Model) -> Any:
 def _decoder(model: Model, mesh: Mesh, oracle: Any) -> Decoder:
     """Our model with the oracle's weights."""
     decoder = Decoder(model, mesh.tp, range(model.layers)).to(torch.float64).to_empty(device="cpu")
-    weights = {_our_name(name): param for name, param in oracle.named_parameters()}
-    ours = dict(decoder.named_parameters())
+    weights = dict(oracle.named_parameters())
+    ours = {their_name(name): param for name, param in decoder.named_parameters()}
     assert ours.keys() == weights.keys()
     with torch.no_grad():
         for name, param in ours.items():
             param.to_local().copy_(weights[name])
     return decoder
-
-
-def _our_name(name: str) -> str:
-    for pattern, ours in NAMES:
-        name = re.sub(pattern, ours, name)
-    return name
 
 
 def _their_answer(oracle: Any, tokens: Tensor) -> Answer:
@@ -153,7 +124,7 @@ def _their_answer(oracle: Any, tokens: Tensor) -> Answer:
         output = oracle(input_ids=inputs, labels=targets, shift_labels=targets)
     loss = output.loss * targets.numel()
     loss.backward()
-    gradients = {_our_name(name): param.grad for name, param in oracle.named_parameters()}
+    gradients = {name: param.grad for name, param in oracle.named_parameters()}
     return Answer(output.logits.detach(), loss.detach(), gradients)
 
 
@@ -161,7 +132,7 @@ def _our_answer(decoder: Decoder, tokens: Tensor) -> Answer:
     inputs, targets = tokens[:, :-1].T, tokens[:, 1:].T
     loss = decoder(inputs, targets=targets)
     loss.backward()
-    gradients = {name: param.grad.full_tensor() for name, param in decoder.named_parameters()}
+    gradients = {their_name(name): param.grad.full_tensor() for name, param in decoder.named_parameters()}
     return Answer(decoder(inputs).detach().transpose(0, 1), loss.detach(), gradients)
 
 

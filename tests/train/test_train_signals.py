@@ -151,6 +151,7 @@ def test_no_process_outlives_a_launcher_that_is_killed_early(begin: Begin, mark:
         job.kill()
         job.communicate()
         wait_until(lambda: not processes(mark))
+        assert not processes(mark)
 
 
 @linux

@@ -4,7 +4,7 @@ Stands on torch and, where it is installed, Triton: import one operation without
 which of both runs.
 """
 
-from megalite_kernels.adamw import FusedAdamW, adamw
+from megalite_kernels.adamw import FusedAdamW, adamw, fused_adamw
 from megalite_kernels.add_rms_norm import add_rms_norm
 from megalite_kernels.cross_entropy import cross_entropy
 from megalite_kernels.grad_norm import grad_norm
@@ -19,6 +19,7 @@ __all__ = [
     "adamw",
     "add_rms_norm",
     "cross_entropy",
+    "fused_adamw",
     "grad_norm",
     "linear_cross_entropy",
     "qk_norm_rope",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as torch_adamw
 
 from megalite_kernels.backend import Backend, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, Case, meta
@@ -121,7 +122,7 @@ def _(*_: Any) -> None:
     return None
 
 
-def _torch_adamw(
+def _plain_adamw(
     weights: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
     copies: Sequence[Tensor], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
     beta1: float, beta2: float, eps: float,
@@ -175,15 +176,44 @@ def adamw(
     update = torch.stack(counts).double()
     rates, corrections = lr / (1 - betas[0] ** update), (1 - betas[1] ** update).rsqrt()
     factors = torch.stack((rates, corrections, torch.full_like(rates, 1 - lr * weight_decay)), 1)
-    run = _op if use_triton(backend, weights[0].device) else _torch_adamw
+    run = _op if use_triton(backend, weights[0].device) else _plain_adamw
     run(weights, grads, firsts, seconds, copies, factors, clip, found_inf, *betas, eps)
+
+
+@torch.no_grad()
+def fused_adamw(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """As `adamw`, for `FusedAdamW(…, update=fused_adamw)`; what `torch.optim.AdamW(fused=True)` runs.
+
+    Differently, all tensors of a parameter are of one data type, and gradients are overwritten by those that `clip`
+    leaves.
+    """
+    if clip is not None and grads:
+        torch._foreach_mul_(list(grads), clip.to(grads[0].dtype))
+    torch_adamw(
+        list(weights), list(grads), list(firsts), list(seconds), [], list(steps), fused=True, found_inf=found_inf,
+        amsgrad=False, maximize=False, beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps,
+    )  # fmt: skip
 
 
 class FusedAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW`, of the same state, that runs `update` once for each group: `adamw`, or one like it.
 
-    Parameters may be DTensors, which are updated part by part. As attributes that a training loop sets before a step,
-    tensors of the same meaning as arguments of `adamw`: found_inf and clip.
+    Parameters may be DTensors, which are updated part by part: given them whole, PyTorch's optimizer takes some 10 ms
+    for each in its first step to find that nothing is to be communicated. As attributes that a training loop sets
+    before a step, tensors of the same meaning as arguments of `adamw`: found_inf and clip.
     """
 
     def __init__(

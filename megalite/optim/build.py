@@ -8,7 +8,7 @@ from torch import nn
 
 from megalite.config.schema import Optim
 from megalite.optim.offload import HostAdamW
-from megalite_kernels import FusedAdamW, adamw, apex
+from megalite_kernels import FusedAdamW, adamw, apex, fused_adamw
 
 
 def build_optimizer(stages: Iterable[nn.Module], optim: Optim, kernel: str = "auto") -> torch.optim.Optimizer:
@@ -27,7 +27,5 @@ def build_optimizer(stages: Iterable[nn.Module], optim: Optim, kernel: str = "au
     first, second = optim.betas
     if optim.offload:
         return HostAdamW(groups, optim.lr, (first, second), optim.eps)
-    if kernel in ("triton", "apex"):
-        update = apex.adamw if kernel == "apex" else partial(adamw, backend=kernel)
-        return FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=update)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(first, second), eps=optim.eps, fused=True)
+    others = {"triton": partial(adamw, backend="triton"), "apex": apex.adamw}
+    return FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=others.get(kernel, fused_adamw))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from megalite.parallel.offload import to_host
+from megalite_kernels import fused_adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -68,22 +68,17 @@ class HostAdamW(torch.optim.Optimizer):
         group: dict[str, Any], state: dict[str, Any], weight: Tensor, grad: Tensor, skipped: Tensor | None
     ) -> None:
         first, second = (state[name].to_local() for name in MOMENTS)
-        adamw(
+        fused_adamw(
             [weight],
             [grad],
             [first],
             [second],
-            [],
             [state["step"]],
-            fused=True,
-            found_inf=skipped,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            betas=group["betas"],
             eps=group["eps"],
-            maximize=False,
+            weight_decay=group["weight_decay"],
+            found_inf=skipped,
         )
 
 

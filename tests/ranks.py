@@ -61,7 +61,8 @@ class Ranks:
         return [results[rank] for rank in range(SIZE)]
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["megalite.train.worker"])  # imports once what all of them need
         meeting = tempfile.mkdtemp(prefix="megalite-test-")
         for rank in range(SIZE):
             ours, theirs = context.Pipe()

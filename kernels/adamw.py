@@ -255,11 +255,18 @@ class FusedAdamW(torch.optim.Optimizer):
         if not state:
             wide = wide_dtype(param.dtype)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+            state |= {moment: _zeros_like(param, wide) for moment in ("exp_avg", "exp_avg_sq")}
         elif state["step"].device != param.device:  # loaded from a torch.optim.AdamW, which keeps it on the host
             state["step"] = state["step"].to(param.device)
         return state
+
+
+def _zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    zeros = torch.zeros_like(_local(tensor), dtype=dtype)
+    if not isinstance(tensor, DTensor):
+        return zeros
+    place = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(zeros, tensor.device_mesh, tensor.placements, run_check=False, **place)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Jobs on the ranks of the test suite, and the global tensors they hold, put together from parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -107,15 +107,25 @@ def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tup
     return losses + advance(job, at, steps), parts(job)
 
 
-def load_and_train(config: Config, path: Path, steps: int) -> tuple[Progress, Parts, list[float], Parts]:
-    """Load into a job that has other weights and `steps` steps taken; what was loaded, and what comes of it."""
-    job = make(replace(config, run=replace(config.run, seed=99)))
-    progress = restorer(job, config).all(path)
-    loaded = parts(job)
-    counts = {job.optimizer.state[param]["step"].item() for _, param in job.named_parameters()}
-    assert counts == {progress.updates}
-    losses = advance(job, progress.step, steps)
-    return progress, loaded, losses, parts(job)
+Loaded = tuple[Progress, Parts, list[float], Parts]  # what was loaded, losses, and what comes of it
+
+
+def load_and_train(config: Config, path: Path, steps: int) -> Loaded:
+    """Load into a job that has other weights, and train until `steps` steps are taken."""
+    return load_each(config, [path], steps)[0]
+
+
+def load_each(config: Config, paths: Sequence[Path], steps: int) -> list[Loaded]:
+    """`load_and_train` of one after the other, all into one job."""
+    job, results = make(replace(config, run=replace(config.run, seed=99))), []
+    for path in paths:
+        progress = restorer(job, config).all(path)
+        loaded = parts(job)
+        counts = {job.optimizer.state[param]["step"].item() for _, param in job.named_parameters()}
+        assert counts == {progress.updates}
+        losses = advance(job, progress.step, steps)
+        results.append((progress, loaded, losses, parts(job)))
+    return results
 
 
 def fail_on_one_rank(config: Config, folder: Path, where: str) -> tuple[str, list[int]]:

@@ -7,6 +7,7 @@ global rank 0 in a mesh of one rank; so a fault touches only larger groups, or o
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Any
 from unittest.mock import patch
 
@@ -101,13 +102,12 @@ def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:
 
 
 def rank_that_does_not_clip() -> AbstractContextManager[Any]:
-    correct = step.clip
+    correct = step.clip_coefficient
 
-    def clip(stages: Any, norm: Tensor, limit: float) -> None:
-        if dist.get_rank() != 1:
-            correct(stages, norm, limit)
+    def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
+        return correct(norm, inf if dist.get_rank() == 1 else limit)
 
-    return patch.object(step, "clip", clip)
+    return patch.object(step, "clip_coefficient", clip_coefficient)
 
 
 def loss_of_one_rank_not_counted() -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ quickstart: $(VENV)/installed-run
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/quickstart.sh
 
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: install
 	$(BIN)/ruff format --check .

@@ -1,7 +1,6 @@
 """The `megalite` command: reads its arguments and hands over to the module of the chosen command."""
 
 import argparse
-import importlib
 import math
 import os
 import select
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from megalite import __version__
 from megalite.config.errors import InputError
 from megalite.config.load import is_override
+from megalite.imports import import_for_good
 
 COMMANDS = {  # module and summary
     "train": ("megalite.train.command", "train a model, or continue its training"),
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     try:
         # By name and only now, so that help and `show` need not wait for torch.
-        code: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        code: int = import_for_good(COMMANDS[args.command][0]).run(args)
         sys.stdout.flush()
     except InputError as error:
         print(f"megalite: error: {error}", file=sys.stderr)

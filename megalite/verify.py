@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
     flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
     with TemporaryDirectory(prefix="megalite-verify-") as logs:
         world_size = config.parallel.layout.world_size
-        return launch("megalite.verify", [*flags, *args.files, *args.overrides], world_size, Path(logs))
+        return launch(__name__, [*flags, *args.files, *args.overrides], world_size, Path(logs), shared=__name__)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
-"""The local launcher: as many processes on this machine as the layout has ranks. Imports no torch."""
+"""The local launcher: as many processes on this machine as the layout has ranks. Imports no torch by itself."""
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,10 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from megalite.dist.forked import Forked
+from megalite.imports import import_for_good
+
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
 LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # ask a run to stop in a state from which it can be resumed
+THREADS = "OMP_NUM_THREADS"  # environment: how many threads OpenMP, and so PyTorch on CPUs, may use
 GRACE = 3.0  # seconds between asking the ranks to end and killing them
+Process = subprocess.Popen[bytes] | Forked
 
 
 def error_file(meeting: Path, rank: int) -> Path:
@@ -28,21 +34,30 @@ def log_file(logs: Path, rank: int) -> Path:
     return logs / f"rank_{rank:04d}.log"
 
 
-def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path) -> int:
+def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, shared: str | None = None) -> int:
     """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
 
     Rank 0 keeps the terminal, the others write into the folder `logs`. The first rank to fail ends the job: the others
     are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5. The signals of `STOP`
     are handed on to the ranks, however long these take to obey; ranks start with them blocked. Raises KeyboardInterrupt
     at the second SIGINT, when no rank is left.
+
+    shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
+    process. Only for ranks on CPUs, and from a process that has computed nothing: neither a CUDA driver nor threads
+    survive a fork.
     """
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[Process] = []
         try:
             with _handing_on(ranks):
                 with _blocked():
+                    start = _spawn
+                    if shared is not None and sys.platform == "linux":
+                        import_for_good(shared)
+                        start = _fork
                     for rank in range(world_size):
-                        ranks.append(_spawn(module, arguments, rank, world_size, Path(meeting), logs))
+                        environment = _environment(rank, world_size, Path(meeting))
+                        ranks.append(start(module, arguments, environment, None if rank == 0 else log_file(logs, rank)))
                 failed = _wait(ranks)
                 _stop(ranks)
         finally:
@@ -50,19 +65,22 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path) -
         return _explain(ranks, failed, Path(meeting), logs) if failed else 0
 
 
-def _spawn(
-    module: str, arguments: Sequence[str], rank: int, world_size: int, meeting: Path, logs: Path
-) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    environment |= {MEETING: str(meeting), LAUNCHER: str(os.getpid())}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    output: IO[bytes] | None = None if rank == 0 else log_file(logs, rank).open("ab")
+def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:
+    """What a rank's environment has beside the launcher's."""
+    found = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    found |= {MEETING: str(meeting), LAUNCHER: str(os.getpid())}
+    if THREADS not in os.environ:
+        found[THREADS] = str(max(1, (os.cpu_count() or 1) // world_size))
+    return found
+
+
+def _spawn(module: str, arguments: Sequence[str], environment: dict[str, str], log: Path | None) -> Process:
+    output: IO[bytes] | None = None if log is None else log.open("ab")
     try:
         command = [sys.executable, "-m", module, *arguments]
         return subprocess.Popen(
             command,
-            env=environment,
+            env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -73,8 +91,30 @@ def _spawn(
             output.close()
 
 
+def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], log: Path | None) -> Process:
+    def main() -> None:
+        """Be what `_spawn` makes."""
+        os.setsid()
+        for number in STOP:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        if log is not None:
+            with log.open("ab") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+        os.environ.update(environment)
+        if THREADS in environment and "torch" in sys.modules:  # OpenMP has read its environment already
+            sys.modules["torch"].set_num_threads(int(environment[THREADS]))
+        sys.modules.pop(module, None)  # the launcher may run it too
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    return Forked(main)
+
+
 @contextmanager
-def _handing_on(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _handing_on(ranks: list[Process]) -> Iterator[None]:
     """Send the ranks what comes in; the second SIGINT is an interrupt."""
     interrupts = 0
 
@@ -105,7 +145,7 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+def _wait(ranks: list[Process]) -> list[int]:
     """Wait until all ranks ended well, or one did not; the ranks seen to have failed by themselves."""
     while True:
         codes = [process.poll() for process in ranks]
@@ -115,7 +155,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
         time.sleep(0.05)
 
 
-def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _stop(ranks: list[Process]) -> None:
     """Ask the ranks that are left to end, and give them some time."""
     deadline = time.monotonic() + GRACE
     for process in ranks:
@@ -126,25 +166,26 @@ def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _kill(ranks: list[Process]) -> None:
     for process in ranks:
         process.kill()
     for process in ranks:
         process.wait()
 
 
-def _explain(ranks: list[subprocess.Popen[bytes]], failed: list[int], meeting: Path, logs: Path) -> int:
+def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path) -> int:
     """Print why the job ended, and return its exit code.
 
     A rank that died of a signal could write nothing and its peers complain of its absence, so it is the
     cause; otherwise the earliest error is, and one that does not merely miss a peer comes first. A rank that
     `_stop` has stopped is no cause.
     """
-    killed = [rank for rank in failed if ranks[rank].returncode < 0]
+    codes = [process.wait() for process in ranks]
+    killed = [rank for rank in failed if codes[rank] < 0]
     reports = [json.loads(path.read_text()) for path in sorted(meeting.glob("rank_*.error"))]
     reports = [report for report in reports if report["code"] != 3 or report["rank"] in failed]
     if killed:
-        name = signal.Signals(-ranks[killed[0]].returncode).name
+        name = signal.Signals(-codes[killed[0]]).name
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
         print(
             f"megalite: rank {killed[0]} was killed by {name}{hint}; see {log_file(logs, killed[0])}", file=sys.stderr
@@ -156,4 +197,4 @@ def _explain(ranks: list[subprocess.Popen[bytes]], failed: list[int], meeting: P
             print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
         return int(first["code"])
     print(f"megalite: rank {failed[0]} failed; see {log_file(logs, failed[0])}", file=sys.stderr)
-    return ranks[failed[0]].returncode
+    return codes[failed[0]]

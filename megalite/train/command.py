@@ -1,7 +1,6 @@
 """`megalite train`: becomes one rank where a launcher has started it, and starts local ranks where none has."""
 
 import argparse
-import importlib
 
 from megalite.checkpoint.choose import check_start
 from megalite.config.errors import InputError
@@ -10,9 +9,12 @@ from megalite.config.validate import check, check_files
 from megalite.dist.local import launch
 from megalite.dist.ranks import find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, stop_before_first_step
+from megalite.imports import import_for_good
 from megalite.plan.fit import fit_micro
 from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
+
+WORKER = "megalite.train.worker"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise
     if place is not None:
         # By name and only now: bad input is answered without waiting for torch.
-        code: int = importlib.import_module("megalite.train.worker").run(place, config)
+        code: int = import_for_good(WORKER).run(place, config)
         return code
-    return launch(
-        "megalite.cli", ["train", *args.files, *args.overrides], config.parallel.layout.world_size, folder.logs
-    )
+    arguments, world_size = ["train", *args.files, *args.overrides], config.parallel.layout.world_size
+    shared = WORKER if config.run.device == "cpu" else None
+    return launch("megalite.cli", arguments, world_size, folder.logs, shared)

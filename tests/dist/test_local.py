@@ -3,7 +3,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,38 @@ LAUNCHER = """\
 import sys
 from pathlib import Path
 from megalite.dist.local import launch
-folder = Path(sys.argv[1])
+folder, world_size, shared, *arguments = sys.argv[1:]
 try:
-    sys.exit(launch("program", [str(folder)], 2, folder / "logs"))
+    sys.exit(launch("program", [folder, *arguments], int(world_size), Path(folder) / "logs", shared or None))
 except KeyboardInterrupt:
     sys.exit(130)
 """
 
 
-def run(module: str, world_size: int, folder: Path, *arguments: str) -> int:
-    return launch(module, [str(folder), *arguments], world_size, folder / "logs")
+@pytest.fixture(params=["", "json"], ids=["spawned", "forked"])
+def shared(request: pytest.FixtureRequest) -> str:
+    """A module whose import the ranks share, if any."""
+    if request.param and sys.platform != "linux":
+        pytest.skip("ranks are forked on Linux alone")
+    return str(request.param)
 
 
 @contextmanager
-def launcher_of_two(folder: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher of two ranks, in a process of its own."""
-    command = [sys.executable, "-c", LAUNCHER, str(folder)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as process:
+def launcher(
+    folder: Path, shared: str, *arguments: str, world_size: int = 2, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher of `program`, in a process of its own."""
+    command = [sys.executable, "-c", LAUNCHER, str(folder), str(world_size), shared, *arguments]
+    with subprocess.Popen(command, **options) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def run(folder: Path, shared: str, *arguments: str, world_size: int = 2) -> int:
+    with launcher(folder, shared, *arguments, world_size=world_size) as process:
+        return process.wait(60)
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -49,42 +60,47 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 def test_every_rank_knows_its_place_and_the_arguments(
-    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    program: Program, shared: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    module = program("print(rank, world_size, os.environ['LOCAL_RANK'], sys.argv[2:])")
-    assert run(module, 3, tmp_path, "a=1", "b c") == 0
-    assert capfd.readouterr() == ("0 3 0 ['a=1', 'b c']\n", "")
+    program("print(rank, world_size, os.environ['LOCAL_RANK'], sys.argv[2:], os.read(0, 9))")
+    (tmp_path / "input").write_text("typed")
+    with (tmp_path / "input").open() as file:
+        with launcher(tmp_path, shared, "a=1", "b c", world_size=3, stdin=file) as process:
+            assert process.wait(60) == 0
+    assert capfd.readouterr() == ("0 3 0 ['a=1', 'b c'] b''\n", "")
     for rank in (1, 2):
-        assert log_file(tmp_path / "logs", rank).read_text() == f"{rank} 3 {rank} ['a=1', 'b c']\n"
+        assert log_file(tmp_path / "logs", rank).read_text() == f"{rank} 3 {rank} ['a=1', 'b c'] b''\n"
     assert not log_file(tmp_path / "logs", 0).exists()
 
 
-def test_logs_of_an_earlier_run_are_kept(program: Program, tmp_path: Path) -> None:
-    module = program("print('hello')")
-    assert [run(module, 2, tmp_path), run(module, 2, tmp_path)] == [0, 0]
+def test_logs_of_an_earlier_run_are_kept(program: Program, shared: str, tmp_path: Path) -> None:
+    program("print('hello')")
+    assert [run(tmp_path, shared), run(tmp_path, shared)] == [0, 0]
     assert log_file(tmp_path / "logs", 1).read_text() == "hello\nhello\n"
 
 
 def test_the_launcher_s_signal_handlers_are_restored(program: Program, tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in local.STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert run(program("sys.exit(rank)"), 2, tmp_path) == 1
+    assert launch(program("sys.exit(rank)"), [str(tmp_path)], 2, tmp_path / "logs") == 1
     assert ([signal.getsignal(number) for number in local.STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
 
 
-def test_a_rank_that_fails_ends_the_job(program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    module = program("""
+def test_a_rank_that_fails_ends_the_job(
+    program: Program, shared: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program("""
         if rank == 1:
             raise ValueError("boom")
         time.sleep(600)
     """)
-    assert run(module, 3, tmp_path) == 1
+    assert run(tmp_path, shared, world_size=3) == 1
     log = log_file(tmp_path / "logs", 1)
     assert capfd.readouterr() == ("", f"megalite: rank 1 failed; see {log}\n")
     assert log.read_text().endswith("ValueError: boom\n")
 
 
-def test_ranks_that_refuse_to_end_are_killed(program: Program, tmp_path: Path) -> None:
-    module = program("""
+def test_ranks_that_refuse_to_end_are_killed(program: Program, shared: str, tmp_path: Path) -> None:
+    program("""
         if rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             (folder / "deaf").touch()
@@ -92,7 +108,7 @@ def test_ranks_that_refuse_to_end_are_killed(program: Program, tmp_path: Path) -
         wait_for("deaf")
         sys.exit(7)
     """)
-    assert run(module, 2, tmp_path) == 7
+    assert run(tmp_path, shared) == 7
 
 
 def test_a_rank_that_cannot_be_started_leaves_none_behind(
@@ -100,22 +116,22 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
 ) -> None:
     started, spawn = [], local._spawn
 
-    def spawn_one(module: str, arguments: Sequence[str], rank: int, *rest: Any) -> subprocess.Popen[bytes]:
-        if rank == 1:
+    def spawn_one(*arguments: Any) -> subprocess.Popen[bytes]:
+        if started:
             raise OSError("no more processes")
-        started.append(spawn(module, arguments, rank, *rest))
+        started.append(spawn(*arguments))
         return started[0]
 
     monkeypatch.setattr(local, "_spawn", spawn_one)
     with pytest.raises(OSError, match="no more processes"):
-        run(program("time.sleep(600)"), 2, tmp_path)
+        launch(program("time.sleep(600)"), [str(tmp_path)], 2, tmp_path / "logs")
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_the_cause_is_shown_and_not_what_followed_from_it(
-    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    program: Program, shared: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    module = program("""
+    program("""
         import json
         from megalite.dist.local import MEETING, error_file
 
@@ -126,26 +142,28 @@ def test_the_cause_is_shown_and_not_what_followed_from_it(
         wait_for("0", "1", "2")
         sys.exit(codes[rank])
     """)
-    assert run(module, 3, tmp_path) == 1
+    assert run(tmp_path, shared, world_size=3) == 1
     assert capfd.readouterr() == ("", "megalite: rank 1: error of rank 1\n")
 
 
 @pytest.mark.parametrize(("name", "hint"), [("SIGKILL", "; the machine may be out of memory"), ("SIGSEGV", "")])
 def test_a_rank_killed_by_a_signal_is_named(
-    name: str, hint: str, program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, hint: str, program: Program, shared: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    module = program(f"""
+    program(f"""
         if rank == 1:
             os.kill(os.getpid(), signal.{name})
         time.sleep(600)
     """)
-    assert run(module, 2, tmp_path) == 5
+    assert run(tmp_path, shared) == 5
     log = log_file(tmp_path / "logs", 1)
     assert capfd.readouterr().err == f"megalite: rank 1 was killed by {name}{hint}; see {log}\n"
 
 
 @pytest.mark.parametrize("number", local.STOP)
-def test_a_signal_to_the_launcher_reaches_the_ranks(number: signal.Signals, program: Program, tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_reaches_the_ranks(
+    number: signal.Signals, program: Program, shared: str, tmp_path: Path
+) -> None:
     program("""
         def stop(number, frame):
             (folder / f"stopped {rank}").write_text(str(int(number)))
@@ -157,23 +175,57 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(number: signal.Signals, prog
         (folder / f"ready {rank}").touch()
         time.sleep(600)
     """)
-    with launcher_of_two(tmp_path) as launcher:
+    with launcher(tmp_path, shared) as process:
         wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
-        launcher.send_signal(number)
-        assert launcher.wait(60) == 3
+        process.send_signal(number)
+        assert process.wait(60) == 3
     assert [(tmp_path / f"stopped {rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
 
 
-def test_ranks_start_with_signals_held_up(program: Program, tmp_path: Path) -> None:
-    module = program("")
+def test_ranks_start_with_signals_held_up_and_without_handlers(program: Program, shared: str, tmp_path: Path) -> None:
+    program("")
     (tmp_path / "program.py").write_text(
         "import signal, sys\nfrom megalite.dist.local import STOP\n"
-        "sys.exit(0 if signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP) else 1)"
+        "held_up = signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)\n"
+        "defaults = {signal.SIG_DFL, signal.default_int_handler}\n"
+        "sys.exit(0 if held_up and {signal.getsignal(number) for number in STOP} == defaults else 1)"
     )
-    assert run(module, 1, tmp_path) == 0
+    assert run(tmp_path, shared, world_size=1) == 0
 
 
-def test_the_terminal_s_ctrl_c_reaches_a_rank_once(program: Program, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_what_ranks_share_is_imported_once(
+    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program("import common")
+    (tmp_path / "common.py").write_text("import os\nprint('for', os.environ.get('RANK', 'all'))")
+    assert run(tmp_path, "common", world_size=3) == 0
+    assert capfd.readouterr().out == "for all\n"
+    assert [log_file(tmp_path / "logs", rank).read_text() for rank in (1, 2)] == ["", ""]
+    assert run(tmp_path, "", world_size=3) == 0
+    assert capfd.readouterr().out == "for 0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+@pytest.mark.parametrize(("wanted", "threads"), [(None, max(1, (os.cpu_count() or 1) // 3)), ("2", 2)])
+def test_forked_ranks_divide_the_cores_unless_told_otherwise(
+    wanted: str | None,
+    threads: int,
+    program: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program("import torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])")
+    if wanted is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    assert run(tmp_path, "torch", world_size=3) == 0
+    assert capfd.readouterr().out == f"{threads} {threads}\n"
+
+
+def test_the_terminal_s_ctrl_c_reaches_a_rank_once(program: Program, shared: str, tmp_path: Path) -> None:
     program("""
         def stop(number, frame):
             with (folder / f"interrupts {rank}").open("a") as file:
@@ -184,17 +236,17 @@ def test_the_terminal_s_ctrl_c_reaches_a_rank_once(program: Program, tmp_path: P
         wait_for("enough")
         sys.exit(3)
     """)
-    with launcher_of_two(tmp_path, start_new_session=True) as launcher:
+    with launcher(tmp_path, shared, start_new_session=True) as process:
         wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
-        os.killpg(launcher.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         files = [tmp_path / f"interrupts {rank}" for rank in (0, 1)]
         wait_until(lambda: all(file.exists() for file in files))
         (tmp_path / "enough").touch()
-        assert launcher.wait(60) == 3
+        assert process.wait(60) == 3
     assert [file.read_text() for file in files] == ["x", "x"]
 
 
-def test_a_second_interrupt_ends_everything_at_once(program: Program, tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_everything_at_once(program: Program, shared: str, tmp_path: Path) -> None:
     program("""
         def stop(number, frame):
             (folder / f"pid {rank}").write_text(str(os.getpid()))
@@ -205,14 +257,14 @@ def test_a_second_interrupt_ends_everything_at_once(program: Program, tmp_path: 
         while True:
             time.sleep(600)
     """)
-    with launcher_of_two(tmp_path) as launcher:
+    with launcher(tmp_path, shared) as process:
         wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
-        launcher.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         files = [tmp_path / f"pid {rank}" for rank in (0, 1)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-        assert launcher.poll() is None, "ranks have as long as they want to obey"
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(60) == 130
+        assert process.poll() is None, "ranks have as long as they want to obey"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
         assert not any(running(file.read_text()) for file in files)
 
 
@@ -225,7 +277,7 @@ def running(pid: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's parent-death signal")
-def test_no_rank_outlives_a_launcher_that_is_killed(program: Program, tmp_path: Path) -> None:
+def test_no_rank_outlives_a_launcher_that_is_killed(program: Program, shared: str, tmp_path: Path) -> None:
     program("""
         from megalite.dist.ranks import find_place
         from megalite.dist.start import run_rank
@@ -238,9 +290,9 @@ def test_no_rank_outlives_a_launcher_that_is_killed(program: Program, tmp_path: 
         run_rank(main, find_place())
     """)
     files = [tmp_path / f"pid {rank}" for rank in (0, 1)]
-    with launcher_of_two(tmp_path) as launcher:
+    with launcher(tmp_path, shared) as process:
         wait_until(lambda: all(file.exists() for file in files))
         pids = [file.read_text() for file in files]
         assert all(map(running, pids))
-        launcher.kill()
+        process.kill()
     wait_until(lambda: not any(map(running, pids)))

@@ -63,16 +63,12 @@ class Job:
         found = re.search(r"resuming at step (\d+), sample (\d+)", self.told)
         return (int(found[1]), int(found[2])) if found else None
 
-    def ranks(self) -> dict[int, int]:
-        """Process id of every rank that was started."""
+    def ranks(self) -> list[int]:
+        """The process id of every rank that was started."""
         launcher = self.process.pid
-        found: dict[int, int] = {}
         with suppress(OSError):
-            for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-                for variable in _environment(child).split(b"\0"):
-                    if variable.startswith(b"RANK="):
-                        found[int(variable[5:])] = int(child)
-        return found
+            return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        return []
 
     def alive(self) -> list[int]:
         """All processes that came of this job."""
@@ -86,7 +82,7 @@ class Job:
     def reads_in(self, folder: Path) -> bool:
         """Whether a rank has a file in `folder` open."""
         inside = f"{folder}/"
-        for pid in self.ranks().values():
+        for pid in self.ranks():
             with suppress(OSError):
                 for descriptor in os.scandir(f"/proc/{pid}/fd"):
                     with suppress(OSError):
@@ -119,9 +115,9 @@ class Job:
         """Processes of the whole `job`, its `launcher` or one `rank`; which rank that is."""
         ranks, launcher = self.ranks(), self.process.pid
         if who == "rank":
-            rank = rng.choice(sorted(ranks))
+            rank = rng.randrange(len(ranks))
             return [ranks[rank]], rank
-        return [launcher, *ranks.values()] if who == "job" else [launcher], None
+        return [launcher, *ranks] if who == "job" else [launcher], None
 
     def wait_until_gone(self) -> float:
         """Seconds until no process of the job is left. Raises Violation if one stays."""

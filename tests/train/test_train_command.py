@@ -16,6 +16,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalite.cli import main
 from megalite.config.load import load
 from megalite.data.store import StoreWriter
 
@@ -219,6 +220,18 @@ def test_a_bad_configuration_is_answered_at_once_and_in_full(place: Path) -> Non
     assert not (place / "runs/bad_config").exists()
 
 
+@pytest.mark.parametrize(("device", "shared"), [("cpu", "megalite.train.worker"), ("auto", None), ("cuda", None)])
+def test_ranks_share_their_imports_where_they_have_no_gpu(
+    device: str, shared: str | None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[object] = []
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("megalite.train.command.launch", lambda *given: launched.extend(given) or 0)
+    arguments = ["train", "toy.yaml", f"run.name=on_{device}", f"run.device={device}", "parallel.pp=2"]
+    assert main(arguments) == 0
+    assert launched == ["megalite.cli", arguments, 2, Path("runs") / f"on_{device}" / "logs", shared]
+
+
 def test_missing_data_makes_no_run_folder(place: Path) -> None:
     done = train(place, "run.name=no_data", "data.train=[{path: data/absent}]")
     assert done.returncode == 2
@@ -240,7 +253,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
             job.kill()
     assert job.returncode == 5
     assert "rank 1 was killed by SIGKILL" in told
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 def wait_for_line(path: Path, job: subprocess.Popen[str]) -> None:
@@ -251,11 +264,9 @@ def wait_for_line(path: Path, job: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def children(pid: int) -> dict[int, int]:
-    """Process id of every rank that `pid` started."""
-    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    names = {child: Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in found}
-    return {rank: child for child in found for rank in (0, 1) if f"RANK={rank}".encode() in names[child]}
+def children(pid: int) -> list[int]:
+    """The process id of every rank that `pid` started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_bf16_trains_on_a_cpu(place: Path) -> None:

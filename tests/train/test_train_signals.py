@@ -142,10 +142,22 @@ def test_a_signal_while_ranks_meet_and_build_ends_the_job_with_3(begin: Begin, m
 
 
 @linux
-def test_no_process_outlives_a_launcher_that_is_killed_early(begin: Begin, mark: str) -> None:
-    """Killed as soon as the first rank is there, and at some random moments of the ranks' imports."""
-    for delay in [0.0, 0.0, *(random.uniform(0, 2.5) for _ in range(4))]:
-        job = train(begin)
+def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, mark: str) -> None:
+    job = train(begin)
+    wait_until(lambda: "libtorch" in Path(f"/proc/{job.pid}/maps").read_text(), job)
+    assert not ranks(mark, job)
+    job.send_signal(signal.SIGTERM)
+    _, told = job.communicate(timeout=120)
+    assert job.returncode == 3
+    assert "stopped by SIGTERM before the first step" in told
+
+
+@linux
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_no_process_outlives_a_launcher_that_is_killed_early(device: str, begin: Begin, mark: str) -> None:
+    """Killed as soon as the first rank is there, and at a random moment of the start of ranks, forked or not."""
+    for delay in (0.0, random.uniform(0, 2.5)):
+        job = train(begin, f"run.device={device}")
         wait_until(lambda: ranks(mark, job), job)  # noqa: B023 - called at once
         time.sleep(delay)
         job.kill()

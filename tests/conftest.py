@@ -1,11 +1,15 @@
 """Fixtures shared by all tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads on tensors this small only wait for each other
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; `make gpu` sets 0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; tests interrupt what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings

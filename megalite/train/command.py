@@ -1,6 +1,7 @@
 """`megalite train`: becomes one rank where a launcher has started it, and starts local ranks where none has."""
 
 import argparse
+import os
 
 from megalite.checkpoint.choose import check_start
 from megalite.config.errors import InputError
@@ -15,6 +16,7 @@ from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
 
 WORKER = "megalite.train.worker"
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,5 +44,10 @@ def run(args: argparse.Namespace) -> int:
         code: int = import_for_good(WORKER).run(place, config)
         return code
     arguments, world_size = ["train", *args.files, *args.overrides], config.parallel.layout.world_size
-    shared = WORKER if config.run.device == "cpu" else None
+    shared = WORKER if _on_cpus(config.run.device) else None
     return launch("megalite.cli", arguments, world_size, folder.logs, shared)
+
+
+def _on_cpus(device: str) -> bool:
+    """Whether ranks here will be on CPUs for certain, told without torch."""
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DRIVERS)))

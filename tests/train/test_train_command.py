@@ -220,16 +220,25 @@ def test_a_bad_configuration_is_answered_at_once_and_in_full(place: Path) -> Non
     assert not (place / "runs/bad_config").exists()
 
 
-@pytest.mark.parametrize(("device", "shared"), [("cpu", "megalite.train.worker"), ("auto", None), ("cuda", None)])
+@pytest.mark.parametrize("driver", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
 def test_ranks_share_their_imports_where_they_have_no_gpu(
-    device: str, shared: str | None, place: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, driver: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shares = device == "cpu" or (device == "auto" and not driver)
+    monkeypatch.setattr("megalite.train.command.DRIVERS", ["/dev/no_such_device", *["/dev/null"] * driver])
     launched: list[object] = []
     monkeypatch.chdir(place)
     monkeypatch.setattr("megalite.train.command.launch", lambda *given: launched.extend(given) or 0)
     arguments = ["train", "toy.yaml", f"run.name=on_{device}", f"run.device={device}", "parallel.pp=2"]
     assert main(arguments) == 0
-    assert launched == ["megalite.cli", arguments, 2, Path("runs") / f"on_{device}" / "logs", shared]
+    assert launched == [
+        "megalite.cli",
+        arguments,
+        2,
+        Path("runs") / f"on_{device}" / "logs",
+        "megalite.train.worker" if shares else None,
+    ]
 
 
 def test_missing_data_makes_no_run_folder(place: Path) -> None:

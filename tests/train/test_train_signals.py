@@ -26,6 +26,7 @@ train: {steps: 1000000, precision: fp32, timeout: 100}
 data: {train: [{path: data/train}]}
 log: {tensorboard: false}
 """
+TRAIN = ["-m", "megalite.cli", "train", "toy.yaml"]
 LAUNCH = """
 import sys
 from pathlib import Path
@@ -89,10 +90,6 @@ def begin(tmp_path: Path, mark: str) -> Iterator[Begin]:
             os.kill(pid, signal.SIGKILL)
 
 
-def train(begin: Begin, *arguments: str) -> subprocess.Popen[str]:
-    return begin(["-m", "megalite.cli", "train", "toy.yaml", *arguments])
-
-
 def processes(mark: str) -> list[int]:
     """Processes that were started with this variable and are still there."""
     found = []
@@ -121,7 +118,7 @@ def ranks(mark: str, launcher: subprocess.Popen[str]) -> list[int]:
 def test_a_signal_before_the_first_step_ends_the_job_with_3(
     number: signal.Signals, begin: Begin, mark: str, tmp_path: Path
 ) -> None:
-    job = train(begin)
+    job = begin(TRAIN)
     wait_until(lambda: len(ranks(mark, job)) == 2, job)
     job.send_signal(number)
     _, told = job.communicate(timeout=120)
@@ -133,7 +130,7 @@ def test_a_signal_before_the_first_step_ends_the_job_with_3(
 
 @linux
 def test_a_signal_while_ranks_meet_and_build_ends_the_job_with_3(begin: Begin, mark: str, tmp_path: Path) -> None:
-    job = train(begin)
+    job = begin(TRAIN)
     wait_until((tmp_path / "runs/run/logs/rank_0000.log").exists, job)
     job.send_signal(signal.SIGUSR1)
     _, told = job.communicate(timeout=120)
@@ -143,7 +140,7 @@ def test_a_signal_while_ranks_meet_and_build_ends_the_job_with_3(begin: Begin, m
 
 @linux
 def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, mark: str) -> None:
-    job = train(begin)
+    job = begin(TRAIN)
     wait_until(lambda: "libtorch" in Path(f"/proc/{job.pid}/maps").read_text(), job)
     assert not ranks(mark, job)
     job.send_signal(signal.SIGTERM)
@@ -153,11 +150,11 @@ def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, m
 
 
 @linux
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_no_process_outlives_a_launcher_that_is_killed_early(device: str, begin: Begin, mark: str) -> None:
+@pytest.mark.parametrize("command", [TRAIN, ["-c", LAUNCH]], ids=["forked", "spawned"])
+def test_no_process_outlives_a_launcher_that_is_killed_early(command: list[str], begin: Begin, mark: str) -> None:
     """Killed as soon as the first rank is there, and at a random moment of the start of ranks, forked or not."""
     for delay in (0.0, random.uniform(0, 2.5)):
-        job = train(begin, f"run.device={device}")
+        job = begin(command, HINDERED="read")
         wait_until(lambda: ranks(mark, job), job)  # noqa: B023 - called at once
         time.sleep(delay)
         job.kill()

@@ -43,18 +43,20 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
     at the second SIGINT, when no rank is left.
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
-    process. Only for ranks on CPUs, and from a process that has computed nothing: neither a CUDA driver nor threads
-    survive a fork.
+    process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver nor
+    threads survive a fork. A signal before there are ranks raises SystemExit with code 3.
     """
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
         ranks: list[Process] = []
         try:
             with _handing_on(ranks):
+                start = _spawn
+                if shared is not None and sys.platform == "linux":
+                    import_for_good(shared)
+                    start = _fork
                 with _blocked():
-                    start = _spawn
-                    if shared is not None and sys.platform == "linux":
-                        import_for_good(shared)
-                        start = _fork
                     for rank in range(world_size):
                         environment = _environment(rank, world_size, Path(meeting))
                         ranks.append(start(module, arguments, environment, None if rank == 0 else log_file(logs, rank)))
@@ -115,11 +117,14 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
 
 @contextmanager
 def _handing_on(ranks: list[Process]) -> Iterator[None]:
-    """Send the ranks what comes in; the second SIGINT is an interrupt."""
+    """Send the ranks what comes in, or end before there are any; the second SIGINT is an interrupt."""
     interrupts = 0
 
     def handler(number: int, frame: object) -> None:
         nonlocal interrupts
+        if not ranks:
+            print(f"megalite: stopped by {signal.Signals(number).name} before any rank started", file=sys.stderr)
+            sys.exit(3)
         interrupts += number == signal.SIGINT
         if number == signal.SIGINT and interrupts == 2:
             raise KeyboardInterrupt
@@ -170,7 +175,8 @@ def _kill(ranks: list[Process]) -> None:
     for process in ranks:
         process.kill()
     for process in ranks:
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # an interrupt has lost the exit code
+            process.wait()
 
 
 def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path) -> int:

@@ -138,8 +138,8 @@ def run_rank(main: Callable[[], int], place: Place) -> int:
     its peers in some destructor: they notice its death, and fail too.
     """
     die_with_launcher()
-    hear()
     try:
+        hear()
         code = main()
         if dist.is_initialized():
             dist.barrier()  # the first rank to end with another code than 0 ends the job: let all say their last words

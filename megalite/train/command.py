@@ -49,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_cpus(device: str) -> bool:
-    """Whether ranks here will be on CPUs for certain, told without torch."""
+    """Whether ranks here will be on CPUs, told without torch."""
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DRIVERS)))

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,15 @@ def test_ranks_start_with_signals_held_up_and_without_handlers(program: Program,
         "sys.exit(0 if held_up and {signal.getsignal(number) for number in STOP} == defaults else 1)"
     )
     assert run(tmp_path, shared, world_size=1) == 0
+
+
+def test_exit_codes_reach_a_launcher_whose_parent_ignores_children(
+    program: Program, shared: str, tmp_path: Path
+) -> None:
+    program("sys.exit(7 * rank)")
+    ignore = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
+    with launcher(tmp_path, shared, preexec_fn=ignore) as process:
+        assert process.wait(60) == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")

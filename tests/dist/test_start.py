@@ -74,6 +74,21 @@ def test_a_verdict_is_no_failure_and_waits_for_every_rank(
     assert log_file(tmp_path / "logs", 1).exists()
 
 
+def test_an_interrupt_that_was_held_up_is_one_line(
+    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = program("""
+        from megalite.dist.ranks import find_place
+        from megalite.dist.start import run_rank
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(run_rank(lambda: 0, find_place()))
+    """)
+    assert launch(module, [str(tmp_path)], 1, tmp_path / "logs") == 130
+    assert capfd.readouterr().err == "megalite: rank 0: interrupted\n"
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"run\.device=cuda: this node runs at least 4 ranks but has 2 GPUs"):

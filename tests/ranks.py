@@ -32,6 +32,7 @@ class Ranks:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """What `function(*args)` returns on every rank. Raises what went wrong first."""
@@ -63,10 +64,12 @@ class Ranks:
     def _start(self) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["megalite.train.worker"])  # imports once what all of them need
-        meeting = tempfile.mkdtemp(prefix="megalite-test-")
+        self._meeting = tempfile.TemporaryDirectory(prefix="megalite-test-")
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, Path(meeting) / "rendezvous", theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, Path(self._meeting.name) / "rendezvous", theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -78,6 +81,9 @@ class Ranks:
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
+        if self._meeting is not None:
+            self._meeting.cleanup()
+            self._meeting = None
 
 
 def _share_groups() -> None:

@@ -65,11 +65,10 @@ class Ranks:
         context = get_context("forkserver")
         context.set_forkserver_preload(["megalite.train.worker"])  # imports once what all of them need
         self._meeting = tempfile.TemporaryDirectory(prefix="megalite-test-")
+        meeting = Path(self._meeting.name) / "rendezvous"
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, Path(self._meeting.name) / "rendezvous", theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

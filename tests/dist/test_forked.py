@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -36,9 +36,16 @@ def test_waiting_has_an_end(sleeper: Forked) -> None:
         sleeper.wait(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1])
-def test_a_death_by_signal_is_told(number: signal.Signals, sleeper: Forked) -> None:
-    {signal.SIGTERM: sleeper.terminate, signal.SIGKILL: sleeper.kill}.get(number, partial(sleeper.send_signal, number))()
+@pytest.mark.parametrize(
+    ("end", "number"),
+    [
+        (Forked.terminate, signal.SIGTERM),
+        (Forked.kill, signal.SIGKILL),
+        (lambda process: process.send_signal(signal.SIGUSR1), signal.SIGUSR1),
+    ],
+)
+def test_a_death_by_signal_is_told(end: Callable[[Forked], None], number: signal.Signals, sleeper: Forked) -> None:
+    end(sleeper)
     assert sleeper.wait(60) == -number
 
 

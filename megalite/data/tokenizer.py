@@ -1,5 +1,6 @@
 """Tokenizers behind one small interface: SentencePiece models and Hugging Face `tokenizer.json` files."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -110,6 +111,18 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, eod)
     raise InputError(f"{path}: unknown kind of tokenizer; expected a SentencePiece .model or a tokenizer.json")
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    """SHA-256 of a tokenizer's file, in hexadecimal: the same wherever the file lies. Raises InputError."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such tokenizer file")
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
 
 
 def _unknown_token(path: Path, token: str) -> InputError:

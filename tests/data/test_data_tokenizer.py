@@ -1,3 +1,4 @@
+import hashlib
 import io
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import pytest
 import sentencepiece
 
 from megalite.config.errors import InputError
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -118,6 +119,13 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, name: str, cont
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such tokenizer file"):
         load_tokenizer(tmp_path / "t.model")
+
+
+def test_the_hash_is_of_the_files_bytes(tmp_path: Path) -> None:
+    (tmp_path / "t.model").write_bytes(b"some bytes")
+    assert tokenizer_hash(tmp_path / "t.model") == hashlib.sha256(b"some bytes").hexdigest()
+    with pytest.raises(InputError, match="no such tokenizer file"):
+        tokenizer_hash(tmp_path)
 
 
 def test_without_the_optional_package_the_error_says_how_to_get_it(

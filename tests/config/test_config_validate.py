@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
 from megalite.config.load import load
+from megalite.config.rules.files import validate_files
 from megalite.config.schema import Config
-from megalite.config.validate import check, check_files, validate, validate_files
+from megalite.config.validate import check, check_files, validate
 
 
 def found(*overrides: str, world_size: int | None = None) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.batch import batch_rules
+from megalite.config.rules.batch import batch_rules
 from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup
 from megalite.plan.batches import (
     GlobalBatch,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.errors import Problem, listing
-from megalite.config.numbers import divisors, multiples
+from megalite.config.rules.numbers import divisors, multiples
 from megalite.config.schema import Batch, Curriculum, Rampup
 
 

@@ -1,13 +1,18 @@
-"""Rules of what is recomputed in backward and what is offloaded."""
+"""Rules of the train section: what is recomputed in backward and offloaded, and what rollbacks need."""
 
 from collections.abc import Iterator
 
 from megalite.config.errors import Problem
-from megalite.config.schema import Train
+from megalite.config.schema import Config, Train
 
 
-def recompute_rules(train: Train) -> Iterator[Problem]:
-    """The broken rules of `train.recompute…` and `train.offload_activations`."""
+def train_rules(config: Config) -> Iterator[Problem]:
+    """Every broken rule of the train section."""
+    yield from _recompute(config.train)
+    yield from _rollback(config)
+
+
+def _recompute(train: Train) -> Iterator[Problem]:
     mode, every, budget = train.recompute, train.recompute_every, train.recompute_budget
     if every > 1 and mode not in ("selective", "full"):
         rule = f"has no meaning with train.recompute = {mode}"
@@ -27,3 +32,10 @@ def recompute_rules(train: Train) -> Iterator[Problem]:
     if train.compile and train.offload_activations:
         rule = "cannot be used with train.compile, which decides itself what is saved for backward"
         yield Problem("train.offload_activations", rule, "use false, or train.compile=false", True)
+
+
+def _rollback(config: Config) -> Iterator[Problem]:
+    for key, value in (("on_bad_step", config.train.on_bad_step), ("on_spike", config.train.on_spike)):
+        if value == "rollback" and config.checkpoint.interval == 0:
+            rule = "needs checkpoints to go back to, but checkpoint.interval = 0 saves at the end only"
+            yield Problem(f"train.{key}", rule, "set checkpoint.interval", value)

@@ -1,0 +1,36 @@
+"""Rules of the data section."""
+
+from collections.abc import Iterator
+
+from megalite.config.errors import Problem
+from megalite.config.schema import Data, Source
+
+
+def data_rules(data: Data, vocab_size: int) -> Iterator[Problem]:
+    """Every broken rule of sources and documents."""
+    yield from _sources("data.train", data.train)
+    yield from _sources("data.valid", data.valid)
+    yield from _documents(data, vocab_size)
+
+
+def _documents(data: Data, vocab_size: int) -> Iterator[Problem]:
+    end = data.end_of_document
+    if data.reset_positions and not data.mask_documents:
+        rule = "needs data.mask_documents = true, or tokens of different documents would share a position"
+        yield Problem("data.reset_positions", rule, "set data.mask_documents=true", True)
+    if data.mask_documents and end is None and data.tokenizer is None:
+        rule = "needs to know which token ends a document"
+        yield Problem("data.mask_documents", rule, "set data.end_of_document or data.tokenizer", True)
+    if end is not None and not 0 <= end < vocab_size:
+        rule = f"must be a token id, from 0 to model.vocab_size − 1 = {vocab_size - 1}"
+        yield Problem("data.end_of_document", rule, value=end)
+
+
+def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
+    for i, source in enumerate(sources):
+        if not source.path:
+            yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")
+        if source.weight <= 0:
+            yield Problem(
+                f"{key}[{i}].weight", "must be greater than 0", "leave the source out to skip it", source.weight
+            )

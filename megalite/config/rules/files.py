@@ -1,0 +1,43 @@
+"""Which files training needs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalite.config.errors import Problem, listing
+from megalite.config.schema import SCHEDULES, Config, Source
+
+
+def validate_files(config: Config) -> list[Problem]:
+    """Every file that training needs and does not find; relative paths start at the working directory."""
+    data, resume = config.data, config.checkpoint.resume
+    problems = [*_stores("data.train", data.train), *_stores("data.valid", data.valid)]
+    if not data.train:
+        problems.append(Problem("data.train", "is empty", "list token stores, as in data.train=[{path: data/train}]"))
+    if config.eval.steps > 0 and not data.valid:
+        problems.append(
+            Problem("eval.steps", "evaluation needs data.valid", "list token stores there, or use 0", config.eval.steps)
+        )
+    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
+        problems.append(Problem("data.tokenizer", "no such file", "mend the path, or use null", data.tokenizer))
+    schedule = config.parallel.pipeline.schedule
+    if schedule not in SCHEDULES and not Path(schedule).is_file():
+        problems.append(Problem("parallel.pipeline.schedule", "no such file", "mend the path", schedule))
+    if resume not in ("auto", "never") and not Path(resume).exists():
+        problems.append(
+            Problem("checkpoint.resume", "no such checkpoint", "use auto, never or the path of a checkpoint", resume)
+        )
+    weights = config.checkpoint.weights
+    if weights is not None and not Path(weights).exists():
+        problems.append(Problem("checkpoint.weights", "no such checkpoint", "mend the path, or use null", weights))
+    return problems
+
+
+def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
+    for i, source in enumerate(sources):
+        missing = [source.path + end for end in (".bin", ".idx") if not Path(source.path + end).is_file()]
+        if missing:
+            extra = source.path.endswith((".bin", ".idx"))
+            fix = (
+                f"leave out the {source.path[-4:]}" if extra else "mend the path, or make it with megalite-prepare-data"
+            )
+            yield Problem(f"{key}[{i}].path", f"no such file: {listing(missing, 'and')}", fix, source.path)

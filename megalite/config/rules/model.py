@@ -1,0 +1,27 @@
+"""Rules of the model section: heads that share out a width, and what tensor parallelism shares out."""
+
+from collections.abc import Iterator
+
+from megalite.config.errors import Problem, listing
+from megalite.config.rules.numbers import divisible
+from megalite.config.schema import Model
+
+
+def model_rules(model: Model) -> Iterator[Problem]:
+    """Every broken rule of heads and positions."""
+    yield from divisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
+    if model.head_width is None:
+        yield from divisible("model.width", model.width, "model.heads", model.heads, ", or set model.head_width")
+        if model.heads >= 1 and model.head_size % 2:
+            rule = f"model.width / model.heads = {model.head_size} must be even, since RoPE turns pairs"
+            yield Problem("model.heads", rule, "set model.head_width, or change the number of heads", model.heads)
+    elif model.head_width % 2:
+        even = [width for width in (model.head_width - 1, model.head_width + 1) if width > 0]
+        yield Problem(
+            "model.head_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.head_width
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.low_frequency_factor >= scaling.high_frequency_factor:
+        rule = f"must be less than model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor}"
+        fix = "Llama 3.1 uses 1 and 4"
+        yield Problem("model.rope_scaling.low_frequency_factor", rule, fix, scaling.low_frequency_factor)

@@ -1,0 +1,45 @@
+"""Rules of the optimizer, the learning rate, and the kernels."""
+
+from collections.abc import Iterator
+
+from megalite.config.errors import Problem
+from megalite.config.schema import Config, LearningRate
+
+
+def optim_rules(config: Config) -> Iterator[Problem]:
+    """Every broken rule of the optim, kernels and schedule sections."""
+    yield from _betas(config.optim.betas)
+    yield from _kernels(config)
+    yield from _schedule(config.schedule, config.train.steps)
+
+
+def _betas(betas: list[float]) -> Iterator[Problem]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield Problem("optim.betas", "must be two numbers from 0 to below 1", "[0.9, 0.95] is usual", betas)
+
+
+def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
+    decay = schedule.decay or 0
+    if not 0 <= schedule.floor <= 1:
+        rule = "must be from 0 to 1, a share of optim.lr"
+        yield Problem("schedule.floor", rule, value=schedule.floor)
+    if schedule.warmup > steps:
+        rule = f"must be at most train.steps = {steps}"
+        yield Problem("schedule.warmup", rule, "use fewer steps of warmup or more of training", schedule.warmup)
+    if decay > steps:
+        rule = f"must be at most train.steps = {steps}"
+        yield Problem("schedule.decay", rule, "use fewer steps of decay or more of training", decay)
+    elif schedule.name == "wsd" and schedule.warmup <= steps < schedule.warmup + decay:
+        rule = f"with schedule.warmup = {schedule.warmup} must fit into train.steps = {steps}"
+        yield Problem("schedule.decay", rule, f"use at most {steps - schedule.warmup}", decay)
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    adamw = config.kernels_by_operation.adamw
+    if adamw in ("triton", "apex") and config.optim.offload:
+        rule = "runs on a GPU, but optim.offload updates on the host"
+        yield Problem("kernels.adamw", rule, "use kernels.adamw=auto, or no optim.offload", adamw)
+    if adamw == "apex" and config.train.precision == "fp64":
+        yield Problem("kernels.adamw", "cannot be used with train.precision = fp64", "use auto", adamw)
+    if config.kernels_by_operation.rms_norm == "apex" and config.train.compile:
+        yield Problem("kernels.rms_norm", "cannot be used with train.compile", "use auto", "apex")

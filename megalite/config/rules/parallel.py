@@ -1,0 +1,118 @@
+"""Rules of the parallel section: the pipeline, sequences split over ranks, data parallelism, and the world."""
+
+from collections.abc import Iterator
+
+from megalite.config.errors import Problem, listing
+from megalite.config.rules.numbers import divisible, divisors, multiples
+from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
+
+SCHEDULE_FILES = (".yaml", ".yml")
+
+
+def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Every broken rule of a layout, for a job of `world_size` ranks (None: no launcher gives one)."""
+    yield from _tensor_parallel(config.model, config.parallel.tp)
+    yield from _sequence(config.model, config.parallel)
+    yield from _pipeline(config.model.layers, config.parallel)
+    yield from _schedule_file(config)
+    yield from _data_parallel(config)
+    yield from _world(config.parallel, world_size)
+
+
+def shards(parallel: Parallel, world_size: int | None) -> int:
+    """The size of dp_shard; 0 where the other axes leave nothing."""
+    if isinstance(parallel.dp_shard, int):
+        return parallel.dp_shard
+    return 1 if world_size is None else world_size // max(1, _without_dp_shard(parallel))
+
+
+def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
+    for name in ("heads", "kv_heads", "ffn", "vocab_size"):
+        yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+
+
+def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    cp, tp, parts, length = parallel.cp, parallel.tp, parallel.sequence_parts, model.sequence_length
+    if cp <= 1 or tp < 1:  # between tensor-parallel regions too, activations are split along the sequence
+        yield from divisible("model.sequence_length", length, "parallel.tp", tp)
+        return
+    method = f"parallel.context.method = {parallel.context.method}"
+    if length >= 1 and length % parts:
+        product = "parallel.cp · parallel.tp" if parts == cp * tp else "2 · parallel.cp · parallel.tp"
+        rule = f"must be divisible by {product} = {parts} with {method}"
+        yield Problem("model.sequence_length", rule, f"use {listing(multiples(length, parts))}", length)
+    heads = model.heads
+    if parallel.context.method == "ulysses" and heads >= 1 and heads % (cp * tp):
+        rule = f"must be divisible by parallel.cp · parallel.tp = {cp * tp} with {method}, which shares out heads"
+        fitting = [number // tp for number in divisors(heads, cp * tp, tp)]
+        fix = f"cp {listing(fitting)}, or " if fitting else ""
+        yield Problem("model.heads", rule, f"use {fix}method ring or all_gather", heads)
+
+
+def _pipeline(layers: int, parallel: Parallel) -> Iterator[Problem]:
+    pp, pipeline = parallel.pp, parallel.pipeline
+    yield from _pipeline_schedule(pipeline)
+    key, split = "parallel.pipeline.split", pipeline.split
+    per_rank = pipeline.stages_per_rank
+    stages = pp * per_rank
+    if split is None and stages > layers >= 1:
+        of_each = f" with {per_rank} stages on each rank" if per_rank > 1 else ""
+        fix = f"use pp {layers // per_rank} or fewer" if layers >= per_rank else "use a schedule with fewer stages"
+        yield Problem("parallel.pp", f"makes {stages} stages{of_each}, more than model.layers = {layers}", fix, pp)
+    if split is None:
+        return
+    balanced = "use null for a balanced split"
+    if len(split) != stages:
+        yield Problem(key, f"must have one entry for each of the {stages} stages", balanced, split)
+    if any(count < 0 for count in split) or 0 in split[1:-1]:
+        rule = "only the first stage, which has the embedding, and the last, which has the head, may have 0 layers"
+        yield Problem(key, rule, balanced, split)
+    if sum(split) != layers:
+        yield Problem(key, f"must add up to model.layers = {layers}, not {sum(split)}", balanced, split)
+
+
+def _pipeline_schedule(pipeline: Pipeline) -> Iterator[Problem]:
+    name, virtual = pipeline.schedule, pipeline.virtual_stages
+    key = "parallel.pipeline.virtual_stages"
+    if name not in SCHEDULES and not name.endswith(SCHEDULE_FILES):
+        fix = f"use {listing(list(SCHEDULES))}, or the path of a file that ends in {listing(SCHEDULE_FILES)}"
+        yield Problem("parallel.pipeline.schedule", "is no schedule", fix, name)
+    if virtual is None or virtual < 1:
+        return
+    if name in SCHEDULES and name != "interleaved_1f1b" and virtual != SCHEDULES[name]:
+        rule = f"must be {SCHEDULES[name]} for parallel.pipeline.schedule = {name}"
+        yield Problem(key, rule, "use null, or interleaved_1f1b, which has as many as you like", virtual)
+
+
+def _schedule_file(config: Config) -> Iterator[Problem]:
+    if config.parallel.pipeline.schedule in SCHEDULES:
+        return
+    rule = "needs a schedule by name: the file of parallel.pipeline.schedule is for one number of micro-batches"
+    if config.batch.micro == "auto":
+        yield Problem("batch.micro", rule, f"use a number, or {listing(list(SCHEDULES))}", "auto")
+    if config.batch.rampup is not None:
+        yield Problem("batch.rampup", rule, f"use null, or {listing(list(SCHEDULES))}")
+
+
+def _data_parallel(config: Config) -> Iterator[Problem]:
+    data, precision = config.parallel.data, config.train.precision
+    if data.reduce_precision == "bf16" and precision != "bf16":
+        rule = f"needs train.precision = bf16, not {precision}"
+        yield Problem("parallel.data.reduce_precision", rule, "use fp32: gradients have their own precision", "bf16")
+
+
+def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
+    others, shard = _without_dp_shard(parallel), parallel.dp_shard
+    if world_size is None or others < 1:
+        return
+    if shard == "auto" and world_size % others:
+        rule = f"the other axes make {others} ranks, which must divide the job's {world_size}"
+        yield Problem("parallel.dp_shard", rule, f"start {listing(multiples(world_size, others))} ranks", shard)
+    elif shard != "auto" and shard >= 1 and shard * others != world_size:
+        rule = f"the layout makes {shard * others} ranks, but the job has {world_size}"
+        fitting = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
+        yield Problem("parallel.dp_shard", rule, f"{fitting}start {shard * others} ranks", shard)
+
+
+def _without_dp_shard(parallel: Parallel) -> int:
+    return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp

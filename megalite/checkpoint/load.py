@@ -27,7 +27,8 @@ SHOWN = 5  # names of differing tensors
 class Restorer:
     """Fills `state` from checkpoints. Its methods are collective.
 
-    data: the sources that the run reads. advanced: called as reading proceeds.
+    data: the sources that the run reads. advanced: called as reading proceeds. check_owner: called on the first rank
+    before a checkpoint is set aside; does not return where the folder has become another job's.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Restorer:
         data: tuple[Source, ...],
         together: Together,
         advanced: Callable[[], None] = lambda: None,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.config, self.data = state, config, data
-        self._together, self._advanced = together, advanced
+        self._together, self._advanced, self._check_owner = together, advanced, check_owner
 
     def newest(self, folder: Path, warn: Say) -> Progress | None:
         """Continue from the newest checkpoint in `folder` that is intact; None: there never was one.
@@ -47,11 +49,16 @@ class Restorer:
         `warn` hears, on the first rank, of damaged ones, which are set aside. Raises InputError where only such are
         left, and for a checkpoint of another model or other data.
         """
-        while path := self._together.once(lambda: _newest(folder, warn)):
+
+        def set_aside(error: DamagedError) -> None:
+            self._check_owner()
+            _set_aside(error, warn)
+
+        while path := self._together.once(lambda: _newest(folder, set_aside)):
             try:
                 return self.all(path)
             except DamagedError as error:  # the same on all ranks
-                self._together.once(partial(_set_aside, error, warn))
+                self._together.once(partial(set_aside, error))
         return None
 
     def all(self, path: Path) -> Progress:
@@ -110,13 +117,13 @@ def read_parts(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> No
     reader.read_data(planner.create_local_plan(), planner).wait()
 
 
-def _newest(folder: Path, warn: Say) -> Path | None:
+def _newest(folder: Path, set_aside: Callable[[DamagedError], None]) -> Path | None:
     """The newest checkpoint in `folder` whose files are there in full; others are set aside."""
     for path in reversed(complete(folder)):
         try:
             check_sizes(path)
         except DamagedError as error:
-            _set_aside(error, warn)
+            set_aside(error)
         else:
             return path
     if aside := damaged(folder):

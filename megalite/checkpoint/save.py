@@ -80,7 +80,8 @@ class Saver:
 
     A context manager: what is under way when it ends is durable afterwards, unless the job is failing.
     Its methods are collective. data: the sources that `Progress.samples` counts in. advanced: called as a write
-    proceeds, from its thread.
+    proceeds, from its thread. check_owner: called there on the first rank before anything in `folder` is renamed or
+    deleted; does not return where the folder has become another job's.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class Saver:
         folder: Path,
         together: Together,
         advanced: Callable[[], None] = lambda: None,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.config, self.data, self.folder = state, config, data, folder
-        self._together, self._advanced = together, advanced
+        self._together, self._advanced, self._check_owner = together, advanced, check_owner
         self._plan: Plan | None = None
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -196,6 +198,7 @@ class Saver:
         return Writer(folder, self._beside, self._advanced)
 
     def _make_way(self, partial: Path) -> None:
+        self._check_owner()
         if (final := partial.with_suffix("")).exists():
             raise FileExistsError(f"{final} is there already")
         shutil.rmtree(partial, ignore_errors=True)
@@ -229,6 +232,7 @@ class Saver:
                 raise OSError(f"{partial / name} is not whole here; do all nodes share this file system?")
         write_durably(partial / MANIFEST, self._manifest(progress, files).render())
         synchronize(partial)
+        self._check_owner()
         partial.rename(final)
         synchronize(self.folder)
         try:

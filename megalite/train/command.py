@@ -2,18 +2,24 @@
 
 import argparse
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from megalite.checkpoint.choose import check_start
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.validate import check, check_files
-from megalite.dist.local import launch
-from megalite.dist.ranks import find_place, let_others_speak
+from megalite.dist.last_words import log, tell
+from megalite.dist.local import LAUNCHER, launch
+from megalite.dist.ranks import Place, find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, stop_before_first_step
 from megalite.imports import import_for_good
 from megalite.plan.fit import fit_micro
 from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
+from megalite.train.lock import Lock
 
 WORKER = "megalite.train.worker"
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
@@ -33,19 +39,56 @@ def run(args: argparse.Namespace) -> int:
         if config.batch.micro != "auto":
             table_of(config)  # refuses a schedule that cannot run before any rank is started
         folder = Folder.of(config)
-        check_start(config, folder.checkpoints)
-        folder.make()
+        with _owning(folder, place) as check_owner:
+            check_start(config, folder.checkpoints)
+            folder.make()
+            if place is not None:
+                # By name and only now: bad input is answered without waiting for torch.
+                code: int = import_for_good(WORKER).run(place, config, check_owner)
+                return code
+            arguments, world_size = ["train", *args.files, *args.overrides], config.parallel.layout.world_size
+            shared = WORKER if _on_cpus(config.run.device) else None
+            return launch("megalite.cli", arguments, world_size, folder.logs, shared)
     except InputError:
         if place is not None and place.rank != 0:
             let_others_speak(2)
         raise
-    if place is not None:
-        # By name and only now: bad input is answered without waiting for torch.
-        code: int = import_for_good(WORKER).run(place, config)
-        return code
-    arguments, world_size = ["train", *args.files, *args.overrides], config.parallel.layout.world_size
-    shared = WORKER if _on_cpus(config.run.device) else None
-    return launch("megalite.cli", arguments, world_size, folder.logs, shared)
+
+
+@contextmanager
+def _owning(folder: Folder, place: Place | None) -> Iterator[Callable[[], None]]:
+    """Let no other job into the run folder meanwhile. Yields what ends this process if one has come in all the same.
+
+    A local launcher takes the lock before it starts ranks, and passes it on to rank 0, which is the one that writes.
+    Other ranks need none. Raises InputError where another job has it.
+    """
+    if place is not None and place.rank != 0:
+        yield lambda: None
+        return
+    lock = Lock.take(folder.path, int(os.environ[LAUNCHER]) if place and LAUNCHER in os.environ else None)
+    try:
+        if place is None:
+            yield lambda: None
+            return
+        end = partial(_end, place)
+
+        def check() -> None:
+            if text := lock.lost():
+                end(text)
+
+        with lock.beating(end):
+            yield check
+    finally:
+        lock.free()
+
+
+def _end(place: Place, text: str) -> None:
+    """End this process, which was out of reach for so long that its run has gone on without it."""
+    log.error(text)
+    tell(5, text, place)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(5)
 
 
 def _on_cpus(device: str) -> bool:

@@ -42,30 +42,34 @@ FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments
 log = logging.getLogger("megalite")
 
 
-def run(place: Place, config: Config) -> int:
-    """Train as the rank at `place`, in a run folder that is there; the exit code."""
-    return run_rank(lambda: _watched(place, config), place)
+def run(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
+    """Train as the rank at `place`, in a run folder that is there; the exit code.
+
+    check_owner: called before checkpoints change; does not return where the folder has become another job's.
+    """
+    return run_rank(lambda: _watched(place, config, check_owner), place)
 
 
-def _watched(place: Place, config: Config) -> int:
-    folder = Folder.of(config)
+def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
+    folder, timeout, activity = Folder.of(config), config.train.timeout, Activity()
+    meeting = meet(place, timeout)  # rank 0 owns the run folder: from here on all may write there
     logging.basicConfig(
         filename=log_file(folder.logs, place.rank),
         level=logging.INFO,
         format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s",
         force=True,
     )
-    timeout, activity = config.train.timeout, Activity()
-    meeting = meet(place, timeout)
     with watched(meeting, place, activity, timeout):
         # The watchdog speaks before any collective gives up, and knows when others are slow but busy.
         device = start(place, config.run.device, 10 * timeout, meeting)
-        code = _train(place, config, device, activity)
+        code = _train(place, config, device, activity, check_owner)
         ignore_stops()
         return code
 
 
-def _train(place: Place, config: Config, device: torch.device, activity: Activity) -> int:
+def _train(
+    place: Place, config: Config, device: torch.device, activity: Activity, check_owner: Callable[[], None]
+) -> int:
     folder = Folder.of(config)
     if config.batch.micro == "auto":
         config = fit_micro(config, device_memory(device))
@@ -82,10 +86,10 @@ def _train(place: Place, config: Config, device: torch.device, activity: Activit
     log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
     batches = open_data(job)
     data, state, together = sources_read(job, batches), State(job.stages, job.optimizer), Together()
-    restorer = Restorer(state, config, data, together, job.activity.tick)
+    restorer = Restorer(state, config, data, together, job.activity.tick, check_owner)
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)
-    with Saver(state, config, data, folder.checkpoints, together, job.activity.tick) as saver:
+    with Saver(state, config, data, folder.checkpoints, together, job.activity.tick, check_owner) as saver:
         if place.rank != 0:
             return train(job, batches, progress, saver, reload, None)
         write_environment(folder.path, config, place.world_size, _device_name(device))

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.cli import main
 from megalite.config.load import load
 from megalite.data.store import StoreWriter
+from megalite.train.lock import Lock
 
 VOCABULARY = 16
 CONFIG = """
@@ -67,8 +68,8 @@ def curve(folder: Path, name: str) -> dict[int, float]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """The content of every file but logs."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "logs" not in path.parts]
+    """The content of every file but logs and locks."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not {"logs", "lock"} & set(path.parts)]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -99,6 +100,7 @@ def test_the_run_folder_has_everything(place: Path) -> None:
         "checkpoints",
         "config.yaml",
         "environment.json",
+        "lock",
         "logs",
         "metrics.jsonl",
         "tensorboard",
@@ -256,6 +258,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
         try:
             wait_for_line(place / "runs/killed/metrics.jsonl", job)
             ranks = children(job.pid)
+            assert f'"pid": {ranks[0]},' in (place / "runs/killed/lock/2").read_text()
             os.kill(ranks[1], signal.SIGKILL)
             _, told = job.communicate(timeout=30)
         finally:
@@ -263,6 +266,24 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
     assert job.returncode == 5
     assert "rank 1 was killed by SIGKILL" in told
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert (place / "runs/killed/lock/2.free").exists()
+
+
+def test_a_second_job_is_refused_and_touches_nothing(place: Path) -> None:
+    folder = place / "runs/base"
+    held = Lock.take(folder)
+
+    def changes() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    before = changes()
+    done = train(place, *BASE, "train.steps=16")
+    assert (done.returncode, done.stdout) == (2, "")
+    told = f"megalite: error: runs/base: another job trains in this folder, process {os.getpid()} on "
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
+    assert changes() == before
+    held.free()
 
 
 def wait_for_line(path: Path, job: subprocess.Popen[str]) -> None:

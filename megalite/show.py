@@ -82,7 +82,7 @@ def _show_schedule(config: Config, path: str) -> int:
     table = table_of(config)
     timeline = simulate(table)
     console = _console()
-    _print(console, [(title(table, timeline), draw_text(timeline, console.width))])
+    _print(console, [(title(table, timeline), draw_text(table, timeline, console.width))])
     if path:
         write_whole(Path(path), draw_svg(table, timeline) if path.endswith(".svg") else write(table))
     return 0

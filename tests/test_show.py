@@ -150,7 +150,7 @@ SCHEDULE = ("parallel.pp=4", "batch.global=8")
 
 def test_the_timeline_of_the_schedule(show: Show) -> None:
     output = show(*SCHEDULE, "--schedule").splitlines()
-    assert output[0] == "1f1b: ranks 4, stages 4, micro-batches 8, makespan 33, bubble 27.3%"
+    assert output[0] == ("1f1b: p = 4 ranks, v = 1 stage per rank, m = 8 micro-batches, bubble 27.3%, makespan 33")
     assert output[4].startswith("rank 3 ·········F0 B0    F1 B1    F2")
     assert output[1].endswith(" bubble 27.3%, peak 4")
     assert "Parameters" not in "".join(output)

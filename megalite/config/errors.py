@@ -1,7 +1,7 @@
 """What stops a command with a message instead of a traceback."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,3 +46,14 @@ def listing(items: Sequence[object], last: str = "or") -> str:
     """The items as words: `1, 2 or 3`."""
     words = [str(item) for item in items]
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as words, neighbours joined: `0-3, 8`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)

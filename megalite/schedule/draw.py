@@ -1,152 +1,264 @@
-"""Pictures of a simulated schedule: a timeline of text for terminals, and one of SVG."""
+"""Pictures of a simulated schedule: a timeline of text for terminals, and one of SVG.
+
+The colour of compute tells the virtual stage of its rank, the shade tells the kind. The letters, the numbers of the
+micro-batches and, in SVG, a tooltip say the same without colour.
+"""
 
 from collections.abc import Iterator
-from functools import cache
 from html import escape
 from math import floor
 
 from rich.text import Text
 
+from megalite.config.errors import number_ranges
 from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, Kind, Table
 from megalite.schedule.actions import SHARDING as SHARDED
 from megalite.schedule.simulate import Span, Time, Timeline
 
-INK, PALE, GROUND = "#1f2933", "#616e7c", "#eef1f4"
-FILL = {Kind.F: "#3d7ebf", Kind.B: "#2f9e6e", Kind.I: "#62b98f", Kind.W: "#e0a13a"}
+INK, PALE, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
+SHADES = (Kind.F, Kind.I, Kind.B, Kind.W)  # from light to dark
+FAMILIES = (  # a virtual stage each; told apart under every kind of colour blindness, the first ones best
+    ("#a6bbfb", "#7690e1", "#5066b3", "#2f4082"),
+    ("#f0b152", "#c5870e", "#90620e", "#604006"),
+    ("#d8efc8", "#a8c694", "#7f9b6a", "#5a7148"),
+    ("#cf93b6", "#af6391", "#833b68", "#561941"),
+    ("#9b9afe", "#7365f2", "#5038c2", "#310a8b"),
+    ("#ddd0fd", "#b6a1e2", "#8b77b5", "#635286"),
+    ("#ffcf61", "#d6a300", "#a27b14", "#735605"),
+    ("#8fdabd", "#47b58f", "#198968", "#035e45"),
+)
 TRANSFER, SHARDING = "#7b4fb5", "#c2477f"
-MEANING = {Kind.F: "forward", Kind.B: "backward", Kind.I: "gradient of the input", Kind.W: "gradient of the weights"}
+MEANING = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "gradient of the input",
+    Kind.W: "gradient of the weights",
+    Kind.SEND_F: "output sent",
+    Kind.RECV_F: "input received",
+    Kind.SEND_B: "gradient of the input sent",
+    Kind.RECV_B: "gradient of the output received",
+    Kind.GATHER: "weights gathered",
+    Kind.RESHARD: "weights freed",
+    Kind.REDUCE: "gradients reduced",
+}
 PEAK = "peak: most stage-activations held at once"
 IDLE = "·"
-TEXT_UNIT = 3.0  # columns of the shortest compute, where there is room
+BETWEEN = "   "  # entries of the text's legend
 
 # Lengths of the SVG, in pixels.
-MARGIN, LEFT, RIGHT, TOP, BOTTOM = 16, 60, 150, 46, 56
+MARGIN, LEFT, RIGHT, TOP, BOTTOM = 16, 60, 150, 46, 18
 BOX, STRIP, GAP = 24, 7, 7  # of a lane: compute, communication below it, and the space to the next
-WIDTH, UNIT_MIN, UNIT_MAX = 1100, 4, 26  # of all lanes, and of the shortest compute
-TICK, DIGIT, LETTER = 2, 7, 6.2  # widths of communication that takes no time, and of characters
+WIDTH, UNIT_MAX = 1100, 26  # of all lanes where numbers have room in that, and of the shortest compute at most
+TICK, SWATCH, LINE = 2, 16, 22  # communication that takes no time; a colour of the legend; the height of its lines
+FONT, FONT_MIN, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
+PADDING = 3  # of a number in its box
+
+Shade = tuple[Kind, int]  # kind of compute, and which of its rank's stages it is on, counted from 0
 
 
 def title(table: Table, timeline: Timeline) -> str:
-    """`zbv: ranks 4, stages 8, micro-batches 8, makespan 51, bubble 5.9%`."""
+    """`zbv: p = 4 ranks, v = 2 stages per rank, m = 8 micro-batches, bubble 5.9%, makespan 51`."""
+    stages = table.stages / table.ranks
     return (
-        f"{table.name}: ranks {table.ranks}, stages {table.stages}, micro-batches {table.micro_batches}, "
-        f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}"
+        f"{table.name}: p = {_counted(table.ranks, 'rank')}, v = {_counted(stages, 'stage')} per rank, "
+        f"m = {_counted(table.micro_batches, 'micro-batch', 'es')}, "
+        f"bubble {float(timeline.bubble):.1%}, makespan {float(timeline.makespan):g}"
     )
 
 
-def draw_text(timeline: Timeline, width: int) -> Text:
-    """One line per rank, `width` columns at most: kind and micro-batch of every compute that has room, else its kind.
+def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
+    """A line per rank, at most `width` columns wide: what it computes, its bubble and its peak of activations.
 
-    A rank's stages alternate in brightness. At the end of a line stand the rank's bubble and peak of activations.
+    A compute is its kind and micro-batch, or its kind alone where that has no room. A timeline that is too long even
+    for single letters is cut, and a line says so. A legend follows.
     """
-    ends = [_summary(timeline, rank) for rank in range(len(timeline.spans))]
-    label = len(f"rank {len(ends) - 1} ")
-    room = max(1, width - label - 1 - max(map(len, ends)))
-    scale = min(TEXT_UNIT / float(_shortest(timeline)), room / float(timeline.makespan))
-    scale = floor(scale) or scale  # whole columns look alike
+    local = _local(table)
+    label, ends = f"rank {table.ranks - 1} ", [_summary(timeline, rank) for rank in range(table.ranks)]
+    room = max(1, width - len(label) - 1 - max(map(len, ends)))
+    longest, shortest = float(timeline.makespan), float(_shortest(timeline))
+    spacious = len(f"F{table.micro_batches - 1}") + 1  # columns of the shortest compute
+    scale = max(1, min(spacious, floor(room * shortest / longest))) / shortest
+    columns = min(room, round(longest * scale))
     picture = Text(no_wrap=True)
     for rank, end in enumerate(ends):
-        picture.append(f"rank {rank}".ljust(label))
-        column = 0
-        for span, local in _compute(timeline, rank):
+        lane, column = Text(f"rank {rank}".ljust(len(label))), 0
+        for span in _compute(timeline, rank):
             start, stop = round(float(span.start) * scale), round(float(span.end) * scale)
-            picture.append(IDLE * (start - column), style="dim")
-            name = f"{span.action.kind}{span.action.micro}"
-            # A name that touches the next cannot be told from it without colours.
-            cell = name.ljust(stop - start) if len(name) < stop - start else str(span.action.kind) * (stop - start)
-            picture.append(cell, style=f"{'white' if local % 2 else 'bold white'} on {_shade(span.action.kind, local)}")
+            kind, stage, micro = span.action
+            name = f"{kind}{micro}"
+            cell = name.ljust(stop - start) if len(name) <= stop - start else str(kind) * (stop - start)
+            lane.append(IDLE * (start - column), style="dim").append(cell, style=_style((kind, local[stage])))
             column = stop
-        picture.append(IDLE * (round(float(timeline.makespan) * scale) - column), style="dim")
-        picture.append(f" {end}\n")
-    picture.append(PEAK, style="dim")
-    return picture
+        lane.append(IDLE * (columns - column), style="dim")
+        lane.truncate(len(label) + columns)
+        picture.append(lane).append(f" {end}\n")
+    if columns < round(longest * scale):
+        picture.append(f"cut after {columns / scale:g} of {longest:g} units of time: a picture (.svg) has all\n")
+    return picture.append(_text_legend(table, timeline, width))
 
 
 def draw_svg(table: Table, timeline: Timeline) -> str:
-    """An SVG with one lane per rank: compute with its micro-batch, and communication in a strip below.
+    """An SVG with a lane per rank: compute with its micro-batch, and communication in a strip below.
 
-    A rank's stages alternate in brightness.
+    As wide as the numbers need. What is drawn has a tooltip with its action and time, and its colour is in the legend.
     """
-    longest = float(timeline.makespan)
-    shortest = float(_shortest(timeline))
-    scale = min(UNIT_MAX / shortest, max(UNIT_MIN / shortest, WIDTH / longest))
-    lane = BOX + STRIP + GAP
-    legend = _legend(timeline)
-    width = LEFT + round(max(longest * scale + RIGHT, sum(map(_legend_width, legend))))
-    height = TOP + lane * table.ranks + BOTTOM
-    heading = title(table, timeline)
+    longest, shortest = float(timeline.makespan), float(_shortest(timeline))
+    digits = len(str(table.micro_batches - 1))
+    narrowest = FONT_MIN * DIGIT * digits + PADDING
+    unit = min(UNIT_MAX, max(narrowest, WIDTH * shortest / longest))
+    font = min(FONT, (unit - PADDING) / (DIGIT * digits))
+    scale, lane, heading = unit / shortest, BOX + STRIP + GAP, title(table, timeline)
+    width = LEFT + RIGHT + round(max(longest * scale, FONT * LETTER * len(heading)))
+    legend, lines = _svg_legend(table, timeline, TOP + lane * table.ranks + 8, width)
+    height = TOP + lane * table.ranks + lines * LINE + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT}">',
         f"<title>{escape(heading)}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<rect width="{width}" height="{height}" fill="{WHITE}"/>',
         _label(MARGIN, 28, heading, INK, 'font-size="16" font-weight="bold"'),
     ]
     for rank in range(table.ranks):
-        parts += _lane(timeline, rank, TOP + rank * lane, scale, longest)
-    x, baseline = float(LEFT), TOP + table.ranks * lane + 22
-    for entry in legend:
-        parts += [_box(x, baseline - 10, 12, 12, entry[0]), _label(x + 18, baseline, entry[1], INK)]
-        x += _legend_width(entry)
-    parts.append(_label(LEFT, baseline + 20, PEAK, PALE))
-    return "\n".join([*parts, "</svg>", ""])
+        parts += _lane(table, timeline, rank, TOP + rank * lane, scale, font)
+    return "\n".join([*parts, *legend, "</svg>", ""])
 
 
-def _lane(timeline: Timeline, rank: int, top: int, scale: float, longest: float) -> Iterator[str]:
-    baseline = top + BOX / 2 + 4
-    yield _label(MARGIN, baseline, f"rank {rank}", INK)
-    yield _label(LEFT + longest * scale + 10, baseline, _summary(timeline, rank), PALE)
-    yield _box(LEFT, top, longest * scale, BOX, GROUND)
-    for span, local in _compute(timeline, rank):
-        x, length = LEFT + float(span.start) * scale, float(span.end - span.start) * scale
-        yield _box(x, top, length, BOX, _shade(span.action.kind, local), 'stroke="white" stroke-width="0.8"')
-        if DIGIT * len(str(span.action.micro)) + 2 <= length:
-            yield _label(x + length / 2, baseline, str(span.action.micro), "white", 'text-anchor="middle"')
+def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, font: float) -> Iterator[str]:
+    local, longest = _local(table), float(timeline.makespan) * scale
+    yield _label(MARGIN, top + BOX / 2 + 4, f"rank {rank}", INK)
+    yield _label(LEFT + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE)
+    yield _box(LEFT, top, longest, BOX, GROUND)
     for span in timeline.spans[rank]:
-        if not span.action.is_compute:
-            half = STRIP / 2 if span.action.is_transfer else STRIP
-            below = half if span.action.is_transfer and span.action.kind not in SENT_BY.values() else 0
-            length = max(TICK, float(span.end - span.start) * scale)
-            colour = TRANSFER if span.action.is_transfer else SHARDING
-            yield _box(LEFT + float(span.start) * scale - TICK / 2, top + BOX + 1 + below, length, half, colour)
+        kind, stage, micro = action = span.action
+        x, length = LEFT + float(span.start) * scale, float(span.end - span.start) * scale
+        yield f"<g><title>{_tooltip(span)}</title>"
+        if action.is_compute:
+            shade = kind, local[stage]
+            yield _box(x, top, length, BOX, _fill(shade), f'stroke="{WHITE}" stroke-width="0.8"')
+            how = f'text-anchor="middle" font-size="{font:.1f}"'
+            yield _label(x + length / 2, top + BOX / 2 + font / 3, str(micro), _ink(shade), how)
+        else:
+            half = STRIP / 2 if action.is_transfer else STRIP
+            below = half if action.is_transfer and kind not in SENT_BY.values() else 0
+            colour = TRANSFER if action.is_transfer else SHARDING
+            yield _box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour)
+        yield "</g>"
 
 
-def _legend(timeline: Timeline) -> list[tuple[str, str]]:
-    """Colour and meaning of everything that is drawn."""
-    kinds = {span.action.kind for rank in timeline.spans for span in rank}
-    entries = [(FILL[kind], f"{kind}: {MEANING[kind]}") for kind in COMPUTE if kind in kinds]
+def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tuple[list[str], int]:
+    """The colours and letters that occur and what they mean, and how many lines that takes."""
+    x, line, parts = float(LEFT), 0, []
+
+    def entry(swatches: list[tuple[str, str, str]], text: str) -> None:
+        nonlocal x, line
+        length = SWATCH * len(swatches) + 6 + FONT * LETTER * len(text) + 22
+        if x > LEFT and x + length > width:
+            x, line = LEFT, line + 1
+        y = top + line * LINE
+        for number, (colour, ink, letter) in enumerate(swatches):
+            parts.append(_box(x + number * SWATCH, y, SWATCH, SWATCH, colour))
+            parts.append(_label(x + (number + 0.5) * SWATCH, y + 12, letter, ink, 'text-anchor="middle"'))
+        parts.append(_label(x + SWATCH * len(swatches) + 6 * bool(swatches), y + 12, text, INK))
+        x += length
+
+    for shades, stages in _families(table, timeline):
+        entry([(_fill(shade), _ink(shade), str(shade[0])) for shade in shades], stages)
+    for colour, text in _others(timeline):
+        entry([(colour, INK, "")], text)
+    x, line = LEFT, line + 1
+    for text in _letters(timeline):
+        entry([], text)
+    return parts, line + 1
+
+
+def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
+    """The same for a terminal, which has no communication."""
+    entries = []
+    for shades, stages in _families(table, timeline):
+        swatches = Text.assemble(*((str(shade[0]), _style(shade)) for shade in shades))
+        entries.append(swatches.append(f" {stages}"))
+    entries += [Text(text, style="dim") for text in _letters(timeline)]
+    legend, used = Text(), 0
+    for entry in entries:
+        if used and used + len(BETWEEN) + len(entry) > width:
+            legend, used = legend.append("\n"), 0
+        legend.append(BETWEEN * bool(used)).append(entry)
+        used += len(BETWEEN) * bool(used) + len(entry)
+    return legend
+
+
+def _families(table: Table, timeline: Timeline) -> list[tuple[list[Shade], str]]:
+    """The shades that occur, by the colour's family, and the stages that have it: `stages 0-3`."""
+    local = _local(table)
+    drawn = {(span.action.kind, local[span.action.stage]) for lane in timeline.spans for span in lane}
+    found = []
+    for family in sorted(set(local.values())):
+        stages = [stage for stage, place in sorted(local.items()) if place == family]
+        name = f"stage{'s' * (len(stages) > 1)} {number_ranges(stages)}"
+        found.append(([(kind, family) for kind in SHADES if (kind, family) in drawn], name))
+    return found
+
+
+def _others(timeline: Timeline) -> list[tuple[str, str]]:
+    """The other colours of the SVG that occur."""
+    kinds = _kinds(timeline)
+    entries = [(GROUND, "idle")]
     entries += [(TRANSFER, "sent (above), received")] if kinds & OTHER_SIDE.keys() else []
     entries += [(SHARDING, "weights gathered or freed, gradients reduced")] if kinds.intersection(SHARDED) else []
     return entries
 
 
-def _legend_width(entry: tuple[str, str]) -> float:
-    return 34 + LETTER * len(entry[1])
+def _letters(timeline: Timeline) -> list[str]:
+    """What the letters of the kinds, and the summary of a rank, mean."""
+    return [*(f"{kind}: {MEANING[kind]}" for kind in COMPUTE if kind in _kinds(timeline)), PEAK]
+
+
+def _kinds(timeline: Timeline) -> set[Kind]:
+    return {span.action.kind for lane in timeline.spans for span in lane}
+
+
+def _local(table: Table) -> dict[int, int]:
+    """By stage, which of its rank's stages it is, counted from 0."""
+    return {stage: place for rank in range(table.ranks) for place, stage in enumerate(table.stages_of(rank))}
+
+
+def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:
+    return (span for span in timeline.spans[rank] if span.action.is_compute)
 
 
 def _summary(timeline: Timeline, rank: int) -> str:
     return f"bubble {float(timeline.bubbles[rank]):.1%}, peak {timeline.peak_live[rank]}"
 
 
-def _compute(timeline: Timeline, rank: int) -> Iterator[tuple[Span, int]]:
-    """What a rank computes, and which of the rank's stages it is on, counted from 0."""
-    spans = [span for span in timeline.spans[rank] if span.action.is_compute]
-    stages = sorted({span.action.stage for span in spans})
-    return ((span, stages.index(span.action.stage)) for span in spans)
+def _tooltip(span: Span) -> str:
+    kind, stage, micro = span.action
+    times = f"time {float(span.start):g} to {float(span.end):g}"
+    return f"{kind}: {MEANING[kind]}, stage {stage}, micro-batch {micro}, {times}"
+
+
+def _counted(number: float, what: str, plural: str = "s") -> str:
+    return f"{number:g} {what}{plural * (number != 1)}"
 
 
 def _shortest(timeline: Timeline) -> Time:
     """The length of the shortest compute that takes time."""
-    lengths = [span.end - span.start for rank in timeline.spans for span in rank if span.action.is_compute]
+    lengths = [span.end - span.start for rank in range(len(timeline.spans)) for span in _compute(timeline, rank)]
     return min((length for length in lengths if length > 0), default=1)
 
 
-@cache
-def _shade(kind: Kind, local: int) -> str:
-    """The kind's colour, darker on every second stage of a rank."""
-    red, green, blue = (int(FILL[kind][at : at + 2], 16) for at in (1, 3, 5))
-    dim = 0.68 if local % 2 else 1.0
-    return f"#{round(red * dim):02x}{round(green * dim):02x}{round(blue * dim):02x}"
+def _fill(shade: Shade) -> str:
+    kind, family = shade
+    return FAMILIES[family % len(FAMILIES)][SHADES.index(kind)]
+
+
+def _ink(shade: Shade) -> str:
+    """Of the two inks the one that can be read on a shade, by its brightness."""
+    red, green, blue = (int(_fill(shade)[at : at + 2], 16) for at in (1, 3, 5))
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else WHITE
+
+
+def _style(shade: Shade) -> str:
+    return f"{_ink(shade)} on {_fill(shade)}"
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:

@@ -1,0 +1,13 @@
+"""Words for messages."""
+
+import pytest
+
+from megalite.config.errors import number_ranges
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [([], ""), ([7], "7"), ([0, 1, 2, 3], "0-3"), ([0, 2, 3, 8], "0, 2-3, 8"), (range(5, 5), ""), (range(2), "0-1")],
+)
+def test_neighbours_are_joined(numbers: list[int], expected: str) -> None:
+    assert number_ranges(numbers) == expected

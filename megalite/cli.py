@@ -66,7 +66,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         command.add_argument("arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="see megalite --help")
-    verify, show = commands.choices["verify"], commands.choices["show"]
+    train, verify, show = (commands.choices[name] for name in ("train", "verify", "show"))
+    train.add_argument(
+        "--check",
+        action="store_true",
+        help="check configuration, data and checkpoint as before a start, print what would start, and end",
+    )
+    train.add_argument("--world-size", type=_count, metavar="N", help="with --check: number of ranks of the job")
     verify.add_argument("--steps", type=_count, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
@@ -90,6 +96,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse takes positional arguments from one side of an option only; the others are left here.
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.command == "train" and args.world_size is not None and not args.check:
+        parser.error("argument --world-size: needs --check")
     if args.command == "show" and args.measure and not args.memory:
         parser.error("argument --measure: needs --memory")
     if args.command == "show" and args.memory and args.schedule is not None:

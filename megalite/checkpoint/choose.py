@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megalite.checkpoint.compare import refuse_other_model
-from megalite.checkpoint.manifest import DamagedError, Manifest, complete, step_of
+from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
+from megalite.checkpoint.manifest import DamagedError, Manifest, Source, check_sizes, complete, step_of
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 
@@ -28,6 +28,26 @@ def check_start(config: Config, folder: Path) -> None:
             )
     elif weights is not None and not found:
         _read(weights, "checkpoint.weights", config)
+
+
+def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> int:
+    """The step from which a run goes on, as `checkpoint.resume` says and `folder` allows; 0: from the beginning.
+
+    data: the sources that the run reads. Raises InputError if the checkpoint there is of another model or other data.
+    """
+    wanted = config.checkpoint.resume
+    candidates = {"auto": complete(folder)[::-1], "never": []}.get(wanted, [Path(wanted)])
+    for path in candidates:
+        try:
+            manifest = check_sizes(path)
+        except DamagedError:
+            if wanted != "auto":
+                raise
+            continue  # the ranks will set it aside, and say so
+        refuse_other_model(path, manifest.configuration, config)
+        refuse_other_data(path, manifest, config, data)
+        return manifest.step
+    return 0
 
 
 def _read(path: str, key: str, config: Config) -> Manifest:

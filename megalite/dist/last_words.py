@@ -6,28 +6,44 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.dist.local import MEETING, error_file
 from megalite.dist.ranks import Place
+
+OUTCOME = "MEGALITE_OUTCOME"  # environment: a file for the exit code of the first rank to fail
 
 log = logging.getLogger("megalite")
 log.addHandler(logging.NullHandler())  # until the rank's log file is open, nothing is logged
 
 
 def tell(code: int, text: str, place: Place) -> None:
-    """Tell the launcher of an error, if it shows the first one of the job, or else the user."""
-    if MEETING in os.environ:
-        tell_launcher(code, text, place)
-    elif torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
-        Path(torchrun).write_text(json.dumps({"message": report}))
-    else:
-        print(f"megalite: rank {place.rank} on {socket.gethostname()}: {text}", file=sys.stderr)
+    """Tell the launcher of an error, if it shows the first one of the job, or else the user.
+
+    Without text, `code` is a verdict that needs no explanation.
+    """
+    note_outcome(code)
+    with suppress(OSError):  # a full disk or a closed pipe must not change the exit code
+        if MEETING in os.environ:
+            _tell_launcher(code, text, place)
+        elif text and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+            Path(torchrun).write_text(json.dumps({"message": report}))
+        elif text:
+            print(f"megalite: rank {place.rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
 
 
-def tell_launcher(code: int, text: str, place: Place) -> None:
-    """Leave the local launcher a report; without text, `code` is a verdict that needs no explanation."""
+def note_outcome(code: int) -> None:
+    """Leave the exit code of the first rank to fail: Slurm tells the highest one of all ranks, torchrun always 1."""
+    with suppress(OSError):  # another rank was first, or there is no such folder
+        if outcome := os.environ.get(OUTCOME):
+            with Path(outcome).open("x") as file:
+                file.write(f"{code}\n")
+
+
+def _tell_launcher(code: int, text: str, place: Place) -> None:
+    """Leave the local launcher a report."""
     report = {"time": time.time(), "rank": place.rank, "code": code, "error": text}
     path = error_file(Path(os.environ[MEETING]), place.rank)
     partial = path.with_suffix(".partial")  # the launcher may stop this process at any moment

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import InputError, Unhealthy
-from megalite.dist.last_words import log, tell, tell_launcher
+from megalite.dist.last_words import log, tell
 from megalite.dist.local import MEETING
 from megalite.dist.ranks import Place, let_others_speak
 from megalite.dist.signals import die_with_launcher, hear
@@ -149,8 +149,8 @@ def run_rank(main: Callable[[], int], place: Place) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if code != 0 and MEETING in os.environ:
-        tell_launcher(code, "", place)
+    if code != 0:
+        tell(code, "", place)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from megalite.checkpoint.choose import check_start
+from megalite.checkpoint.choose import check_start, starting_point
 from megalite.config.errors import InputError
 from megalite.config.load import load
+from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
-from megalite.dist.last_words import log, tell
+from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, stop_before_first_step
@@ -20,25 +21,27 @@ from megalite.plan.fit import fit_micro
 from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
+from megalite.train.sources import as_remembered, open_samples
 
 WORKER = "megalite.train.worker"
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the exit code."""
-    place = find_place()
+    """Train, or with `args.check` only tell what would start; the exit code."""
+    place = None if args.check else find_place()
     if place is not None:
         die_with_launcher()
         stop_before_first_step(place)
     try:
-        config = check(load(args.files, args.overrides), place.world_size if place else None)
-        if config.batch.memory is not None or config.run.device == "cpu":  # else the ranks ask their GPUs
-            config = fit_micro(config)
-        check_files(config)
-        if config.batch.micro != "auto":
-            table_of(config)  # refuses a schedule that cannot run before any rank is started
-        folder = Folder.of(config)
+        config = _checked(args, place.world_size if place else args.world_size)
+        folder, world_size = Folder.of(config), config.parallel.layout.world_size
+        step = _first_step(config, folder) if place is None else 0
+        if args.check:
+            folder.make()
+            print(f"ranks   {world_size}\nlayout  {config.parallel.layout}\nfolder  {folder.path}")
+            print(f"steps   {step} to {config.train.steps}")
+            return 0
         with _owning(folder, place) as check_owner:
             check_start(config, folder.checkpoints)
             folder.make()
@@ -46,13 +49,34 @@ def run(args: argparse.Namespace) -> int:
                 # By name and only now: bad input is answered without waiting for torch.
                 code: int = import_for_good(WORKER).run(place, config, check_owner)
                 return code
-            arguments, world_size = ["train", *args.files, *args.overrides], config.parallel.layout.world_size
             shared = WORKER if _on_cpus(config.run.device) else None
-            return launch("megalite.cli", arguments, world_size, folder.logs, shared)
+            return launch("megalite.cli", ["train", *args.files, *args.overrides], world_size, folder.logs, shared)
     except InputError:
-        if place is not None and place.rank != 0:
-            let_others_speak(2)
+        if place is not None:
+            if place.rank != 0:
+                let_others_speak(2)
+            note_outcome(2)
         raise
+
+
+def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
+    """The configuration, if it can work and the files that it names are there."""
+    config = check(load(args.files, args.overrides), world_size)
+    if config.batch.memory is not None or config.run.device == "cpu":  # else the ranks ask their GPUs
+        config = fit_micro(config)
+    check_files(config)
+    if config.batch.micro != "auto":
+        table_of(config)  # refuses a schedule that cannot run before any rank is started
+    return config
+
+
+def _first_step(config: Config, folder: Folder) -> int:
+    """The step that training goes on from, if data and checkpoint are what every rank will need."""
+    train = open_samples(config, config.data.train)
+    if config.data.valid:
+        open_samples(config, config.data.valid)
+    check_start(config, folder.checkpoints)
+    return starting_point(config, folder.checkpoints, as_remembered(config.data.train, train))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.manifest import Source as SourceRead
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
@@ -21,7 +20,6 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
 from megalite.data.documents import end_of_document
 from megalite.data.loader import Loader
-from megalite.data.samples import Samples
 from megalite.dist.activity import Activity
 from megalite.dist.local import log_file
 from megalite.dist.mesh import Mesh
@@ -36,6 +34,7 @@ from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report, write_environment
+from megalite.train.sources import as_remembered, open_samples
 
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
@@ -85,7 +84,8 @@ def _train(
     layers = ", ".join(layer for stage in job.stages.values() for layer in stage.layers)
     log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
     batches = open_data(job)
-    data, state, together = sources_read(job, batches), State(job.stages, job.optimizer), Together()
+    data, state = as_remembered(config.data.train, batches.train.samples), State(job.stages, job.optimizer)
+    together = Together()
     restorer = Restorer(state, config, data, together, job.activity.tick, check_owner)
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)
@@ -142,21 +142,13 @@ def warn(text: str) -> None:
     print(f"megalite: warning: {text}", file=sys.stderr)
 
 
-def sources_read(job: Job, batches: Batches) -> tuple[SourceRead, ...]:
-    """The training data as a checkpoint remembers it."""
-    samples = batches.train.samples
-    read = zip(job.config.data.train, samples.parts, samples.fingerprints(), strict=True)
-    return tuple(SourceRead(source.path, source.weight, part.tokens, mark) for source, part, mark in read)
-
-
 def open_data(job: Job) -> Batches:
     """Loaders of this rank's share of the training and validation data."""
 
     def loader(sources: list[Source]) -> Loader:
         config, mesh = job.config, job.mesh
-        samples = Samples(sources, config.run.seed, config.model.sequence_length, config.model.vocab_size)
         pin = mesh.device.type == "cuda"
-        return Loader(samples, config.batch.micro_size, mesh.layout.dp, mesh.dp_rank, pin)
+        return Loader(open_samples(config, sources), config.batch.micro_size, mesh.layout.dp, mesh.dp_rank, pin)
 
     data = job.config.data
     return Batches(loader(data.train), loader(data.valid) if data.valid else None)

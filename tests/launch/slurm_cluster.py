@@ -80,9 +80,9 @@ class Cluster:
         return done.stdout.strip()
 
     def wait(self, job: str, timeout: float = 120) -> dict[str, str]:
-        """The properties of a job, such as JobState and ExitCode, once it has ended."""
-        self.until(lambda: self._job(job)["JobState"] not in UNFINISHED, f"job {job} at its end", timeout)
-        return self._job(job)
+        """The properties of a job once it has ended."""
+        self.until(lambda: self.job(job)["JobState"] not in UNFINISHED, f"job {job} at its end", timeout)
+        return self.job(job)
 
     def until(self, done: Callable[[], bool], what: str, timeout: float = 120) -> None:
         """Wait for something; raises TimeoutError with the daemons' messages."""
@@ -92,7 +92,8 @@ class Cluster:
                 raise TimeoutError(f"never saw {what}{self._logs()}")
             time.sleep(0.1)
 
-    def _job(self, job: str) -> dict[str, str]:
+    def job(self, job: str) -> dict[str, str]:
+        """The properties of a job, such as JobState and ExitCode."""
         pairs = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 

@@ -304,3 +304,39 @@ def test_bf16_trains_on_a_cpu(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = curve(place / "runs/bf16", "loss")
     assert losses == pytest.approx(dict(list(curve(place / "runs/base", "loss").items())[:2]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["parallel.pp=2", "--world-size=4"], "ranks   4\nlayout  pp 2 · dp_shard 2\nfolder  {run}\nsteps   0 to 8\n"),
+        (["run.name=base"], "ranks   1\nlayout  1 rank\nfolder  runs/base\nsteps   8 to 8\n"),
+        (["train.steps=9", "checkpoint.resume=runs/base/checkpoints/step-00000008"], "steps   8 to 9\n"),
+        (["parallel.pp=2", "--world-size=3"], "which must divide the job's 3; start 2 or 4 ranks"),
+        (["model.sequence_length=2001"], "data/train.bin: 2000 tokens are too few"),
+        (["data.valid=[{path: data/torn}]"], "data/torn.idx"),
+        (["run.name=base", "model.width=32"], "model.width = 32: the checkpoint runs/base/checkpoints/step-00000008"),
+        (["run.name=base", "data.train=[{path: data/valid}]"], 'data.train[0].path = "data/valid": holds other'),
+        (["run.name=base", "checkpoint.resume=never"], "checkpoint.resume = never"),
+    ],
+)  # fmt: skip
+def test_a_check_tells_what_would_start_or_why_not(
+    arguments: list[str], told: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
+    Path("data/torn.bin").write_bytes(bytes(100))
+    Path("data/torn.idx").write_bytes(bytes(10))
+    code = main(["train", "toy.yaml", "--check", "run.name=checked", *arguments])
+    shown = capsys.readouterr()
+    assert code == (0 if told.endswith("\n") else 2), shown.err
+    assert told.format(run="runs/checked") in (shown.out if code == 0 else shown.err)
+    assert Path("runs/checked/logs").exists() == (code == 0 and "run.name=base" not in arguments)
+    shutil.rmtree("runs/checked", ignore_errors=True)
+
+
+def test_bad_data_is_told_before_ranks_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
+    assert main(["train", "toy.yaml", "run.name=short", "model.sequence_length=2001"]) == 2
+    assert not Path("runs/short").exists()

@@ -1,0 +1,18 @@
+"""What a run reads, opened and described. Imports no torch."""
+
+from collections.abc import Sequence
+
+from megalite.checkpoint.manifest import Source as SourceRead
+from megalite.config.schema import Config, Source
+from megalite.data.samples import Samples
+
+
+def open_samples(config: Config, sources: Sequence[Source]) -> Samples:
+    """The samples of these sources. Raises InputError where a store is missing, damaged or too small."""
+    return Samples(sources, config.run.seed, config.model.sequence_length, config.model.vocab_size)
+
+
+def as_remembered(sources: Sequence[Source], samples: Samples) -> tuple[SourceRead, ...]:
+    """The sources of `samples` as a checkpoint remembers them."""
+    read = zip(sources, samples.parts, samples.fingerprints(), strict=True)
+    return tuple(SourceRead(source.path, source.weight, part.tokens, mark) for source, part, mark in read)

@@ -9,16 +9,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from megalite.dist.forked import Forked
 from megalite.imports import import_for_good
+from megalite.stop import STOP, end_at_once, listen, restore
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
 LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # ask a run to stop in a state from which it can be resumed
 THREADS = "OMP_NUM_THREADS"  # environment: how many threads OpenMP, and so PyTorch on CPUs, may use
 GRACE = 3.0  # seconds between asking the ranks to end and killing them
 Process = subprocess.Popen[bytes] | Forked
@@ -44,19 +44,21 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
     process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver nor
-    threads survive a fork. A signal before there are ranks raises SystemExit with code 3.
+    threads survive a fork. A signal before there are ranks ends this process at once.
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    previous = end_at_once()
+    start = _spawn
+    if shared is not None and sys.platform == "linux":
+        import_for_good(shared)
+        start = _fork
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
         ranks: list[Process] = []
         try:
-            with _handing_on(ranks):
-                start = _spawn
-                if shared is not None and sys.platform == "linux":
-                    import_for_good(shared)
-                    start = _fork
+            with ExitStack() as handing_on:
                 with _blocked():
+                    handing_on.enter_context(_handing_on(ranks))
                     for rank in range(world_size):
                         environment = _environment(rank, world_size, Path(meeting))
                         ranks.append(start(module, arguments, environment, None if rank == 0 else log_file(logs, rank)))
@@ -64,6 +66,7 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
                 _stop(ranks)
         finally:
             _kill(ranks)
+            restore(previous)
         return _explain(ranks, failed, Path(meeting), logs) if failed else 0
 
 
@@ -97,8 +100,9 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
     def main() -> None:
         """Be what `_spawn` makes."""
         os.setsid()
-        for number in STOP:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in listen(signal.SIG_DFL):
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         if log is not None:
@@ -117,14 +121,11 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
 
 @contextmanager
 def _handing_on(ranks: list[Process]) -> Iterator[None]:
-    """Send the ranks what comes in, or end before there are any; the second SIGINT is an interrupt."""
+    """Send the ranks what comes in; the second SIGINT is an interrupt."""
     interrupts = 0
 
     def handler(number: int, frame: object) -> None:
         nonlocal interrupts
-        if not ranks:
-            print(f"megalite: stopped by {signal.Signals(number).name} before any rank started", file=sys.stderr)
-            sys.exit(3)
         interrupts += number == signal.SIGINT
         if number == signal.SIGINT and interrupts == 2:
             raise KeyboardInterrupt
@@ -132,12 +133,11 @@ def _handing_on(ranks: list[Process]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    previous = {number: signal.signal(number, handler) for number in STOP}
+    previous = listen(handler)
     try:
         yield
     finally:
-        for number, handled in previous.items():
-            signal.signal(number, handled)
+        restore(previous)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import signal
 import sys
 
 from megalite.dist.last_words import log, tell
-from megalite.dist.local import LAUNCHER, MEETING, STOP
+from megalite.dist.local import LAUNCHER, MEETING
 from megalite.dist.ranks import Place
+from megalite.stop import STOP, listen
 
 
 def die_with_launcher() -> None:
@@ -34,8 +35,7 @@ def stop_before_first_step(place: Place) -> None:
             sys.stderr.flush()
         os._exit(3)
 
-    for number in STOP:
-        signal.signal(number, stop)
+    listen(stop)
     hear()
 
 
@@ -46,5 +46,4 @@ def hear() -> None:
 
 def ignore_stops() -> None:
     """There is nothing left to stop."""
-    for number in STOP:
-        signal.signal(number, signal.SIG_IGN)
+    listen(signal.SIG_IGN)

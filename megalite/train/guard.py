@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
 from megalite.checkpoint.progress import Progress
 from megalite.config.errors import Unhealthy
 from megalite.config.schema import Config, Train
-from megalite.dist.local import STOP
 from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, joined, latest_batches
+from megalite.stop import Handler, listen, restore
 from megalite.train.build import Job
 from megalite.train.signs import Reading, Signs
 
@@ -99,15 +99,14 @@ class Requests:
 
     def __init__(self) -> None:
         self.received: set[int] = set()
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Handler] = {}
 
     def __enter__(self) -> "Requests":
-        self._previous = {number: signal.signal(number, self._note) for number in STOP}
+        self._previous = listen(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore(self._previous)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and number in self.received:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.dist.local import STOP
 from megalite.dist.mesh import Mesh
+from megalite.stop import STOP
 
 
 @dataclass(frozen=True)

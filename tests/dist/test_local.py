@@ -171,7 +171,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(
             wait_for("stopped 0", "stopped 1")
             sys.exit(3)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, stop)
         (folder / f"ready {rank}").touch()
         time.sleep(600)
@@ -186,7 +186,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(
 def test_ranks_start_with_signals_held_up_and_without_handlers(program: Program, shared: str, tmp_path: Path) -> None:
     program("")
     (tmp_path / "program.py").write_text(
-        "import signal, sys\nfrom megalite.dist.local import STOP\n"
+        "import signal, sys\nfrom megalite.stop import STOP\n"
         "held_up = signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)\n"
         "defaults = {signal.SIG_DFL, signal.default_int_handler}\n"
         "sys.exit(0 if held_up and {signal.getsignal(number) for number in STOP} == defaults else 1)"

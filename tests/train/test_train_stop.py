@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megalite.data.store import StoreWriter
+from megalite.stop import STOP
 
 CONFIG = """
 run: {dir: runs, device: cpu}
@@ -48,7 +49,7 @@ def started(place: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     return job
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOP)
 def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, place: Path) -> None:
     job = started(place, number.name, "parallel.dp_shard=2")
     job.send_signal(number)

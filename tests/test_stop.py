@@ -1,0 +1,60 @@
+"""Signals to a command that is not under way yet."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megalite.stop import STOP, listen, restore
+
+BEGIN = """
+import importlib, os, sys, time
+from {package} import {name}
+
+def import_slowly(module):
+    try:
+        os.kill(os.getpid(), {number})
+        time.sleep(60)
+    except BaseException:  # as some modules do while they are imported
+        print("lost", flush=True)
+
+importlib.import_module = sys.modules["{package}"].import_module = import_slowly
+{name}()
+"""
+
+
+@pytest.fixture
+def ignored() -> Iterator[signal.Signals]:
+    """A signal that is ignored, as SIGHUP is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield signal.SIGHUP
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "number", "code"),
+    [
+        *(("megalite.__main__", "main", number, 130 if number == signal.SIGINT else 3) for number in STOP),
+        ("megalite_tools.commands", "prepare_data", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_while_modules_are_imported_ends_a_command_with_one_line(
+    package: str, name: str, number: signal.Signals, code: int
+) -> None:
+    program = BEGIN.format(package=package, name=name, number=int(number))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"megalite: stopped by {number.name}\n")
+
+
+def test_what_was_ignored_stays_ignored_and_the_rest_is_put_back(ignored: signal.Signals) -> None:
+    heard: list[int] = []
+    before = listen(lambda number, _: heard.append(number))
+    assert before.keys() == set(STOP) - {ignored}
+    for number in STOP:
+        os.kill(os.getpid(), number)
+    restore(before)
+    assert set(heard) == set(STOP) - {ignored}
+    assert {number: signal.getsignal(number) for number in before} == before

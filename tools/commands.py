@@ -1,0 +1,29 @@
+"""Where the installed programs begin: they hear an interrupt before they import anything that takes time."""
+
+import signal
+from collections.abc import Callable
+from importlib import import_module
+
+from megalite.stop import end_at_once
+
+
+def _program(module: str) -> Callable[[], int]:
+    def main() -> int:
+        end_at_once([signal.SIGINT])  # until the program itself can be interrupted, see `entry`
+        code: int = import_module(f"megalite_tools.{module}").main()
+        return code
+
+    return main
+
+
+train_tokenizer = _program("train_tokenizer")
+prepare_data = _program("prepare_data")
+inspect_data = _program("inspect_data")
+inspect_checkpoint = _program("inspect_checkpoint")
+generate = _program("generate")
+plot_metrics = _program("plot_metrics")
+bench_step = _program("bench_step")
+bench_memory = _program("bench_memory")
+bench_pipeline = _program("bench_pipeline")
+bench_context = _program("bench_context")
+bench_checkpoint = _program("bench_checkpoint")

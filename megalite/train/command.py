@@ -36,15 +36,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = _checked(args, place.world_size if place else args.world_size)
         folder, world_size = Folder.of(config), config.parallel.layout.world_size
+        folder.check(world_size)
         step = _first_step(config, folder) if place is None else 0
-        if args.check:
-            folder.make()
-            print(f"ranks   {world_size}\nlayout  {config.parallel.layout}\nfolder  {folder.path}")
-            print(f"steps   {step} to {config.train.steps}")
-            return 0
         with _owning(folder, place) as check_owner:
             check_start(config, folder.checkpoints)
             folder.make()
+            if args.check:
+                print(f"ranks   {world_size}\nlayout  {config.parallel.layout}\nfolder  {folder.path}")
+                print(f"steps   {step} to {config.train.steps}")
+                return 0
             if place is not None:
                 # By name and only now: bad input is answered without waiting for torch.
                 code: int = import_for_good(WORKER).run(place, config, check_owner)

@@ -1,10 +1,16 @@
-"""The run folder's layout."""
+"""The run folder's layout, and whether a run can write there."""
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.errors import InputError, Problem
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
+from megalite.dist.local import log_file
+
+FILES = ("metrics.jsonl", "config.yaml", "environment.json")
+FOLDERS = ("lock", "logs", "checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -17,15 +23,22 @@ class Folder:
     def of(config: Config) -> "Folder":
         return Folder(Path(config.run.dir) / config.run.name)
 
+    def check(self, ranks: int) -> None:
+        """Raises InputError with everything that is there and that `ranks` ranks could not write to."""
+        nearest = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        folders = [nearest, *(self.path / name for name in FOLDERS)]
+        files = [self.path / name for name in FILES] + [log_file(self.logs, rank) for rank in range(ranks)]
+        problems = [*(_hindrance(path, True) for path in folders), *(_hindrance(path, False) for path in files)]
+        if found := list(filter(None, problems)):
+            remedy = "mend, move or remove what is there, or set run.dir or run.name"
+            raise InputError("\n  ".join(["the run folder cannot be written to", *found, remedy]))
+
     def make(self) -> None:
-        """Make what is missing of it. Raises InputError where that is refused."""
+        """Make what a launcher needs of it."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            rule = f"{self.logs} cannot be made: {error.strerror}"
-            raise InputError(
-                [Problem("run.dir", rule, "name a folder that can be written to", str(self.path.parent))]
-            ) from error
+            raise InputError(f"{self.logs}: cannot be made: {error.strerror}; set run.dir") from error
 
     @property
     def logs(self) -> Path:
@@ -34,3 +47,20 @@ class Folder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+
+def _hindrance(path: Path, folder: bool) -> str:
+    """Why a folder, or else a file, cannot be made or written to at `path`; "": it can."""
+    wanted, needed = ("a folder", os.W_OK | os.X_OK) if folder else ("a file", os.W_OK)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return f"{path}: must be {wanted}, but is a link that leads nowhere" if path.is_symlink() else ""
+    except NotADirectoryError:  # of the folder around it something is told already
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+        found = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "neither a file nor a folder"
+        return f"{path}: must be {wanted}, but is {found}"
+    return "" if os.access(path, needed) else f"{path}: cannot be written to"

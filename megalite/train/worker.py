@@ -94,11 +94,19 @@ def _train(
             return train(job, batches, progress, saver, reload, None)
         write_environment(folder.path, config, place.world_size, _device_name(device))
         with Report(folder.path, config, progress.step) as report:
-            announce(report, job, batches, progress)
+            if progress.step < config.train.steps:
+                announce(report, job, batches, progress)
             code = train(job, batches, progress, saver, reload, report)
             if code == 0:
-                report.say(f"done: {config.train.steps} steps, run folder {folder.path}")
+                report.say(f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}")
             return code
+
+
+def outcome(steps: int, first: int) -> str:
+    """What a run that ended well has done, which stood at step `first` when it was started."""
+    if first < steps:
+        return f"done: {steps} steps"
+    return f"nothing to do: the run stands at step {first} and train.steps = {steps}; raise train.steps to go on"
 
 
 def check_attention(config: Config, device: torch.device) -> None:

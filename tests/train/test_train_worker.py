@@ -7,7 +7,7 @@ import torch
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Context, Data, Model, Parallel, Train
-from megalite.train.worker import check_attention
+from megalite.train.worker import check_attention, outcome
 
 CUDA = torch.device("cuda")
 RING = Config(parallel=Parallel(cp=2), model=Model(head_width=64))
@@ -28,3 +28,16 @@ def test_other_attention_and_the_cpu_take_everything() -> None:
     check_attention(Config(train=exact), CUDA)
     check_attention(replace(RING, train=exact, parallel=Parallel(cp=2, context=Context("ulysses"))), CUDA)
     check_attention(replace(RING, train=exact), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        (0, "done: 20 steps"),
+        (19, "done: 20 steps"),
+        (20, "nothing to do: the run stands at step 20 and train.steps = 20; raise train.steps to go on"),
+        (40, "nothing to do: the run stands at step 40 and train.steps = 20; raise train.steps to go on"),
+    ],
+)
+def test_a_run_tells_what_it_has_done(first: int, told: str) -> None:
+    assert outcome(20, first) == told

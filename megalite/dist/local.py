@@ -72,7 +72,8 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
 
 def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:
     """What a rank's environment has beside the launcher's."""
-    found = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    found = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    found |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     found |= {MEETING: str(meeting), LAUNCHER: str(os.getpid())}
     if THREADS not in os.environ:
         found[THREADS] = str(max(1, (os.cpu_count() or 1) // world_size))

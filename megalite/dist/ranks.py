@@ -1,12 +1,14 @@
 """Which rank this process is, from what its launcher says. Imports no torch."""
 
 import os
+import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.config.errors import InputError
+from megalite.dist.local import LAUNCHER
 
 
 @dataclass(frozen=True)
@@ -19,27 +21,64 @@ class Place:
 
 
 HELD_BACK = 5.0  # seconds; longer than torchrun and Slurm take to end a job of which one rank has failed
-LAUNCHERS = (  # rank, world size, local rank
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun, and megalite's own local launcher
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # srun
-)
+RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # set by torchrun, and by megalite's own local launcher
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")  # set by srun
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # set by mpirun
+INNER = ("TORCHELASTIC_RUN_ID", LAUNCHER)  # set by launchers that can run inside a task of srun
+NUMBER = re.compile("[0-9]{1,9}")
+HOW_TO_START = "start ranks with torchrun, srun or launch/local.sh, or unset these variables to start alone"
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place given by torchrun or Slurm; None when the process was started by itself.
 
-    A Slurm step of one task is an interactive shell, or a script that starts its ranks itself: no place.
+    A Slurm step of one task is an interactive shell, or a script that starts its ranks itself: no place. Raises
+    InputError for variables of a launcher that are incomplete or contradict each other: a rank that took itself for
+    the only one would train alone.
     """
-    for names in LAUNCHERS:
-        values = [environment.get(name) for name in names]
-        if None in values or (names[0].startswith("SLURM") and values[1] == "1"):
-            continue
-        try:
-            return Place(*(int(value or "") for value in values))
-        except ValueError:
-            found = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-            raise InputError(f"the launcher's variables must be whole numbers, not {found}") from None
-    return None
+    step = _slurm_step(environment)
+    if not any(name in environment for name in RANK):
+        for name in MPI_SIZES:
+            if step is None and environment.get(name, "1") != "1":
+                raise _refused((name,), environment, "mpirun does not set RANK, WORLD_SIZE and LOCAL_RANK")
+        return step
+    place = _read(RANK, environment)
+    ranks_here = environment.get("LOCAL_WORLD_SIZE")
+    if ranks_here is not None and place.local_rank >= _number("LOCAL_WORLD_SIZE", ranks_here):
+        raise _refused(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), environment, "a local rank is below the ranks of its node")
+    nested = step is None or place.world_size > step.world_size or any(name in environment for name in INNER)
+    if place != step and not nested:
+        raise _refused((*RANK, *SLURM), environment, "two launchers give this process two places")
+    return place
+
+
+def _slurm_step(environment: Mapping[str, str]) -> Place | None:
+    """The place that srun gives to a task of several."""
+    rank, size, local = map(environment.get, SLURM)
+    # A batch script has the variables of a first task, but is in no step.
+    alone = size == "1" or (size is None and rank == local and rank in (None, "0"))
+    return None if alone else _read(SLURM, environment)
+
+
+def _read(names: tuple[str, str, str], environment: Mapping[str, str]) -> Place:
+    missing = [name for name in names if name not in environment]
+    if missing:
+        raise _refused(names, environment, f"{' and '.join(missing)} must be set too")
+    rank, size, local = (_number(name, environment[name]) for name in names)
+    if rank >= size or local >= size:
+        raise _refused(names, environment, "ranks are counted from 0, and are below their number")
+    return Place(rank, size, local)
+
+
+def _number(name: str, text: str) -> int:
+    if not NUMBER.fullmatch(text):
+        raise InputError(f"{name}={text}: the launcher's variables must be whole numbers; {HOW_TO_START}")
+    return int(text)
+
+
+def _refused(names: Sequence[str], environment: Mapping[str, str], rule: str) -> InputError:
+    found = " ".join(f"{name}={environment[name]}" for name in names if name in environment)
+    return InputError(f"{found}: {rule}; {HOW_TO_START}")
 
 
 def let_others_speak(code: int) -> None:

@@ -2,6 +2,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
 from megalite.dist.ranks import Place, find_place
@@ -15,31 +17,76 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
     [
         ({}, None),
         ({"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
         (TORCHRUN, Place(5, 8, 1)),
         (SLURM, Place(3, 4, 0)),
         (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, Place(0, 1, 0)),
     ],
-    ids=["nothing", "a batch script of Slurm", "torchrun", "srun", "srun of one task", "torchrun of one rank"],
+    ids=["nothing", "salloc", "a batch script of Slurm", "torchrun", "srun", "srun of one task", "torchrun of one rank"],
 )
 def test_the_place_is_what_the_launcher_says(environment: dict[str, str], place: Place | None) -> None:
     assert find_place(environment) == place
 
 
-def test_torchrun_inside_a_slurm_job_wins() -> None:
-    assert find_place(SLURM | TORCHRUN) == Place(5, 8, 1)
+@pytest.mark.parametrize("inner", [{"TORCHELASTIC_RUN_ID": "x"}, {"MEGALITE_LAUNCHER": "7"}, {"WORLD_SIZE": "8"}])
+def test_a_launcher_inside_a_task_of_slurm_wins(inner: dict[str, str]) -> None:
+    place = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+    assert find_place(SLURM | place | inner) == Place(2, int((place | inner)["WORLD_SIZE"]), 2)
+    assert find_place(SLURM | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == Place(3, 4, 0)
 
 
-@pytest.mark.parametrize("name", TORCHRUN)
-def test_half_a_launcher_is_none(name: str) -> None:
-    assert find_place({key: value for key, value in TORCHRUN.items() if key != name}) is None
+WRONG = [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2: LOCAL_RANK must be set too"),
+    ({"WORLD_SIZE": "2"}, "RANK and LOCAL_RANK must be set too"),
+    ({"LOCAL_RANK": "0"}, "RANK and WORLD_SIZE must be set too"),
+    (TORCHRUN | {"RANK": "8"}, "RANK=8 WORLD_SIZE=8 LOCAL_RANK=1: ranks are counted from 0"),
+    (TORCHRUN | {"WORLD_SIZE": "0"}, "are below their number"),
+    (TORCHRUN | {"LOCAL_RANK": "8"}, "are below their number"),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 LOCAL_WORLD_SIZE=1: a local rank is below"),
+    (SLURM | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "two launchers give this process two places"),
+    (SLURM | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "two launchers give this process two places"),
+    ({"SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS and SLURM_LOCALID must be set too"),
+    ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, "SLURM_STEP_NUM_TASKS must be set too"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "SLURM_LOCALID must be set too"),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2: mpirun does not set RANK"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE=2: mpirun does not set RANK"),
+]
 
 
-@pytest.mark.parametrize("value", ["", "two", "1.5"])
+@pytest.mark.parametrize(("environment", "told"), WRONG, ids=range(len(WRONG)))
+def test_half_a_launcher_or_two_are_refused(environment: dict[str, str], told: str) -> None:
+    with pytest.raises(InputError, match=f"{told}.*; start ranks with torchrun, srun or launch/local.sh, or unset"):
+        find_place(environment)
+
+
+@pytest.mark.parametrize("value", ["", "two", "1.5", "-1", "+1", "1_0", " 1", "٣", "9" * 5000])
 @pytest.mark.parametrize(("launcher", "name"), [(TORCHRUN, "RANK"), (SLURM, "SLURM_PROCID")])
 def test_what_is_no_number_is_named(launcher: dict[str, str], name: str, value: str) -> None:
-    with pytest.raises(InputError, match=f"must be whole numbers.*{name}={value}"):
+    with pytest.raises(InputError) as caught:
         find_place(launcher | {name: value})
+    assert str(caught.value).startswith(f"{name}={value}: the launcher's variables must be whole numbers")
+
+
+SIZES = st.sampled_from(["0", "1", "2", "3", "4", "-1", "x", ""])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from([*TORCHRUN, *SLURM, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"]), SIZES))
+def test_no_variables_make_a_rank_of_many_train_alone(environment: dict[str, str]) -> None:
+    try:
+        place = find_place(environment)
+    except InputError:
+        return
+    if place is None:
+        assert not any(name in environment for name in TORCHRUN)
+        assert environment.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+        assert environment.get("SLURM_PROCID", "0") == "0" or environment["SLURM_STEP_NUM_TASKS"] == "1"
+    else:
+        assert 0 <= place.rank < place.world_size
+        assert 0 <= place.local_rank < place.world_size
+        named = [(environment.get(rank), environment.get(size)) for rank, size, _ in (TORCHRUN, SLURM)]
+        assert (str(place.rank), str(place.world_size)) in named
 
 
 def test_finding_the_place_and_launching_need_no_torch() -> None:

@@ -27,7 +27,9 @@ def end_at_once(numbers: Iterable[int] = STOP) -> dict[int, Handler]:
             os.write(2, f"megalite: stopped by {signal.Signals(number).name}\n".encode())
         os._exit(130 if number == signal.SIGINT else 3)
 
-    return listen(end, numbers)
+    before = listen(end, numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a batch script holds them up until there are handlers
+    return before
 
 
 def restore(handlers: dict[int, Handler]) -> None:

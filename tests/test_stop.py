@@ -49,6 +49,18 @@ def test_a_signal_while_modules_are_imported_ends_a_command_with_one_line(
     assert (done.returncode, done.stdout, done.stderr) == (code, "", f"megalite: stopped by {number.name}\n")
 
 
+def test_a_signal_that_was_held_up_from_before_the_start_is_heard() -> None:
+    program = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+os.kill(os.getpid(), signal.SIGUSR1)
+from megalite.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (3, "megalite: stopped by SIGUSR1\n")
+
+
 def test_what_was_ignored_stays_ignored_and_the_rest_is_put_back(ignored: signal.Signals) -> None:
     heard: list[int] = []
     before = listen(lambda number, _: heard.append(number))

@@ -131,7 +131,7 @@ def load_each(config: Config, paths: Sequence[Path], steps: int) -> list[Loaded]
 def fail_on_one_rank(config: Config, folder: Path, where: str) -> tuple[str, list[int]]:
     """Save twice, the first time with a fault of rank 5; the error, and the steps saved after it."""
     job = make(config)
-    write = Writer.write_data
+    write = Writer.write
 
     def faulty(writer: Writer, *args: Any) -> Any:
         if where == "writing":
@@ -142,12 +142,12 @@ def fail_on_one_rank(config: Config, folder: Path, where: str) -> tuple[str, lis
 
     with saver(job, folder) as writer:
         if dist.get_rank() == 5:
-            Writer.write_data = faulty  # type: ignore[method-assign]
+            Writer.write = faulty  # type: ignore[method-assign]
         try:
             writer.save(progress_at(job, 1))
             writer.wait()
         finally:
-            Writer.write_data = write  # type: ignore[method-assign]
+            Writer.write = write  # type: ignore[method-assign]
         (failed,) = writer.news()
         assert isinstance(failed, Failed)
         writer.save(progress_at(job, 2))

@@ -1,8 +1,7 @@
 """Checkpoints as files: which there are, in what state, and their tensors one at a time, without a process group."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -11,21 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megalite.checkpoint.files import METADATA, Reader
-from megalite.checkpoint.load import read_parts
-from megalite.checkpoint.manifest import (
-    MANIFEST,
-    NAME,
-    DamagedError,
-    Manifest,
-    check_hashes,
-    check_size,
-    check_sizes,
-    complete,
-)
+from megalite.checkpoint.disk import DamagedError, check_hashes, check_size
+from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.manifest import MANIFEST, NAME, Manifest, check_sizes, complete
 from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.read import Reader, damage_of
 from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL
 from megalite.checkpoint.state import empty_progress, progress_from
 from megalite.config.errors import InputError
@@ -89,54 +79,48 @@ def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> l
 class Checkpoint:
     """The tensors of a checkpoint of any layout. Raises InputError where it cannot be read.
 
-    Sizes are checked, and the hash of DCP's index, which tells where tensors are; other hashes are not.
+    Sizes are checked, and the hash of the index, which tells where tensors are; of another file when a tensor is read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, check_sizes(path)
-        check_hashes(path, {METADATA: self.manifest.files[METADATA]})
-        with self._readable():
-            self._metadata = Reader(path).read_metadata()
-        entries = self._metadata.state_dict_metadata.items()
-        self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self._reader = Reader(path, self.manifest)
+        self.tensors = self._reader.index.tensors
+        self._hashed: set[str] = set()
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor. Takes memory for it, and for the largest part of it that one rank has written."""
-        entry = self.tensors[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with self._readable():
-            read_parts(self.path, self._metadata, {name: tensor})
+        """A whole tensor. Takes memory for it alone."""
+        self._check(name)
+        stored = self.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self._reader.fill({name: tensor})
         return tensor
-
-    def bytes(self, name: str) -> int:
-        """Of a whole tensor."""
-        entry = self.tensors[name]
-        return entry.size.numel() * entry.properties.dtype.itemsize
 
     def kind(self, name: str) -> dict[str, Any] | None:
         """Shape, dtype and bytes of a tensor, if there is one of that name."""
         if name not in self.tensors:
             return None
-        entry = self.tensors[name]
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        return {"shape": list(entry.size), "dtype": dtype, "bytes": self.bytes(name)}
+        stored = self.tensors[name]
+        return {"shape": list(stored.shape), "dtype": stored.dtype, "bytes": stored.bytes}
 
     def type(self, name: str) -> str:
         """Dtype and shape as text: `float32 [8, 16]`, or `absent`."""
         kind = self.kind(name)
         return f"{kind['dtype']} {kind['shape']}" if kind else "absent"
 
-    def progress(self) -> Progress:
-        with self._readable():
-            read_parts(self.path, self._metadata, tensors := empty_progress(self._metadata))
-            return progress_from(tensors)
+    def progress(self) -> tuple[Progress, float]:
+        """And the learning rate. No hash is checked for so little."""
+        with damage_of(self.path):
+            tensors = empty_progress(self._reader.index)
+            rate = torch.empty((), dtype=torch.float64)
+            self._reader.fill({**tensors, "schedule.learning_rate": rate})
+            return progress_from(tensors), rate.item()
 
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # what torch makes of a damaged file can be anything
-            raise InputError(f"{self.path}: cannot be read: {error!r}; `verify` tells which file is damaged") from error
+    def _check(self, name: str) -> None:
+        """Compare the files that hold a tensor with their hashes, each once."""
+        needed = {self._reader.index.files[number] for number in self.tensors[name].rows[:, 0]} - self._hashed
+        check_hashes(self.path, {file: self.manifest.files[file] for file in sorted(needed)})
+        self._hashed |= needed
 
 
 def choose(names: Iterable[str], pattern: str) -> list[str]:

@@ -71,8 +71,8 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _compare(a: Checkpoint, b: Checkpoint, names: Iterable[str]) -> dict[str, Difference]:
     """Of the tensors that have the same shape in both, the farthest apart first."""
     common = [name for name in names if name in a.tensors and name in b.tensors]
-    common = [name for name in common if a.tensors[name].size == b.tensors[name].size]
-    work = {name: a.bytes(name) + b.bytes(name) for name in common}
+    common = [name for name in common if a.tensors[name].shape == b.tensors[name].shape]
+    work = {name: a.tensors[name].bytes + b.tensors[name].bytes for name in common}
     found = {}
     with bar("comparing", sum(work.values())) as advanced:
         for name in common:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.manifest import DamagedError, Manifest, total_bytes
+from megalite.checkpoint.disk import DamagedError, total_bytes
+from megalite.checkpoint.manifest import Manifest
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from megalite.checkpoint.manifest import total_bytes
+from megalite.checkpoint.disk import total_bytes
 from megalite_tools.checkpoints import Checkpoint, choose, find, layout_of, saved_at
 from megalite_tools.terminal import Terminal, bar, size
 from megalite_tools.values import Statistics, statistics
@@ -36,6 +36,7 @@ def show(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
+    progress, rate = checkpoint.progress()
     return {
         "path": str(checkpoint.path),
         "saved": manifest.saved,
@@ -44,8 +45,8 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "ranks": manifest.ranks,
         "layout": manifest.layout,
         "versions": manifest.versions,
-        "progress": asdict(checkpoint.progress()),
-        "learning_rate": checkpoint.read("schedule.learning_rate").item(),
+        "progress": asdict(progress),
+        "learning_rate": rate,
         "data": [asdict(source) for source in manifest.data],
         "config": manifest.config,
     }
@@ -73,15 +74,15 @@ def _facts(checkpoint: Checkpoint, summary: dict[str, Any]) -> list[tuple[str, s
 
 def _read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Statistics]:
     found = {}
-    with bar("reading", sum(checkpoint.bytes(name) for name in names)) as advanced:
+    with bar("reading", sum(checkpoint.tensors[name].bytes for name in names)) as advanced:
         for name in names:
             found[name] = statistics(checkpoint.read(name))
-            advanced(checkpoint.bytes(name))
+            advanced(checkpoint.tensors[name].bytes)
     return found
 
 
 def _row(checkpoint: Checkpoint, name: str, found: Statistics | None, counted: bool) -> tuple[str, ...]:
-    row = [name, checkpoint.type(name), f"{checkpoint.bytes(name):,}"]
+    row = [name, checkpoint.type(name), f"{checkpoint.tensors[name].bytes:,}"]
     if found is not None:
         row += [f"{found.norm:.4g}", f"{found.largest:.4g}"]
     if found is not None and counted:

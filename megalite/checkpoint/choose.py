@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
-from megalite.checkpoint.manifest import DamagedError, Manifest, Source, check_sizes, complete, step_of
+from megalite.checkpoint.disk import DamagedError
+from megalite.checkpoint.manifest import Manifest, Source, check_sizes, complete, step_of
+from megalite.checkpoint.retain import check_own
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 
@@ -39,7 +41,7 @@ def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> in
     candidates = {"auto": complete(folder)[::-1], "never": []}.get(wanted, [Path(wanted)])
     for path in candidates:
         try:
-            manifest = check_sizes(path)
+            manifest = check_own(path) if wanted == "auto" else check_sizes(path)
         except DamagedError:
             if wanted != "auto":
                 raise
@@ -53,7 +55,7 @@ def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> in
 def _read(path: str, key: str, config: Config) -> Manifest:
     try:
         manifest = Manifest.read(Path(path))
-    except (DamagedError, OSError) as error:
+    except DamagedError as error:
         raise InputError(f"{key}: is not a checkpoint: {error}") from None
     refuse_other_model(Path(path), manifest.configuration, config)
     return manifest

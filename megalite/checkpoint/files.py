@@ -1,10 +1,9 @@
-"""The files of a checkpoint, in the format of PyTorch Distributed Checkpoint (DCP): hashed while they are written, on
-the disk when they are closed, and read without running what a file may say.
+"""Writing the files of a checkpoint, in the format of PyTorch Distributed Checkpoint (DCP): hashed while they are
+written, and on the disk when they are closed.
 """
 
 import io
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,31 +11,21 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megalite.checkpoint.manifest import File
+from megalite.checkpoint.archive import Archive
+from megalite.checkpoint.disk import File, opened
+from megalite.checkpoint.index import Chunk, Index
+from megalite.checkpoint.manifest import INDEX
 
-METADATA = ".metadata"  # DCP's own index
 BUFFER = 1 << 18  # bytes gathered before they are written
 FLUSHED = 1 << 26  # bytes after which what is written starts on its way to the disk
-MAY_BE_UNPICKLED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8", "bool"},
-    "pathlib": {"Path", "PosixPath"},
-    "collections": {"OrderedDict"},
-}
+
+
+METADATA = ".metadata"  # DCP's own index
 
 
 class HashedFile(io.RawIOBase):
@@ -109,10 +98,11 @@ class HashingFileSystem(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """One rank's file of a checkpoint, and DCP's index on the first rank. Flushing runs in a thread of `beside`."""
+    """One rank's file of a checkpoint, and both indexes on the first rank. Flushing runs in a thread of `beside`."""
 
     def __init__(self, path: Path, beside: ThreadPoolExecutor, advanced: Callable[[], None]) -> None:
-        super().__init__(path, sync_files=False)  # the file system below does it
+        # The file system below syncs. Copying ahead would wait for the current device, not for that of the tensors.
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
         self._hashing = HashingFileSystem(beside, advanced)
         self.fs = self._hashing
 
@@ -121,37 +111,25 @@ class Writer(FileSystemWriter):
         """By name, what this rank has written so far."""
         return self._hashing.written
 
+    def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Index]:
+        """Write what is planned for this rank; where its elements lie."""
+        results = self.write_data(plan, planner).value()
+        planned = {item.index: cast(TensorWriteData, item.tensor_data) for item in plan.items}
+        return results, Index.of(self._chunk(planned[result.index], result) for result in results)
+
+    def _chunk(self, tensor: TensorWriteData, written: WriteResult) -> Chunk:
+        place = written.storage_data
+        with opened(Path(self.path), place.relative_path) as descriptor:
+            position, size = Archive(descriptor, place.offset, place.length).place("data/0")
+        dtype, sizes = tensor.properties.dtype, tensor.chunk.sizes
+        if size != sizes.numel() * dtype.itemsize:
+            raise OSError(f"{place.relative_path} has {size} bytes of {written.index.fqn} {list(sizes)}")
+        named = str(dtype).removeprefix("torch.")
+        return Chunk(written.index.fqn, named, tensor.size, place.relative_path, position, tensor.chunk.offsets, sizes)
+
+    def write_index(self, index: Index) -> None:
+        with self.fs.create_stream(Path(self.path) / INDEX, "wb") as file:
+            file.write(index.encode())
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the name that the folder has while it is written
-
-
-class Reader(FileSystemReader):
-    """Reads checkpoints of any DCP writer that keeps tensors."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA
-        with path.open("rb") as file:
-            try:
-                metadata = Restricted(file).load()
-            except (
-                pickle.UnpicklingError,
-                EOFError,
-                AttributeError,
-                IndexError,
-                KeyError,
-                TypeError,
-                ValueError,
-            ) as error:
-                raise pickle.UnpicklingError(f"{path}: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{path}: is no index of a checkpoint")
-        return metadata
-
-
-class Restricted(pickle.Unpickler):
-    """Unpickles DCP's index and nothing else: no other class or function is ever called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in MAY_BE_UNPICKLED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"asks for {module}.{name}, which no checkpoint needs")

@@ -5,16 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
-from megalite.checkpoint.files import Reader
-from megalite.checkpoint.manifest import DamagedError, Manifest, Source, check_hashes, check_sizes, complete, share_of
+from megalite.checkpoint.disk import DamagedError, check_hashes, share_of
+from megalite.checkpoint.index import Index
+from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.retain import damaged, set_aside
+from megalite.checkpoint.read import Reader, damage_of
+from megalite.checkpoint.retain import check_own, damaged, set_aside
 from megalite.checkpoint.state import State, empty_progress, progress_from
 from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
@@ -50,15 +49,17 @@ class Restorer:
         left, and for a checkpoint of another model or other data.
         """
 
-        def set_aside(error: DamagedError) -> None:
-            self._check_owner()
-            _set_aside(error, warn)
+        passed_over: set[Path] = set()  # known on the first rank
 
-        while path := self._together.once(lambda: _newest(folder, set_aside)):
+        def pass_over(error: DamagedError) -> None:
+            self._check_owner()
+            _pass_over(error, passed_over, warn)
+
+        while path := self._together.once(lambda: _newest(folder, passed_over, pass_over)):
             try:
                 return self.all(path)
             except DamagedError as error:  # the same on all ranks
-                self._together.once(partial(set_aside, error))
+                self._together.once(partial(pass_over, error))
         return None
 
     def all(self, path: Path) -> Progress:
@@ -68,7 +69,7 @@ class Restorer:
         self._together.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
         tensors = self.state.tensors()
         self._fill(path, manifest, tensors, progress=True)
-        progress = progress_from(tensors)
+        progress = _progress(path, manifest, tensors)
         self.state.loaded(progress.updates)
         return progress
 
@@ -86,47 +87,37 @@ class Restorer:
             hashing = beside.submit(check_hashes, path, mine if self.config.checkpoint.verify else {}, self._hashed)
             problem: InputError | None = None
             try:
-                self._together.everywhere(lambda: self._read(path, tensors, progress))
+                self._together.everywhere(lambda: self._read(path, manifest, tensors, progress))
             except InputError as error:
                 problem = error
             self._together.everywhere(hashing.result)  # damage explains why reading failed, so it comes first
             if problem is not None:
                 raise problem
 
-    def _read(self, path: Path, tensors: dict[str, Tensor], progress: bool) -> None:
-        try:
-            metadata = Reader(path).read_metadata()
-            if progress:
-                tensors |= empty_progress(metadata)
-            _refuse_other_tensors(path, metadata, tensors)
-            read_parts(path, metadata, tensors)
-        except InputError:
-            raise
-        except Exception as error:  # what torch makes of a damaged file can be anything
-            raise InputError(f"{path}: cannot be read: rank {self._together.rank}: {error!r}") from error
+    def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
+        reader = Reader(path, manifest)
+        if progress:
+            with damage_of(path):
+                tensors |= empty_progress(reader.index)
+        _refuse_other_tensors(path, reader.index, tensors)
+        reader.fill(tensors)
 
     def _hashed(self, _: int) -> None:
         self._advanced()
 
 
-def read_parts(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors`, of a DTensor this rank's part, without asking other ranks: DCP's index tells where they are."""
-    reader, planner = Reader(path), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-def _newest(folder: Path, set_aside: Callable[[DamagedError], None]) -> Path | None:
+def _newest(folder: Path, passed_over: set[Path], pass_over: Callable[[DamagedError], None]) -> Path | None:
     """The newest checkpoint in `folder` whose files are there in full; others are set aside."""
     for path in reversed(complete(folder)):
+        if path in passed_over:
+            continue
         try:
-            check_sizes(path)
+            check_own(path)
         except DamagedError as error:
-            set_aside(error)
+            pass_over(error)
         else:
             return path
-    if aside := damaged(folder):
+    if aside := [*damaged(folder), *sorted(passed_over)]:
         raise InputError(
             f"{folder} holds no intact checkpoint, but {aside[-1].name}, which is damaged; "
             "train from the beginning with checkpoint.resume=never, or give run.name another name"
@@ -134,26 +125,35 @@ def _newest(folder: Path, set_aside: Callable[[DamagedError], None]) -> Path | N
     return None
 
 
-def _set_aside(error: DamagedError, warn: Say) -> None:
-    aside = set_aside(error.path)
-    warn(f"{error}; it is set aside as {aside.name}, and the one before is used")
+def _pass_over(error: DamagedError, passed_over: set[Path], warn: Say) -> None:
+    """Set a damaged checkpoint aside, or where its name cannot be changed, remember it."""
+    try:
+        done = f"it is set aside as {set_aside(error.path).name}"
+    except OSError as refused:
+        done = f"it cannot be set aside ({refused.strerror})"
+        passed_over.add(error.path)
+    warn(f"{error}; {done}, and the one before is used")
 
 
-def _refuse_other_tensors(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Raises InputError with the names of tensors that the checkpoint lacks, or has in another shape."""
-    there = {
-        name: entry.size
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    differ = [name for name, tensor in tensors.items() if there.get(name) != tensor.shape]
-    if differ:
+def _progress(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> Progress:
+    with damage_of(path):
+        progress = progress_from(tensors)
+        if (progress.step, progress.tokens) != (manifest.step, manifest.tokens):
+            raise ValueError(f"is of step {progress.step}, {progress.tokens} tokens; {MANIFEST} is of another")
+    return progress
+
+
+def _refuse_other_tensors(path: Path, index: Index, tensors: dict[str, Tensor]) -> None:
+    """Raises DamagedError with the names of tensors that the index lacks, or has in another shape."""
+    there = {name: stored.shape for name, stored in index.tensors.items()}
+    if differ := [name for name, tensor in tensors.items() if there.get(name) != tuple(tensor.shape)]:
         listed = ", ".join(
-            f"{name} {_shape(there.get(name))} instead of {_shape(tensors[name].shape)}" for name in differ[:SHOWN]
+            f"{name} {_shape(there.get(name))} instead of {_shape(tuple(tensors[name].shape))}"
+            for name in differ[:SHOWN]
         )
         more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
-        raise InputError(f"{path}: is a checkpoint of another model: {listed}{more}")
+        raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {listed}{more}")
 
 
-def _shape(size: torch.Size | None) -> str:
-    return "missing" if size is None else str(list(size))
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))

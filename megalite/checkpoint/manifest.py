@@ -5,42 +5,30 @@ last of its files, is on the disk: a folder of that name was complete once, and 
 """
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import xxhash
 
-from megalite.config.convert import from_plain
-from megalite.config.errors import InputError
+from megalite.checkpoint.disk import DamagedError, File, check_size, read_whole
+from megalite.config.convert import from_plain, keys
+from megalite.config.errors import InputError, listing
+from megalite.config.layout import AXES
 from megalite.config.schema import Config
 
-FORMAT = 1
-NAME = re.compile(r"step-(\d{8,})")
+FORMAT = 2
+NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")  # eight digits or more, fewer than an int64 has
 MANIFEST = "manifest.json"
-BLOCK = 1 << 20  # bytes hashed at a time: what a cache holds
-
-
-class DamagedError(InputError):
-    """A checkpoint is not what was written."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{path}: {what}")
-        self.path, self.what = path, what
-
-    def __reduce__(self) -> tuple[type, tuple[Path, str]]:
-        return DamagedError, (self.path, self.what)  # ranks tell each other
-
-
-@dataclass(frozen=True)
-class File:
-    """What a file held when it was written."""
-
-    bytes: int
-    xxh128: str  # as xxh128sum prints it. Against decay, not malice: who changes files can change their hashes
+INDEX = "index.bin"  # where tensors lie; see megalite.checkpoint.index
+LIMIT = 1 << 24  # bytes of a manifest; one of 16,384 ranks has 2 MB
+FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True)
@@ -66,29 +54,22 @@ class Manifest:
     files: dict[str, File]
 
     def render(self) -> str:
-        """The text of manifest.json. Its digest covers all other fields."""
+        """The text of manifest.json. Its digest covers all other fields, in every format."""
         fields = {"format": FORMAT, **asdict(self)}
         return _render({**fields, "digest": _digest(fields)})
 
     @staticmethod
-    def read(path: Path) -> "Manifest":
-        """The manifest of the checkpoint `path`. Raises DamagedError where it is not as it was written."""
-        try:
-            text = (path / MANIFEST).read_bytes()
-            fields = json.loads(text)
-        except FileNotFoundError:
-            raise DamagedError(path, f"{MANIFEST} is missing") from None
-        except ValueError:  # neither JSON nor UTF-8
-            raise DamagedError(path, f"{MANIFEST} is damaged") from None
-        try:
-            digest = fields.pop("digest")
-            # To the byte: a changed blank between two fields is not overlooked either.
-            if digest != _digest(fields) or text != _render({**fields, "digest": digest}).encode():
-                raise DamagedError(path, f"{MANIFEST} is damaged")
-        except (AttributeError, KeyError, TypeError):
-            raise DamagedError(path, f"{MANIFEST} is damaged") from None
-        if (version := fields.pop("format")) != FORMAT:
-            raise InputError(f"{path / MANIFEST}: has format {version}; this megalite reads format {FORMAT}")
+    def read(path: Path, format: int = FORMAT) -> "Manifest":
+        """The manifest of the checkpoint `path`, all of it valid.
+
+        Raises DamagedError where it is not as it was written or makes no sense, InputError for another format.
+        """
+        fields = _intact(path, read_whole(path, MANIFEST, LIMIT))
+        _refuse_other_format(path, fields, format)
+        if problem := next(_problems(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
+            raise DamagedError(path, problem)
+        if NAME.fullmatch(name := path.absolute().name) and step_of(path) != fields["step"]:
+            raise DamagedError(path, f"{MANIFEST} is of step {fields['step']}, not of {name}")
         data = tuple(Source(**source) for source in fields.pop("data"))
         files = {name: File(**file) for name, file in fields.pop("files").items()}
         return Manifest(**fields, data=data, files=files)
@@ -96,17 +77,22 @@ class Manifest:
     @property
     def configuration(self) -> Config:
         """The configuration of the run that saved. Keys that this megalite does not know are left out."""
-        return from_plain(self.config)[0]
+        return from_plain(_known(self.config))[0]
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
+    """What has the name of a checkpoint in `folder`, oldest first. Raises InputError for what is no folder."""
+    try:
+        return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}; checkpoints are in a folder") from error
 
 
 def step_of(path: Path) -> int:
     """The step that the name of a checkpoint tells."""
-    return int(path.name.removeprefix("step-"))
+    return int(path.absolute().name.removeprefix("step-"))
 
 
 def check_sizes(path: Path) -> Manifest:
@@ -117,57 +103,126 @@ def check_sizes(path: Path) -> Manifest:
     return manifest
 
 
-def check_size(path: Path, name: str, file: File) -> None:
-    """Raises DamagedError unless the checkpoint `path` has the file `name` in full."""
+def is_plain(name: str) -> bool:
+    """Whether `name` can be a file of a checkpoint: it is in its folder, whatever the system."""
+    return FILE_NAME.fullmatch(name) is not None and name not in (".", "..")
+
+
+def _intact(path: Path, text: bytes) -> dict[str, Any]:
+    """The fields of a manifest without its digest. Raises DamagedError unless that covers them."""
     try:
-        size = (path / name).stat().st_size
-    except FileNotFoundError:
-        raise DamagedError(path, f"{name} is missing") from None
-    if size != file.bytes:
-        raise DamagedError(path, f"{name} has {size} bytes instead of {file.bytes}")
+        fields = json.loads(text)
+        digest = fields.pop("digest")
+        # To the byte: a changed blank between two fields is not overlooked either.
+        if digest == _digest(fields) and text == _render({**fields, "digest": digest}).encode():
+            return fields
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # no JSON, or too deep, or no object
+        pass
+    raise DamagedError(path, f"{MANIFEST} is damaged")
 
 
-def check_hashes(path: Path, files: dict[str, File], advanced: Callable[[int], None] = lambda _: None) -> None:
-    """Read `files` and compare them with their hashes; `advanced` hears of bytes read. Raises DamagedError."""
-    for name, file in files.items():
-        digest, block = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, file.bytes + 1)))
-        with (path / name).open("rb", buffering=0) as stream:
-            while count := stream.readinto(block):
-                digest.update(block[:count])
-                advanced(count)
-        if digest.hexdigest() != file.xxh128:
-            raise DamagedError(path, f"{name} does not have the hash it was written with")
+def _refuse_other_format(path: Path, fields: dict[str, Any], format: int) -> None:
+    """Takes the format out of `fields`. Raises InputError for another one, and for fields that came later."""
+    if type(found := fields.pop("format", None)) is not int:
+        raise DamagedError(path, f"{MANIFEST} has no format")
+    unknown = [shortened(key) for key in fields if key not in FIELDS][:SHOWN]
+    if found != format or unknown:
+        told = f"{path / MANIFEST}: has format {found}; this megalite reads format {format}"
+        told += f" and does not know {listing(unknown, 'and')}" if unknown else ""
+        told += f"; bring it up to date with `megalite-inspect-checkpoint index {path}`" if found < FORMAT else ""
+        raise InputError(told)
 
 
-def share_of(files: dict[str, File], rank: int, ranks: int) -> dict[str, File]:
-    """The files that one of `ranks` readers takes, about as many bytes as any other."""
-    loads, shares = [0] * ranks, [dict[str, File]() for _ in range(ranks)]
-    for name, file in sorted(files.items(), key=lambda item: -item[1].bytes):
-        least = loads.index(min(loads))
-        loads[least] += file.bytes
-        shares[least][name] = file
-    return shares[rank]
+@dataclass(frozen=True)
+class Kind:
+    """What a value must be."""
+
+    text: str
+    holds: Callable[[Any], bool]
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file that is on the disk afterwards; its name is, once its folder is synchronized."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+@dataclass(frozen=True)
+class Each:
+    """A JSON object whose values all are of one shape."""
+
+    shape: Any
 
 
-def synchronize(folder: Path) -> None:
-    """Put the names in `folder` on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _is_time(value: Any) -> bool:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return isinstance(value, str) and datetime.fromisoformat(value).astimezone(UTC) is not None
+    except (ValueError, OverflowError):
+        return False
 
 
-def total_bytes(files: Iterable[File]) -> int:
-    return sum(file.bytes for file in files)
+COUNT = Kind("a whole number from 0 to 2**63 - 1", lambda value: type(value) is int and 0 <= value < 1 << 63)
+SIZE = Kind("a whole number from 1 to 2**31 - 1", lambda value: type(value) is int and 0 < value < 1 << 31)
+WEIGHT = Kind("a number above 0", lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+TIME = Kind("a time in ISO 8601", _is_time)
+SECTION = Kind("a section", lambda value: isinstance(value, dict))
+HASH = Kind("32 digits from 0 to f", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{32}", value)))
+FIELDS = {  # beside `format`
+    "step": COUNT,
+    "tokens": COUNT,
+    "saved": TIME,
+    "ranks": SIZE,
+    "layout": dict.fromkeys(AXES, SIZE),
+    "versions": Each(TEXT),
+    "config": SECTION,
+    "data": [{"path": TEXT, "weight": WEIGHT, "tokens": COUNT, "fingerprint": TEXT}],
+    "files": Each({"bytes": COUNT, "xxh128": HASH}),
+}
+
+
+def _problems(value: Any, shape: Any, where: str) -> Iterator[str]:
+    """How `value` is not of `shape`: a Kind, an Each, an object of shapes, or a list of one."""
+    if isinstance(shape, Kind):
+        if not shape.holds(value):
+            yield f"{where} = {shortened(value)}: must be {shape.text}"
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            yield f"{where} = {shortened(value)}: must be a list"
+            return
+        for number, item in enumerate(value):
+            yield from _problems(item, shape[0], f"{where}[{number}]")
+    elif not isinstance(value, dict):
+        yield f"{where} = {shortened(value)}: must be an object"
+    else:
+        inner = dict.fromkeys(value, shape.shape) if isinstance(shape, Each) else shape
+        for name, of in inner.items():
+            if name in value:
+                yield from _problems(value[name], of, f"{where}: {shortened(name)}")
+            else:
+                yield f"{where}: {shortened(name)} is missing"
+        for name in value:
+            if name not in inner:
+                yield f"{where}: {shortened(name)} is unknown"
+
+
+def _unfit(fields: dict[str, Any], format: int) -> str | None:
+    """What is wrong between fields that are well-formed."""
+    for name in fields["files"]:
+        if not is_plain(name) or name == MANIFEST:
+            return f"{MANIFEST}: files: {shortened(name)} is no name of a file of a checkpoint"
+    if format == FORMAT and INDEX not in fields["files"]:
+        return f"{MANIFEST}: files: {INDEX} is not among them"
+    for problem in from_plain(_known(fields["config"]))[1]:
+        return f"{MANIFEST}: config: {problem.key} = {shortened(problem.value)}: {problem.rule}"
+    return None
+
+
+def _known(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A section of a configuration without the keys that this megalite does not know."""
+    return {
+        name: _known(value, f"{prefix}{name}.")
+        if isinstance(value, dict)
+        else [_known(item, f"{prefix}{name}[].") if isinstance(item, dict) else item for item in value]
+        if isinstance(value, list)
+        else value
+        for name, value in section.items()
+        if f"{prefix}{name}" in keys()
+    }
 
 
 def _render(fields: dict[str, Any]) -> str:

@@ -24,11 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
 from megalite.checkpoint.files import Writer
-from megalite.checkpoint.manifest import MANIFEST, File, Manifest, Source, synchronize, total_bytes, write_durably
+from megalite.checkpoint.index import Index, merged
+from megalite.checkpoint.manifest import MANIFEST, Manifest, Source
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.retain import PARTIAL, retain
-from megalite.checkpoint.state import State, progress_tensors
+from megalite.checkpoint.state import State, progress_tensors, use_device
 from megalite.checkpoint.together import ElsewhereError, Together
 from megalite.config.convert import to_plain
 from megalite.config.errors import Unhealthy
@@ -72,7 +74,7 @@ class Planner(DefaultSavePlanner):
     staged: Mapping[str, Tensor]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.staged[index.fqn]
+        return self.staged[index.fqn].contiguous()  # the index tells of whole rows
 
 
 class Saver:
@@ -98,7 +100,7 @@ class Saver:
         self._together, self._advanced, self._check_owner = together, advanced, check_owner
         self._plan: Plan | None = None
         self._staged: dict[str, Tensor] = {}
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
         self._pending: Future[Saved | Failed] | None = None
         self._ended: list[Saved | Failed] = []
@@ -173,8 +175,8 @@ class Saver:
             if name not in self._staged:
                 self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
             self._staged[name].copy_(part, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        if self.state.device.type == "cuda":
+            torch.cuda.current_stream(self.state.device).synchronize()
         return self._staged
 
     def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor]) -> Saved | Failed:
@@ -185,8 +187,8 @@ class Saver:
         try:
             self._together.once(lambda: self._make_way(partial))
             writer = self._files(partial)
-            results = self._together.everywhere(lambda: self._write_mine(writer, plan, extra))
-            written = self._together.gather((results, writer.written))
+            results, index = self._together.everywhere(lambda: self._write_mine(writer, plan, extra))
+            written = self._together.gather((results, index, writer.written))
             size = self._together.once(lambda: self._publish(writer, plan, progress, written or [], partial, final))
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
             if self._together.leads:
@@ -205,28 +207,33 @@ class Saver:
         partial.mkdir(parents=True)
         synchronize(self.folder.parent)
 
-    def _write_mine(self, writer: Writer, plan: Plan, extra: dict[str, Tensor]) -> list[WriteResult]:
+    def _write_mine(self, writer: Writer, plan: Plan, extra: dict[str, Tensor]) -> tuple[list[WriteResult], Index]:
         mine = plan.mine
         if plan.metadata is not None:  # the first rank adds what is small, and changes its shape
             plans, metadata = create_default_global_save_plan([create_default_local_save_plan(extra, True)])
             plan.metadata.state_dict_metadata |= metadata.state_dict_metadata
             plan.planner.staged = {**plan.planner.staged, **extra}
             mine = SavePlan([*mine.items, *plans[0].items], mine.storage_data)
-        return writer.write_data(mine, plan.planner).value()
+        return writer.write(mine, plan.planner)
 
     def _publish(
         self,
         writer: Writer,
         plan: Plan,
         progress: Progress,
-        written: list[tuple[list[WriteResult], dict[str, File]]],
+        written: list[tuple[list[WriteResult], Index, dict[str, File]]],
         partial: Path,
         final: Path,
     ) -> int:
         """On the first rank, when all have written: the checkpoint's size in bytes."""
         assert plan.metadata is not None
-        writer.finish(plan.metadata, [results for results, _ in written])
-        files = {name: file for _, found in [*written, ([], writer.written)] for name, file in sorted(found.items())}
+        writer.finish(plan.metadata, [results for results, _, _ in written])
+        writer.write_index(merged(index for _, index, _ in written))
+        files = {
+            name: file
+            for found in [*(found for *_, found in written), writer.written]
+            for name, file in sorted(found.items())
+        }
         for name, file in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != file.bytes:
                 raise OSError(f"{partial / name} is not whole here; do all nodes share this file system?")
@@ -236,7 +243,7 @@ class Saver:
         partial.rename(final)
         synchronize(self.folder)
         try:
-            retain(self.folder, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+            retain(self.folder, progress.step, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
         except OSError as error:  # the new one is durable all the same
             log.warning("an old checkpoint cannot be deleted: %s", error)
         return total_bytes(files.values())

@@ -1,16 +1,25 @@
 """What a checkpoint holds: the global tensors of a run under global names, and its progress as tensors among them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megalite.checkpoint.index import Index
 from megalite.checkpoint.progress import Progress
 from megalite.optim.offload import MOMENTS
+from megalite.plan.batches import joined
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
+FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
+    **dict.fromkeys(COUNTS, ("int64", 0, ())),
+    "left_out": ("int64", 2, (2,)),
+    "losses": ("float64", 1, ()),
+}
+LONGEST = 1 << 24  # elements of such a tensor
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,11 @@ class State:
 
     stages: Mapping[int, nn.Module]  # by their number in the whole model
     optimizer: torch.optim.Optimizer | None = None  # None: only the weights matter
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
 
     def weights(self) -> dict[str, Tensor]:
         """Weights by global name, without gradients."""
@@ -76,17 +90,30 @@ def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dic
     }
 
 
-def empty_progress(metadata: Metadata) -> dict[str, Tensor]:
-    """Tensors to load the progress of a checkpoint into."""
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith("progress.") and isinstance(entry, TensorStorageMetadata)
-    }
+def empty_progress(index: Index) -> dict[str, Tensor]:
+    """Tensors to load the progress of a checkpoint into. Raises ValueError where it holds none."""
+    found = {}
+    for name, form in FORMS.items():
+        stored = index.tensors.get(f"progress.{name}")
+        if stored is None or (stored.dtype, len(stored.shape), stored.shape[1:]) != form or stored.elements > LONGEST:
+            raise ValueError(f"holds no progress.{name} of {form[0]}")
+        found[f"progress.{name}"] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    return found
 
 
 def progress_from(tensors: Mapping[str, Tensor]) -> Progress:
-    """The inverse of `progress_tensors`."""
+    """The inverse of `progress_tensors`. Raises ValueError for what no run can have come to."""
     counts = {name: int(tensors[f"progress.{name}"]) for name in COUNTS}
     left_out = tuple((first, end) for first, end in tensors["progress.left_out"].tolist())
-    return Progress(**counts, left_out=left_out, losses=tuple(tensors["progress.losses"].tolist()))
+    losses = tuple(tensors["progress.losses"].tolist())
+    if min(counts.values()) < 0 or counts["updates"] > counts["step"] or not all(map(math.isfinite, losses)):
+        raise ValueError(f"holds a progress that cannot be: {counts}")
+    if any(first < 0 or first >= end for first, end in left_out) or joined(left_out) != left_out:
+        raise ValueError("leaves out ranges of samples that are not ascending and apart")
+    return Progress(**counts, left_out=left_out, losses=losses)
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current one of this thread, which for a new thread is the first of all."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megalite.checkpoint.choose import check_start
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
-from megalite.checkpoint.manifest import MANIFEST, DamagedError, File, Manifest, Source, complete, share_of
+from megalite.checkpoint.disk import DamagedError, File, share_of
+from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, complete
 from megalite.checkpoint.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
@@ -28,7 +29,7 @@ MADE = Manifest(
     versions={"megalite": "0.1.0"},
     config=to_plain(CONFIG),
     data=DATA,
-    files={"__0_0.distcp": File(3, "00")},
+    files={name: File(3, "0f" * 16) for name in (INDEX, "__0_0.distcp")},
 )
 
 
@@ -183,7 +184,7 @@ def test_only_complete_checkpoints_are_found_oldest_first(tmp_path: Path) -> Non
 )
 def test_the_newest_and_every_nth_are_kept(tmp_path: Path, keep: int, every: int, kept: list[int]) -> None:
     here = folders(tmp_path, *(f"step-{step:08d}" for step in (2, 1, 3, 6, 5, 4)))
-    retain(here, keep, every)
+    retain(here, 6, keep, every)
     assert [path.name for path in complete(here)] == [f"step-{step:08d}" for step in kept]
     assert len(list(here.iterdir())) == len(kept)
 
@@ -191,7 +192,7 @@ def test_the_newest_and_every_nth_are_kept(tmp_path: Path, keep: int, every: int
 def test_incomplete_ones_do_not_count_and_go(tmp_path: Path) -> None:
     names = ["step-00000001", "step-00000002", "step-00000003.partial", "step-00000004.deleted"]
     here = folders(tmp_path, *names, "step-00000005.damaged", "step-00000006.damaged.2", "notes", "step-x.partial")
-    retain(here, 2, 0)
+    retain(here, 6, 2, 0)
     assert {path.name for path in here.iterdir()} == {
         "step-00000001",
         "step-00000002",
@@ -218,9 +219,9 @@ def test_an_interrupted_deletion_leaves_nothing_that_looks_whole(
     with monkeypatch.context() as during:
         during.setattr("shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            retain(here, 1, 0)
+            retain(here, 3, 1, 0)
     assert [path.name for path in complete(here)] == ["step-00000003"]
-    retain(here, 1, 0)
+    retain(here, 3, 1, 0)
     assert [path.name for path in here.iterdir()] == ["step-00000003"]
 
 

@@ -19,8 +19,9 @@ from ranks import Ranks
 from torch.distributed.tensor import DTensor
 from toy_jobs import advance, config_of, fail_on_one_rank, make, one_rank, parts, progress_at, restorer, saver
 
+from megalite.checkpoint.disk import check_hashes
 from megalite.checkpoint.files import Writer
-from megalite.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, complete
+from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Failed, Saved
 from megalite.config.convert import from_plain
@@ -180,6 +181,7 @@ def test_everything_is_flushed_before_the_name_is_given(
         "flush __0_0.distcp",
         "flush .metadata.tmp",
         "rename .metadata",
+        f"flush {INDEX}",
         f"flush {MANIFEST}",
         "flush step-00000001.partial",
         "rename step-00000001",
@@ -365,9 +367,15 @@ def test_nothing_is_deleted_before_a_newer_one_is_durable(job: Job, tmp_path: Pa
 
 
 def test_what_cannot_be_deleted_does_not_undo_a_save(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "step-00000001.partial").write_text("no folder")
+    (tmp_path / "step-00000001.partial").mkdir()
+
+    def refused(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(f"{path} is not yours")
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
     with saver(job, tmp_path) as writer:
         writer.save(progress_at(job, 2))
         writer.finish()

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted, number_ranges
 from megalite.config.files import write_whole
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
@@ -25,17 +25,15 @@ from megalite.plan.size import (
     Attention,
     Parameters,
     flops_per_token,
-    head_forward_flops,
-    layer_forward_flops,
     layer_parameters,
     model_parameters,
     stage_parameters,
 )
-from megalite.plan.split import layers_of, split_of
+from megalite.plan.split import layers_of, split_of, stage_costs
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
 from megalite.schedule.simulate import simulate
-from megalite.show_memory import fullest, measure, memory_of_ranks, memory_sections
+from megalite.show_memory import FEW, alike, fullest, measure, memory_of_ranks, memory_sections, verdict
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory:
         memories = memory_of_ranks(config)
         measured = measure(args, fullest(memories).pp) if args.measure else None
-        _print(_console(), memory_sections(config, memories, measured))
+        _print(_console(), memory_sections(config, memories, asked.batch.memory, measured))
         return 0
     layout = config.parallel.layout
     unlaunched = asked.parallel.dp_shard == "auto" and args.world_size is None
@@ -68,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         ("FLOPs per token of training", _flops_table(config.model)),
         ("Batch", Text(_batch(config))),
     ]
+    if config.batch.micro != "auto":
+        memories = memory_of_ranks(config)
+        sections.append(("Memory (more with --memory)", verdict(config, memories, asked.batch.memory)))
     _print(_console(), sections)
     return 0
 
@@ -132,17 +133,19 @@ def _stage_table(config: Config) -> Table:
     model, layout, split = config.model, config.parallel.layout, split_of(config)
     m = 1 if config.batch.micro == "auto" else micro_batches(config)  # stages are placed the same for any number
     placement = table_of(config, m).placement
-    costs = [count * layer_forward_flops(model) for count in split]
-    costs[-1] += head_forward_flops(model)
+    costs = stage_costs(model, split)
     table = _table("stage", "ranks", "layers", "also", "parameters", "relative cost", text=("ranks", "layers", "also"))
     sizes = stage_parameters(model, split)
-    per_stage = layout.world_size // layout.pp
-    for stage, layers in enumerate(layers_of(split)):
-        first = placement[stage] * per_stage
-        ranks = range(first, first + per_stage)
+    per_stage, layers, rows = layout.world_size // layout.pp, layers_of(split), []
+    for stage, count in enumerate(split):
         also = ["embedding"] * (stage == 0) + ["final norm, head"] * (stage == len(split) - 1)
-        cost = f"{costs[stage] / max(costs):.2f}"
-        table.add_row(str(stage), _span(ranks), _span(layers), ", ".join(also), f"{sizes[stage].total:,}", cost)
+        rows.append((count, ", ".join(also), f"{sizes[stage].total:,}", f"{costs[stage] / max(costs):.2f}"))
+    for stages in alike(rows):
+        ranks = number_ranges(sorted({placement[stage] for stage in stages}), each=per_stage)
+        count, *facts = rows[stages[0]]
+        span = _span(range(layers[stages[0]].start, layers[stages[-1]].stop))
+        each = f" ({count} each)" if len(stages) > 1 and count else ""
+        table.add_row(_span(stages), ranks, span + each, *facts)
     return table
 
 
@@ -159,10 +162,10 @@ def _batch(config: Config) -> str:
     if batch.micro == "auto":
         cut = "micro-batches as large as fit the GPU"
     else:
-        cut = f"{micro_batches(config)} micro-batches of {batch.micro}"
+        cut = f"{counted(micro_batches(config), 'micro-batch', 'micro-batches')} of {batch.micro}"
     lines = [
-        f"{batch.global_} sequences of {length:,} tokens make {batch.global_ * length:,} tokens a step, as "
-        f"{cut} on {dp} data-parallel ranks."
+        f"{counted(batch.global_, 'sequence')} of {length:,} tokens make {batch.global_ * length:,} tokens a step, as "
+        f"{cut} on {counted(dp, 'data-parallel rank')}."
     ]
     if batch.rampup is not None:
         sizes = " → ".join(_abridged(batch_sizes(config)))
@@ -170,7 +173,11 @@ def _batch(config: Config) -> str:
     if batch.curriculum is not None:
         start, tokens = batch.curriculum.start, batch.curriculum.tokens
         lines.append(f"Sequences grow over the first {tokens:,} tokens, from {start:,} to {length:,} tokens.")
-    lines.append(f"{config.train.steps:,} steps see {samples_after(config, config.train.steps) * length:,} tokens.")
+    if config.parallel.pp > 1 and batch.micro != "auto":
+        bubble, schedule = float(simulate(table_of(config)).bubble), config.parallel.pipeline.schedule
+        lines.append(f"The bubble of {schedule} is {bubble:.1%} of a step where all stages take equally long.")
+    steps, tokens = config.train.steps, samples_after(config, config.train.steps) * length
+    lines.append(f"{counted(steps, 'step')} see{'s' * (steps == 1)} {tokens:,} tokens.")
     return "\n".join(lines)
 
 
@@ -189,4 +196,4 @@ def _steps(size: int, stride: int) -> str:
 def _abridged(numbers: Sequence[int]) -> list[str]:
     """The numbers as text, the middle of a long list left out."""
     shown = [str(number) for number in numbers]
-    return shown if len(shown) <= 8 else [*shown[:4], "...", shown[-1]]
+    return shown if len(shown) <= FEW else [*shown[:4], "...", shown[-1]]

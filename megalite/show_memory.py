@@ -5,20 +5,26 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import InputError, listing
+from megalite.config.errors import InputError, listing, number_ranges
 from megalite.config.schema import Config
+from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import KINDS, Memory, rank_memory
+from megalite.plan.rebalance import flatter_split
+from megalite.plan.split import split_of, stage_costs
 from megalite.plan.walk import HOST
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # the others follow
 SHORT = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporaries")  # KINDS as headings
+GPU = 80  # GiB of a GPU, where nothing else is known
+FEW = 8  # rows, or numbers, that are all shown; of more, equal ones are folded
 NOTE = """\
 Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies
 outside of PyTorch's allocator{outside}, its rounding and
@@ -54,16 +60,57 @@ def dry_run_command(args: argparse.Namespace, pp: int) -> list[str]:
     return [sys.executable, "-m", "megalite.dryrun", f"--pp={pp}", *world, *args.files, *args.overrides]
 
 
+def verdict(config: Config, memories: Sequence[Memory], limit: float | None) -> Text:
+    """Whether the fullest rank fits.
+
+    limit: GiB of a device that tensors may fill; None: those of a GPU of 80 GiB, unless the run is on CPUs.
+    """
+    most = fullest(memories)
+    where = f" on pipeline rank {most.pp}" if len(memories) > 1 else ""
+    text = Text(f"{_size(most.total)} at the peak of a step{where}")
+    if limit is None and config.run.device == "cpu":
+        text.append(".\n")
+    else:
+        room = GPU * FOR_TENSORS if limit is None else limit
+        of = f"the {room:g} GiB that tensors may take of a GPU of {GPU} GiB, which is assumed"
+        what = of if limit is None else f"the {room:g} GiB of batch.memory"
+        if most.total <= room * GIB:
+            text.append(f": fits {what}.\n", style="green")
+        else:
+            text.append(f": does not fit {what}.\n", style="bold red")
+            text.append(
+                "To need less: train.recompute, a smaller batch.micro, more of parallel.tp, pp or dp_shard "
+                "(--world-size tells how many ranks there will be).\n"
+            )
+    return text
+
+
+def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
+    """A split of the layers that lowers the peak, if there is one, and what it costs."""
+    found = flatter_split(config, memories) if len(memories) > 1 else None
+    if found is None:
+        return ""
+    split, peak = found
+    now, then = (max(stage_costs(config.model, layers)) for layers in (split_of(config), split))
+    slower = f"; its slowest stage takes {then / now - 1:.0%} longer" if then > now else ""
+    shown = f"parallel.pipeline.split=[{', '.join(map(str, split))}]"
+    return f"{shown} would lower the peak from {_size(fullest(memories).total)} to {_size(peak)}{slower}.\n"
+
+
 def memory_sections(
-    config: Config, memories: Sequence[Memory], measured: dict[str, int] | None
+    config: Config, memories: Sequence[Memory], limit: float | None, measured: dict[str, int] | None
 ) -> list[tuple[str, RenderableType]]:
-    """Headings and tables: the fullest rank by kind and component, and all pipeline ranks if there are several."""
+    """Headings and tables: the fullest rank by kind and component, all pipeline ranks if there are several, a verdict.
+
+    limit: see `verdict`.
+    """
     most = fullest(memories)
     which = f" of pipeline rank {most.pp}, the fullest of {len(memories)}" if len(memories) > 1 else ""
     on_cuda = config.run.device != "cpu"
     note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
+        ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
         ("Conventions", Text(note + ON_CUDA * on_cuda + _simplified(config) * (measured is not None))),
     ]
     if len(memories) > 1:
@@ -116,10 +163,26 @@ def _ranks(memories: Sequence[Memory], unit: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("rank", "total", *SHORT):
         table.add_column(column, justify="right")
+    rows = []
     for memory in memories:
         sizes = (memory.total, *(sum(memory.of(kind).values()) for kind in KINDS))
-        table.add_row(str(memory.pp), *(f"{size / unit:,.2f}" for size in sizes))
+        rows.append([f"{size / unit:,.2f}" for size in sizes])
+    for ranks in alike(rows):
+        table.add_row(number_ranges(ranks), *rows[ranks[0]])
     return table
+
+
+def alike(rows: Sequence[object]) -> list[range]:
+    """The rows by their indices: equal neighbours together, where there are many rows, else each by itself."""
+    found, start = [], 0
+    for _, group in groupby(range(len(rows)), key=lambda row: rows[row] if len(rows) > FEW else row):
+        found.append(range(start, start := start + len(list(group))))
+    return found
+
+
+def _size(size: int) -> str:
+    name, unit = _unit(size)
+    return f"{size / unit:,.1f} {name}"
 
 
 def _in_order(parts: dict[str, int]) -> list[tuple[str, int]]:

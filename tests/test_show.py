@@ -91,6 +91,34 @@ def test_the_batch_in_tokens(show: Show) -> None:
     assert "grow" not in output
 
 
+def test_one_of_something_is_one(show: Show) -> None:
+    output = show("batch.global=1", "train.steps=1")
+    assert "1 sequence of 256 tokens make" in output
+    assert "as 1 micro-batch of 1 on 1 data-parallel rank.\n1 step sees 256 tokens." in output
+
+
+def test_the_bubble_is_told(show: Show) -> None:
+    assert "The bubble of 1f1b is 27.3% of a step" in show("parallel.pp=4", "batch.global=8")
+    assert "bubble" not in show()
+
+
+def test_equal_stages_of_many_are_one_row(show: Show) -> None:
+    output = show(str(ROOT / "configs/run/llama3_405b_16384gpu.yaml"), "--world-size", "16384")
+    assert row(output, "0") == ["0-1023", "0", "embedding", "5,289,050,112", "0.50"]
+    assert row(output, "1-62") == ["0-16383", "1-124 (2 each)", "6,375,407,616", "1.00"]
+    assert row(output, "63") == ["15360-16383", "125", "final norm, head", "5,289,066,496", "0.82"]
+
+
+def test_a_model_that_does_not_fit_is_told(show: Show) -> None:
+    fits = "fits the 72 GiB that tensors may take of a GPU of 80 GiB, which is assumed."
+    assert fits in show(str(ROOT / "configs/run/llama3_8b_64gpu.yaml"), "--world-size", "64")
+    output = show(str(ROOT / "configs/run/llama3_8b_64gpu.yaml"), "--world-size", "64", "batch.micro=4")
+    assert "102.1 GiB at the peak of a step: does not " + fits.replace("fits", "fit") in output
+    assert "To need less: train.recompute" in output
+    assert "assumed" not in show(QUICKSTART)
+    assert "fits the 100 GiB of batch.memory" in show("batch.micro=auto", "batch.memory=100")
+
+
 def test_growing_batches_in_tokens(show: Show) -> None:
     output = show(
         "batch.global=24",

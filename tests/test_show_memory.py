@@ -1,6 +1,7 @@
 """`megalite show --memory`."""
 
 import re
+from pathlib import Path
 
 import pytest
 from memory_cases import SIZES, configured
@@ -9,6 +10,7 @@ from megalite import show_memory
 from megalite.cli import main
 from megalite.plan.memory import rank_memory
 
+ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 MODEL = [f"model.{key}={value}" for key, value in SIZES.items()]
 
@@ -41,6 +43,29 @@ def test_the_fullest_of_several_ranks_is_shown_in_detail(capsys: pytest.CaptureF
     for memory in memories:
         assert rows[str(memory.pp)][0] == f"{memory.total / MIB:,.2f}"
     assert rows["total"][0] == f"{memories[1].total / MIB:,.3f}"
+
+
+def test_a_split_that_lowers_the_peak_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = [
+        str(ROOT / "configs/model/llama3_70b.yaml"),
+        "model.layers=12",
+        "parallel.pp=2",
+        "parallel.tp=8",
+        "batch.global=64",
+    ]
+    assert main(["show", "--memory", *model]) == 0
+    told = "parallel.pipeline.split=[6, 6] would lower the peak from 142.0 GiB to"
+    assert told not in capsys.readouterr().out
+    assert main(["show", "--memory", *model, "parallel.tp=1"]) == 0
+    output = capsys.readouterr().out
+    assert "does not fit" in output
+    assert f"{told} 125.0 GiB; its slowest stage takes 2% longer." in output
+
+
+def test_equal_ranks_of_many_are_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    gpipe = ["model.layers=12", "parallel.pp=12", "batch.global=12", "parallel.pipeline.schedule=gpipe"]
+    rows = shown(capsys, "--memory", *gpipe)
+    assert {"0", "1-10", "11"} <= rows.keys()
 
 
 def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

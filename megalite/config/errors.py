@@ -48,12 +48,19 @@ def listing(items: Sequence[object], last: str = "or") -> str:
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
 
 
-def number_ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as words, neighbours joined: `0-3, 8`."""
+def number_ranges(numbers: Iterable[int], each: int = 1) -> str:
+    """Ascending numbers as words, neighbours joined: `0-3, 8`. Every one stands for `each` neighbours."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
             ranges[-1][1:] = [number]
         else:
             ranges.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in ranges)
+    spans = [(ends[0] * each, (ends[-1] + 1) * each - 1) for ends in ranges]
+    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in spans)
+
+
+def counted(number: float, one: str, several: str = "") -> str:
+    """A number and what it counts, `1 rank` or `1,024 ranks`; `several` where an s is not enough."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{shown} {one if number == 1 else several or one + 's'}"

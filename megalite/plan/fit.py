@@ -10,6 +10,7 @@ from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import rank_memory
 
 GIB = 1 << 30
+FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
 
 def peak_bytes(config: Config) -> int:

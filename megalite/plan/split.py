@@ -28,6 +28,13 @@ def balance(model: Model, stages: int) -> list[int]:
     return split
 
 
+def stage_costs(model: Model, split: Sequence[int]) -> list[int]:
+    """Forward FLOPs per token of each stage: its layers, and on the last one the head."""
+    costs = [count * layer_forward_flops(model) for count in split]
+    costs[-1] += head_forward_flops(model)
+    return costs
+
+
 def split_of(config: Config) -> list[int]:
     """Layers per stage: the explicit split, or else the balanced one."""
     pipeline = config.parallel.pipeline

@@ -10,7 +10,7 @@ from math import floor
 
 from rich.text import Text
 
-from megalite.config.errors import number_ranges
+from megalite.config.errors import counted, number_ranges
 from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, Kind, Table
 from megalite.schedule.actions import SHARDING as SHARDED
 from megalite.schedule.simulate import Span, Time, Timeline
@@ -60,8 +60,8 @@ def title(table: Table, timeline: Timeline) -> str:
     """`zbv: p = 4 ranks, v = 2 stages per rank, m = 8 micro-batches, bubble 5.9%, makespan 51`."""
     stages = table.stages / table.ranks
     return (
-        f"{table.name}: p = {_counted(table.ranks, 'rank')}, v = {_counted(stages, 'stage')} per rank, "
-        f"m = {_counted(table.micro_batches, 'micro-batch', 'es')}, "
+        f"{table.name}: p = {counted(table.ranks, 'rank')}, v = {counted(stages, 'stage')} per rank, "
+        f"m = {counted(table.micro_batches, 'micro-batch', 'micro-batches')}, "
         f"bubble {float(timeline.bubble):.1%}, makespan {float(timeline.makespan):g}"
     )
 
@@ -234,10 +234,6 @@ def _tooltip(span: Span) -> str:
     kind, stage, micro = span.action
     times = f"time {float(span.start):g} to {float(span.end):g}"
     return f"{kind}: {MEANING[kind]}, stage {stage}, micro-batch {micro}, {times}"
-
-
-def _counted(number: float, what: str, plural: str = "s") -> str:
-    return f"{number:g} {what}{plural * (number != 1)}"
 
 
 def _shortest(timeline: Timeline) -> Time:

@@ -28,15 +28,13 @@ from megalite.dist.signals import ignore_stops
 from megalite.dist.start import meet, run_rank, start
 from megalite.dist.watchdog import watched
 from megalite.plan.batches import samples_after
-from megalite.plan.fit import fit_micro
+from megalite.plan.fit import FOR_TENSORS, fit_micro
 from megalite.train.build import Job, build
 from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report, write_environment
 from megalite.train.sources import as_remembered, open_samples
-
-FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
 log = logging.getLogger("megalite")
 

@@ -11,3 +11,7 @@ from megalite.config.errors import number_ranges
 )
 def test_neighbours_are_joined(numbers: list[int], expected: str) -> None:
     assert number_ranges(numbers) == expected
+
+
+def test_a_number_may_stand_for_several() -> None:
+    assert number_ranges([0, 1, 3], each=4) == "0-7, 12-15"

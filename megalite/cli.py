@@ -2,14 +2,12 @@
 
 import argparse
 import math
-import os
-import select
 import sys
 from collections.abc import Sequence
 
 from megalite import __version__
-from megalite.config.errors import InputError
 from megalite.config.load import is_override
+from megalite.entry import exit_code
 from megalite.imports import import_for_good
 
 COMMANDS = {  # module and summary
@@ -24,7 +22,7 @@ model.layers=8. Files and overrides may be mixed.
 exit codes:
   0    done
   1    verify: a difference above the tolerance
-  2    bad input, or a configuration that cannot work
+  2    bad input, a configuration that cannot work, or a stdout that cannot be written to
   3    stopped on request; the run can be resumed
   4    unhealthy training
   5    lost contact with other ranks
@@ -35,22 +33,12 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code, documented in `EPILOG`."""
-    args = _parse(argv)
-    try:
-        # By name and only now, so that help and `show` need not wait for torch.
-        code: int = import_for_good(COMMANDS[args.command][0]).run(args)
-        sys.stdout.flush()
-    except InputError as error:
-        print(f"megalite: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("megalite: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        if not _reader_left():  # then it is a pipe between processes: a fault that must be seen
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return 141
+    return exit_code("megalite", lambda: _run(_parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    # By name and only now, so that help and `show` need not wait for torch.
+    code: int = import_for_good(COMMANDS[args.command][0]).run(args)
     return code
 
 
@@ -122,13 +110,6 @@ def _tolerance(text: str) -> float:
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
     return value
-
-
-def _reader_left() -> bool:
-    """Whether stdout is a pipe that nobody reads any more, as in `megalite show | head`."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors are reported without being asked for
-    return bool(poll.poll(0))
 
 
 if __name__ == "__main__":

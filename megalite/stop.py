@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -24,7 +25,8 @@ def end_at_once(numbers: Iterable[int] = STOP) -> dict[int, Handler]:
 
     def end(number: int, _: FrameType | None) -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            os.write(2, f"megalite: stopped by {signal.Signals(number).name}\n".encode())
+            with suppress(OSError):
+                os.write(2, f"megalite: stopped by {signal.Signals(number).name}\n".encode())
         os._exit(130 if number == signal.SIGINT else 3)
 
     before = listen(end, numbers)

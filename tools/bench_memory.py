@@ -30,6 +30,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.dist.mesh import Mesh
 from megalite.dryrun import count_step
+from megalite.entry import exit_code
 from megalite.plan.memory import KINDS, rank_memory
 from megalite.plan.size import model_parameters
 from megalite.plan.walk import HOST
@@ -64,7 +65,10 @@ TOLERANCE = 0.05  # of the prediction, relative to what is counted
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: counted; 1: a prediction is off by more than the tolerance; 2: bad input."""
-    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the model of 100M parameters")
     parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/memory_cpu.json", help="(%(default)s)")
@@ -76,9 +80,6 @@ def main(argv: list[str] | None = None) -> int:
         report = _report(configs, rows, shlex.join([COMMAND, *arguments]))
         _show(report)
         write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
     except EOFError:
         print(f"{COMMAND}: error: a process died; what it said is above", file=sys.stderr)
         return 1

@@ -16,7 +16,7 @@ import torch
 from megalite.dist.local import launch
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start
-from megalite_tools.entry import exit_code
+from megalite.entry import exit_code
 from megalite_tools.results import cpu_name
 
 CPU = torch.device("cpu")
@@ -37,22 +37,21 @@ def run_on_ranks(
     measure: runs on every rank, in a process group and one thread, and is given what a report begins with.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
-    place = find_place()
 
-    def as_rank(place: Place) -> int:
+    def as_rank(place: Place, options: argparse.Namespace) -> int:
         start(place, "cpu", TIMEOUT)
         torch.set_num_threads(1)
         measure(place, options, _header(shlex.join([parser.prog, *arguments])))
         return 0
 
-    def start_ranks() -> int:
+    def run() -> int:
+        options, place = parser.parse_args(arguments), find_place()
+        if place is not None:
+            return run_rank(lambda: as_rank(place, options), place)
         with TemporaryDirectory(prefix=f"{parser.prog}-") as logs:
             return launch(module, arguments, ranks(options), Path(logs)) or judge(options)
 
-    if place is not None:
-        return run_rank(lambda: as_rank(place), place)
-    return exit_code(parser.prog, start_ranks)
+    return exit_code(parser.prog, run)
 
 
 def _header(command: str) -> dict[str, Any]:

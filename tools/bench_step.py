@@ -36,6 +36,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
+from megalite.entry import exit_code
 from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
@@ -77,7 +78,10 @@ class Disagreement(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: measured; 1: the implementations disagree, or one died; 2: bad input."""
-    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
@@ -85,9 +89,6 @@ def main(argv: list[str] | None = None) -> int:
         report = _report(config, variants, shlex.join([COMMAND, *arguments]))
         _show(report)
         write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
-    except InputError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
     except Disagreement as error:
         print(f"{COMMAND}: error: {error}; nothing is timed", file=sys.stderr)
         return 1

@@ -4,13 +4,15 @@ import signal
 from collections.abc import Callable
 from importlib import import_module
 
-from megalite.stop import end_at_once
+from megalite.stop import end_at_once, restore
 
 
 def _program(module: str) -> Callable[[], int]:
     def main() -> int:
-        end_at_once([signal.SIGINT])  # until the program itself can be interrupted, see `entry`
-        code: int = import_module(f"megalite_tools.{module}").main()
+        before = end_at_once([signal.SIGINT])
+        program = import_module(f"megalite_tools.{module}")
+        restore(before)  # an exception now, so that the program leaves nothing behind
+        code: int = program.main()
         return code
 
     return main

@@ -20,18 +20,17 @@ from megalite.config.schema import Config, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
+from megalite.entry import exit_code
 from megalite.model.decoder import Decoder
 from megalite.model.generate import sample
 from megalite.train.build import build_stage
-from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-generate"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: done; 2: bad input."""
-    options = _parser().parse_args(argv)
-    return exit_code(COMMAND, lambda: _generate(options))
+    return exit_code(COMMAND, lambda: _generate(_parser().parse_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,9 @@ from megalite.checkpoint.disk import DamagedError, total_bytes
 from megalite.checkpoint.manifest import Manifest
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
+from megalite.entry import exit_code
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.diff_checkpoints import diff
-from megalite_tools.entry import exit_code
 from megalite_tools.show_checkpoint import show
 from megalite_tools.terminal import Terminal, bar, size
 
@@ -38,8 +37,7 @@ Report = tuple[dict[str, Any], bool]  # for JSON, and whether all is well
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes as in `EPILOG`."""
-    options = _parser().parse_args(argv)
-    return exit_code(COMMAND, lambda: _run(options))
+    return exit_code(COMMAND, lambda: _run(_parser().parse_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,9 +85,6 @@ def _run(options: argparse.Namespace) -> int:
             Terminal().text(_as_json(report))
         elif options.json:
             write_whole(Path(options.json), _as_json(report) + "\n")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return 141
     except OSError as error:
         raise InputError(str(error)) from error
     return 0 if well else 1

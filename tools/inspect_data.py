@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megalite.data.store import TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite_tools.entry import exit_code
+from megalite.entry import exit_code
 
 COMMAND = "megalite-inspect-data"
 SHOWN_TOKENS = 64  # of each sample document
@@ -17,8 +17,7 @@ SHOWN_TOKENS = 64  # of each sample document
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: sound as far as checked; 2: damaged or unusable."""
-    options = _parser().parse_args(argv)
-    return exit_code(COMMAND, lambda: _inspect(options))
+    return exit_code(COMMAND, lambda: _inspect(_parser().parse_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:

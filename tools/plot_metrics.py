@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.errors import InputError
+from megalite.entry import exit_code
 from megalite.train.records import read_records
-from megalite_tools.entry import exit_code
 
 try:
     import matplotlib
@@ -24,17 +23,21 @@ Curve = list[tuple[int, float]]
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: drawn; 2: bad input."""
+    return exit_code(COMMAND, lambda: _plot(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF to write (default: RUN/loss.png of the first run)")
-    options = parser.parse_args(argv)
-    return exit_code(COMMAND, lambda: _plot(options.runs, options.out or options.runs[0] / "loss.png"))
+    return parser
 
 
-def _plot(runs: Sequence[Path], out: Path) -> None:
+def _plot(options: argparse.Namespace) -> None:
     if pyplot is None:
         raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
-    draw({str(run): read_metrics(run / "metrics.jsonl") for run in runs}, out)
+    out = options.out or options.runs[0] / "loss.png"
+    draw({str(run): read_metrics(run / "metrics.jsonl") for run in options.runs}, out)
     print(out)
 
 

@@ -14,18 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megalite.config.errors import InputError
 from megalite.data.store import StoreWriter, token_dtype
 from megalite.data.tokenizer import load_tokenizer
+from megalite.entry import exit_code
 from megalite_tools.documents import Skipped, find_files, read_texts
 from megalite_tools.encode import Encoding, encode_texts
-from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-prepare-data"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: written; 2: bad input; 130: interrupted. Unless it is 0, nothing is left behind."""
-    options = _parser().parse_args(argv)
+    """Exit code 0: written; 2: bad input; 130: interrupted. Then nothing is left behind."""
     with _terminated_as_interrupted():
-        return exit_code(COMMAND, lambda: _prepare(options))
+        return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
 
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:

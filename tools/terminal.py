@@ -52,11 +52,7 @@ class Terminal:
         self._print(table)
 
     def _print(self, shown: RenderableType, soft_wrap: bool = False) -> None:
-        with self._console.capture() as captured:
-            self._console.print(shown, soft_wrap=soft_wrap)
-        # Written by ourselves: rich would end the process where the reader has left.
-        sys.stdout.write(captured.get())
-        sys.stdout.flush()
+        self._console.print(shown, soft_wrap=soft_wrap)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megalite.config.errors import InputError
+from megalite.entry import exit_code
 from megalite_tools.documents import Skipped, find_files, read_texts
-from megalite_tools.entry import exit_code
 
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
@@ -24,9 +24,8 @@ THREADS = 16  # fixed: the order of summation, and so the model, may depend on i
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: written; 2: bad input; 130: interrupted. Unless it is 0, nothing is written."""
-    options = _parser().parse_args(argv)
-    return exit_code(COMMAND, lambda: _train(options))
+    """Exit code 0: written; 2: bad input; 130: interrupted. Then nothing is written."""
+    return exit_code(COMMAND, lambda: _train(_parser().parse_args(argv)))
 
 
 def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megalite.dist.local import MEETING, error_file
 from megalite.dist.ranks import Place
+from megalite.output import Outlet
 
 OUTCOME = "MEGALITE_OUTCOME"  # environment: a file for the exit code of the first rank to fail
 
@@ -24,7 +25,7 @@ def tell(code: int, text: str, place: Place) -> None:
     Without text, `code` is a verdict that needs no explanation.
     """
     note_outcome(code)
-    with suppress(OSError):  # a full disk or a closed pipe must not change the exit code
+    with Outlet("last words"):  # which must not change the exit code
         if MEETING in os.environ:
             _tell_launcher(code, text, place)
         elif text and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):

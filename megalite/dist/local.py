@@ -15,6 +15,7 @@ from typing import IO
 
 from megalite.dist.forked import Forked
 from megalite.imports import import_for_good
+from megalite.output import Outlet
 from megalite.stop import STOP, end_at_once, listen, restore
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
@@ -81,7 +82,7 @@ def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:
 
 
 def _spawn(module: str, arguments: Sequence[str], environment: dict[str, str], log: Path | None) -> Process:
-    output: IO[bytes] | None = None if log is None else log.open("ab")
+    output = None if log is None else _opened(log)
     try:
         command = [sys.executable, "-m", module, *arguments]
         return subprocess.Popen(
@@ -107,7 +108,7 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         if log is not None:
-            with log.open("ab") as output:
+            with _opened(log) as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
         os.environ.update(environment)
@@ -118,6 +119,13 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
     return Forked(main)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    """A rank's log; nothing, where that cannot be opened."""
+    with Outlet(str(log)):
+        return log.open("ab")
+    return open(os.devnull, "ab")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megalite.dist.last_words import log, tell
 from megalite.dist.local import MEETING
 from megalite.dist.ranks import Place, let_others_speak
 from megalite.dist.signals import die_with_launcher, hear
+from megalite.output import Lost
 
 LOST_PEER = (
     "closed by peer",
@@ -164,6 +165,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 4, f"unhealthy training: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
+    if isinstance(error, Lost):
+        return error.code, f"error: {error}" if str(error) else ""
     if is_lost_peer(error):
         return 5, f"lost a peer: {error}"
     return 1, "".join(traceback.format_exception(error))

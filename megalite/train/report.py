@@ -1,6 +1,5 @@
 """Where a run's numbers go: the console, metrics.jsonl and TensorBoard, under the same names."""
 
-import importlib
 import json
 import math
 import os
@@ -21,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megalite.config.load import dump
 from megalite.config.schema import Config
+from megalite.output import Outlet, append
+from megalite.train.board import Board
 from megalite.train.records import BACK, mend
 
 FORMATS = {
@@ -47,20 +48,26 @@ Record = dict[str, float]
 
 
 class Report:
-    """Reports a run from its one reporting rank; a context manager that leaves whole files behind.
+    """Reports a run from its one reporting rank; a context manager.
 
-    `metrics.jsonl` only grows: what a killed run had reported after `first_step`, an event takes back.
+    `metrics.jsonl` only grows: what a killed run had reported after `first_step`, an event takes back. A file that
+    cannot be written to does not disturb the run; an event is written as soon as that works.
     """
 
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         self.steps = config.train.steps
         self.console = Console()
-        path = folder / "metrics.jsonl"
-        cut = mend(path)
-        resumed = path.exists() and path.stat().st_size > 0
-        self.metrics = path.open("a", buffering=1)
-        self.folder = folder / "tensorboard" if config.log.tensorboard else None
-        self.board = _board(self.folder, first_step + 1 if resumed else None)
+        self.path = folder / "metrics.jsonl"
+        self.metrics = Outlet(str(self.path))
+        self.unwritten = b""  # events for which there was no room
+        cut, resumed = None, False
+        with self.metrics:
+            cut = mend(self.path)
+            resumed = self.path.exists() and self.path.stat().st_size > 0
+        self.board: Board | None = None
+        if config.log.tensorboard:
+            self.board = Board(folder / "tensorboard", first_step + 1 if resumed else None)
+            self.board_outlet = Outlet(str(self.board.path))
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -72,9 +79,9 @@ class Report:
         self.task = self.progress.add_task(config.run.name, total=self.steps, completed=first_step)
         self.began, self.first_step = time.monotonic(), first_step
         if cut is not None:
-            self.say(f"{path}: cut off its half-written last line {cut[:80]}")
+            self.say(f"{self.path}: cut off its half-written last line {cut[:80]}")
         if resumed:
-            self._write(first_step, {"event": "resumed"})
+            self._write(first_step, {"event": "resumed"}, lasting=True)
 
     def __enter__(self) -> "Report":
         self.progress.start()
@@ -82,9 +89,6 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.progress.stop()
-        self.metrics.close()
-        if self.board is not None:
-            self.board.close()
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
@@ -96,24 +100,31 @@ class Report:
         """Report `values` as of `step` optimizer steps."""
         self._write(step, values)
         if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+            with self.board_outlet:
+                self.board.scalars(step, values)
         shown = [f"{TITLES.get(name, name)} {FORMATS[name].format(value)}" for name, value in values.items()]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:
         """Report what happened to the run at `step`, in words and for programs."""
-        self._write(step, {"event": name, **details})
-        if name in BACK and self.board is not None:
-            self.board.close()
-            self.board = _board(self.folder, step + 1)
+        self._write(step, {"event": name, **details}, lasting=True)
         if self.board is not None:
-            self.board.add_text(name, text, step)
+            if name in BACK:
+                self.board.take_back(step + 1)
+            with self.board_outlet:
+                self.board.text(step, name, text)
         self.say(text)
 
-    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+    def _write(self, step: int, values: Mapping[str, Any], lasting: bool = False) -> None:
+        """Add a line to metrics.jsonl; one that is lasting waits for room where there is none."""
         known = {name: value if _finite(value) else None for name, value in values.items()}
-        self.metrics.write(json.dumps({"step": step, "time": time.time(), **known}) + "\n")
+        lines = self.unwritten + (json.dumps({"step": step, "time": time.time(), **known}) + "\n").encode()
+        with self.metrics:
+            append(self.path, lines)
+            self.unwritten = b""
+            return
+        if lasting:
+            self.unwritten = lines
 
     def _remaining(self, step: int) -> str:
         done = step - self.first_step
@@ -126,16 +137,6 @@ class Report:
 def _finite(value: object) -> bool:
     """Whether JSON can say it."""
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _board(folder: Path | None, purge: int | None) -> Any:
-    """A TensorBoard writer, if there is a folder for it, that takes back what was written of steps from `purge` on.
-
-    By name, because its import takes seconds that only the reporting rank need spend.
-    """
-    if folder is None:
-        return None
-    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purge)
 
 
 def write_environment(folder: Path, config: Config, ranks: int, device: str) -> None:

@@ -1,7 +1,6 @@
 """One rank of `megalite train`: from start-up to the end of the run."""
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,6 +26,7 @@ from megalite.dist.ranks import Place
 from megalite.dist.signals import ignore_stops
 from megalite.dist.start import meet, run_rank, start
 from megalite.dist.watchdog import watched
+from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
 from megalite.plan.batches import samples_after
 from megalite.plan.fit import FOR_TENSORS, fit_micro
 from megalite.train.build import Job, build
@@ -48,10 +48,11 @@ def run(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
 
 
 def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
+    standard_streams(go_on)
     folder, timeout, activity = Folder.of(config), config.train.timeout, Activity()
     meeting = meet(place, timeout)  # rank 0 owns the run folder: from here on all may write there
     logging.basicConfig(
-        filename=log_file(folder.logs, place.rank),
+        handlers=[LogFile(log_file(folder.logs, place.rank))],
         level=logging.INFO,
         format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s",
         force=True,
@@ -90,7 +91,8 @@ def _train(
     with Saver(state, config, data, folder.checkpoints, together, job.activity.tick, check_owner) as saver:
         if place.rank != 0:
             return train(job, batches, progress, saver, reload, None)
-        write_environment(folder.path, config, place.world_size, _device_name(device))
+        with Outlet(str(folder.path)):
+            write_environment(folder.path, config, place.world_size, _device_name(device))
         with Report(folder.path, config, progress.step) as report:
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
@@ -141,11 +143,6 @@ def begin(config: Config, restorer: Restorer, reload: Callable[[], Progress | No
     if progress is None and checkpoint.weights is not None:
         restorer.weights(Path(checkpoint.weights))
     return progress or Progress()
-
-
-def warn(text: str) -> None:
-    log.warning(text)
-    print(f"megalite: warning: {text}", file=sys.stderr)
 
 
 def open_data(job: Job) -> Batches:

@@ -34,7 +34,7 @@ from violation import Violation
 
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
-from megalite_tools.entry import exit_code
+from megalite.entry import exit_code
 from megalite_tools.results import cpu_name
 
 COMMAND = "soak"

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from toy_jobs import MODEL, advance, config_of, make, one_rank, parts, restorer,
 from megalite.checkpoint.manifest import INDEX, MANIFEST
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
+from megalite.output import Outlet, give_up, stream
 from megalite_tools import checkpoints, inspect_checkpoint
 from megalite_tools.checkpoints import Checkpoint
 from megalite_tools.inspect_checkpoint import main
@@ -389,9 +389,9 @@ def test_json_goes_to_a_file_beside_the_table(run: Path, tmp_path: Path, inspect
 def test_a_reader_that_leaves_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with TextIOWrapper(os.fdopen(writer, "wb", buffering=0)) as closed:
-        monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["list", str(run)]) == 141
+    monkeypatch.setattr(sys, "stdout", stream(writer, Outlet("stdout", give_up), None))
+    assert main(["list", str(run)]) == 141
+    os.close(writer)
 
 
 def test_names_cannot_disturb_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

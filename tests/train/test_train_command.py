@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -185,6 +187,24 @@ def test_a_token_outside_the_vocabulary_is_told_once(place: Path) -> None:
     assert "token id 16" in done.stderr
     assert "model.vocab_size = 16" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_training_outlives_everything_that_reports(place: Path) -> None:
+    folder, full = place / "runs/unheard", 2**20  # the size of files that cannot grow
+    (folder / "logs").mkdir(parents=True)
+    for name in ("logs/rank_0000.log", "logs/rank_0001.log", "metrics.jsonl"):
+        (folder / name).write_text(json.dumps({"step": 0, "event": "long", "text": "x" * full}) + "\n")
+    call = shlex.join(command(["run.name=unheard", "parallel.pp=2"]))
+    done = subprocess.run(
+        ["sh", "-c", f"exec {call} >&- 2>/dev/full"],
+        cwd=place,
+        timeout=200,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (full, full)),
+    )
+    assert done.returncode == 0
+    assert (folder / "checkpoints/step-00000008").exists()
+    assert curve(folder, "loss") == {}
 
 
 def test_growing_batches_and_a_fitted_micro_batch(place: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run reports is the same everywhere: console, metrics.jsonl and TensorBoard."""
 
+import errno
 import json
 import math
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
 import megalite
 from megalite.config.load import load
@@ -32,12 +32,6 @@ RECORDS = {
     10: {"loss": 2.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 1e5, "tflops_per_device": 0.5},
     15: {"valid_loss": 2.0, "valid_perplexity": 7.389},
 }
-
-
-@pytest.fixture(autouse=True)
-def file_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's files are read in the order of their names: by the second, then by a number without padding."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def write(folder: Path, config: Config, records: dict[int, dict[str, float]], first_step: int = 0) -> None:
@@ -167,6 +161,42 @@ def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:
     with Report(tmp_path, CONFIG, 0) as report:
         report.record(5, RECORDS[5])
         assert [line["step"] for line in lines(tmp_path)] == [5]
+
+
+def test_a_full_disk_costs_what_is_reported_meanwhile_but_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, record: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Report(tmp_path, CONFIG, 0) as report:
+        for step in (1, 2, 3):
+            report.record(step, loss(step))
+        with monkeypatch.context() as disk:
+            disk.setattr("megalite.train.report.append", full)
+            disk.setattr("megalite.train.board.append", full)
+            report.event(1, "rollback", "back to step 1")
+            report.record(2, loss(10))
+            report.event(2, "spike", "a spike")
+        report.record(3, loss(20))
+    told = capsys.readouterr()
+    assert "loss 10.0000" in told.out
+    assert told.err.count("No space left on device; the run goes on without it") == 2  # metrics.jsonl and TensorBoard
+    assert {record["step"]: record["loss"] for record in read_records(tmp_path / "metrics.jsonl")} == {1: 1, 3: 20}
+    assert board(tmp_path)["loss"] == {1: 1, 3: 20}
+    assert [line["event"] for line in read_lines(tmp_path / "metrics.jsonl") if "event" in line] == [
+        "rollback",
+        "spike",
+    ]
+
+
+def test_tensorboard_shows_events_as_text(tmp_path: Path) -> None:
+    with Report(tmp_path, CONFIG, 0) as report:
+        report.event(4, "spike", "a spike: é")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    ((tag, (event,)),) = ((tag, events.Tensors(tag)) for tag in events.Tags()["tensors"])
+    assert (tag, event.step, event.tensor_proto.string_val) == ("spike/text_summary", 4, ["a spike: é".encode()])
 
 
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""How every command ends."""
+
+import sys
+from collections.abc import Callable
+
+from megalite.config.errors import InputError
+from megalite.output import Lost, give_up, standard_streams
+
+
+def exit_code(command: str, work: Callable[[], int | None]) -> int:
+    """Do `work` and return its exit code, or 0.
+
+    2: bad input, or a stdout that cannot be written to, told on stderr; 130: interrupted; 141: the reader of stdout
+    has left.
+    """
+    standard_streams(give_up)
+    try:
+        try:
+            return work() or 0
+        finally:
+            sys.stdout.flush()
+    except InputError as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return 2
+    except Lost as lost:
+        if str(lost):
+            print(f"{command}: error: {lost}", file=sys.stderr)
+        return lost.code
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130

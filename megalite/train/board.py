@@ -1,0 +1,61 @@
+"""TensorBoard's files, written record by record in the thread that reports."""
+
+import importlib
+import io
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.output import append
+
+PROTO = "tensorboard.compat.proto"
+VERSION = "brain.Event:2"  # files that take records back by a session log
+
+
+class Board:
+    """An event file in `folder`; what is written of steps from `purge` on is taken back.
+
+    Methods raise OSError. TensorBoard is imported by name, because only the reporting rank need wait for that.
+    """
+
+    def __init__(self, folder: Path, purge: int | None = None) -> None:
+        self.path = folder / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}"
+        self._event, self._summary, self._tensor, self._shape = (
+            importlib.import_module(f"{PROTO}.{name}_pb2") for name in ("event", "summary", "tensor", "tensor_shape")
+        )
+        self._frame: Any = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        self._purge = purge
+
+    def take_back(self, purge: int) -> None:
+        """No longer count what was written of steps from `purge` on."""
+        self._purge = purge if self._purge is None else min(purge, self._purge)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to every curve."""
+        value = self._summary.Summary.Value
+        self._add(step, [value(tag=name, simple_value=number) for name, number in values.items()])
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add words."""
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
+        tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        self._add(step, [self._summary.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)])
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        event, records = self._event.Event, []
+        if not self.path.exists():
+            records.append(event(file_version=VERSION))
+        if self._purge is not None:
+            log = self._event.SessionLog(status=self._event.SessionLog.START)
+            records.append(event(step=self._purge, session_log=log))
+        records.append(event(step=step, summary=self._summary.Summary(value=values)))
+        framed = io.BytesIO()
+        for record in records:
+            record.wall_time = time.time()
+            self._frame(framed).write(record.SerializeToString())
+        append(self.path, framed.getvalue())
+        self._purge = None

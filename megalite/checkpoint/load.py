@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError, check_hashes, share_of
+from megalite.checkpoint.finite import refuse_poisoned
 from megalite.checkpoint.index import Index
-from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete
+from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader, damage_of
 from megalite.checkpoint.retain import check_own, damaged, set_aside
@@ -42,24 +43,33 @@ class Restorer:
         self.state, self.config, self.data = state, config, data
         self._together, self._advanced, self._check_owner = together, advanced, check_owner
 
-    def newest(self, folder: Path, warn: Say) -> Progress | None:
+    def newest(self, folder: Path, warn: Say, before: int | None = None) -> Progress | None:
         """Continue from the newest checkpoint in `folder` that is intact; None: there never was one.
 
         `warn` hears, on the first rank, of damaged ones, which are set aside. Raises InputError where only such are
         left, and for a checkpoint of another model or other data.
-        """
 
+        before: go on from one of an earlier step; those that are not are set aside, unless there is none (None).
+        """
         passed_over: set[Path] = set()  # known on the first rank
 
         def pass_over(error: DamagedError) -> None:
             self._check_owner()
             _pass_over(error, passed_over, warn)
 
-        while path := self._together.once(lambda: _newest(folder, passed_over, pass_over)):
+        def pass_over_later() -> None:
+            for path in complete(folder):
+                if before is not None and step_of(path) >= before:
+                    pass_over(DamagedError(path, "training that goes on from it fails"))
+
+        while path := self._together.once(lambda: _newest(folder, passed_over, pass_over, before)):
             try:
-                return self.all(path)
+                progress = self.all(path)
             except DamagedError as error:  # the same on all ranks
                 self._together.once(partial(pass_over, error))
+            else:
+                self._together.once(pass_over_later)
+                return progress
         return None
 
     def all(self, path: Path) -> Progress:
@@ -101,15 +111,21 @@ class Restorer:
                 tensors |= empty_progress(reader.index)
         _refuse_other_tensors(path, reader.index, tensors)
         reader.fill(tensors)
+        try:
+            refuse_poisoned(tensors)
+        except ValueError as error:
+            raise DamagedError(path, str(error)) from None
 
     def _hashed(self, _: int) -> None:
         self._advanced()
 
 
-def _newest(folder: Path, passed_over: set[Path], pass_over: Callable[[DamagedError], None]) -> Path | None:
-    """The newest checkpoint in `folder` whose files are there in full; others are set aside."""
+def _newest(
+    folder: Path, passed_over: set[Path], pass_over: Callable[[DamagedError], None], before: int | None
+) -> Path | None:
+    """The newest checkpoint in `folder`, of a step `before`, whose files are there in full; others are set aside."""
     for path in reversed(complete(folder)):
-        if path in passed_over:
+        if path in passed_over or (before is not None and step_of(path) >= before):
             continue
         try:
             check_own(path)
@@ -117,7 +133,8 @@ def _newest(folder: Path, passed_over: set[Path], pass_over: Callable[[DamagedEr
             pass_over(error)
         else:
             return path
-    if aside := [*damaged(folder), *sorted(passed_over)]:
+    aside = [*damaged(folder), *sorted(passed_over)]
+    if aside and before is None:
         raise InputError(
             f"{folder} holds no intact checkpoint, but {aside[-1].name}, which is damaged; "
             "train from the beginning with checkpoint.resume=never, or give run.name another name"

@@ -64,7 +64,12 @@ class Manifest:
 
         Raises DamagedError where it is not as it was written or makes no sense, InputError for another format.
         """
-        fields = _intact(path, read_whole(path, MANIFEST, LIMIT))
+        return Manifest.parse(path, read_whole(path, MANIFEST, LIMIT), format)
+
+    @staticmethod
+    def parse(path: Path, text: bytes, format: int = FORMAT) -> "Manifest":
+        """The manifest that reads `text`; as `read`."""
+        fields = _intact(path, text)
         _refuse_other_format(path, fields, format)
         if problem := next(_problems(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
             raise DamagedError(path, problem)

@@ -26,14 +26,15 @@ from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
 from megalite.checkpoint.files import Writer
+from megalite.checkpoint.finite import refuse_poisoned
 from megalite.checkpoint.index import Index, merged
-from megalite.checkpoint.manifest import MANIFEST, Manifest, Source
+from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.retain import PARTIAL, retain
 from megalite.checkpoint.state import State, progress_tensors, use_device
 from megalite.checkpoint.together import ElsewhereError, Together
 from megalite.config.convert import to_plain
-from megalite.config.errors import Unhealthy
+from megalite.config.errors import InputError, Unhealthy
 from megalite.config.schema import Config
 
 VERSIONS = ("megalite", "torch")
@@ -105,6 +106,7 @@ class Saver:
         self._pending: Future[Saved | Failed] | None = None
         self._ended: list[Saved | Failed] = []
         self._failed: list[Failed] = []  # in a row, up to the latest
+        self._rehearse()
 
     def __enter__(self) -> "Saver":
         return self
@@ -115,16 +117,32 @@ class Saver:
         self._writer.shutdown(wait=False)
         self._beside.shutdown(wait=False)
 
+    def _rehearse(self) -> None:
+        """Raises InputError where a checkpoint could not hold what the configuration says, or not be read again."""
+        try:
+            progress_tensors(Progress(), 0.0, self.config.run.seed)
+            Manifest.parse(
+                self.folder / "step-00000000", self._manifest(Progress(), {INDEX: File(0, "0" * 32)}).render().encode()
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise InputError(f"a checkpoint could not hold this configuration: {error}") from error
+
     def save(self, progress: Progress) -> None:
         """Stage the state, and write it: in the background, or at once without `checkpoint.async`.
 
-        Waits for the save before. Raises Unhealthy when more than `checkpoint.max_failures` in a row have failed.
+        Waits for the save before. Raises Unhealthy when more than `checkpoint.max_failures` in a row have failed, and
+        where weights or moments are not finite: nobody could go on from that.
         """
         self.wait()
         if len(self._failed) > self.config.checkpoint.max_failures:
             failures, error = len(self._failed), self._failed[-1].error
             raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}")
         tensors = self.state.tensors()
+        try:
+            self._together.everywhere(lambda: refuse_poisoned(tensors))
+        except ValueError as error:
+            self._ended.append(Failed(progress.step, str(error)))
+            raise Unhealthy(f"step {progress.step}: {error}; it is not saved") from None
         plan = self._plan = self._plan or self._make_plan(tensors)
         plan.planner.staged = self._stage(tensors)
         assert self.state.optimizer is not None

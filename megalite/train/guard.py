@@ -5,7 +5,7 @@ All ranks see the same numbers and take the same decisions.
 
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import FrameType
@@ -25,6 +25,7 @@ from megalite.train.signs import Reading, Signs
 Verdict = Literal["good", "bad", "spike"]
 LEAST = 8  # losses that a spike can be told from
 NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+HOPELESS = 8  # bad steps in a row with which no run ends well
 FLOOR = 0.005  # of the median loss: deviations are taken to be at least this large
 SHOWN = 8  # names of parameters that each rank tells, and that are shown
 
@@ -124,7 +125,10 @@ class Guard:
         self.progress = progress
         self.stopped_by: tuple[str, ...] = ()  # signals that any rank was sent
         self._config, self._train, self._mesh = job.config, job.config.train, job.mesh
+        self._checkpoint, self._began = job.config.checkpoint, progress.step
         self._under_way: deque[tuple[int, GlobalBatch, Signs]] = deque()
+        self._in_a_row = 0  # bad steps, up to the latest
+        self._taken_back, self._from = 0, 0  # the latest rollback: the step taken back, and that of the checkpoint
 
     def watch(self, step: int, batch: GlobalBatch, signs: Signs) -> None:
         """Note a step that was launched."""
@@ -143,6 +147,7 @@ class Guard:
             parameters = _offending(self._mesh, signs) if verdict == "bad" else ()
             judged = Judged(step, batch, reading, verdict, answer, parameters)
             self.progress = advanced(self.progress, judged, self._config)
+            self._in_a_row = self._in_a_row + 1 if verdict == "bad" else 0
             self.stopped_by = self.stopped_by or reading.asked
             yield judged
 
@@ -155,14 +160,32 @@ class Guard:
         if self.progress.bad_steps > self._train.max_bad_steps:
             limit = f"train.max_bad_steps = {self._train.max_bad_steps}"
             raise Unhealthy(f"{judged}; this is bad step {self.progress.bad_steps} of the run, {limit} are allowed")
+        if judged.step == self._train.steps and self._in_a_row >= min(HOPELESS, judged.step - self._began):
+            raise Unhealthy(
+                f"{judged}; the last {self._in_a_row} steps of the run were all bad, so it has not ended well"
+            )
         return judged.answer == "skip"
 
-    def roll_back(self, judged: Judged, saved: Progress | None) -> None:
-        """Go on from `saved`, which was loaded, without the samples of `judged`. Raises Unhealthy if there is none."""
+    def roll_back(self, judged: Judged, reload: Callable[[int | None], Progress | None]) -> None:
+        """Go on from the checkpoint that `reload` loads, without the samples of `judged`.
+
+        Where the run has failed no later than at the latest rollback, it is the one before that rollback's. Raises
+        Unhealthy if there is none.
+        """
+        before = self._from if judged.step <= self._taken_back else None
+        saved = reload(before)
         if saved is None:
-            raise Unhealthy(f"{judged}; there is no checkpoint yet to roll back to: choose a lower checkpoint.interval")
+            raise Unhealthy(f"{judged}; {self._no_way_back(before)}")
+        self._taken_back, self._from, self._in_a_row = judged.step, saved.step, 0
         self._under_way.clear()
         self.progress = rolled_back(saved, self.progress, judged, self._config)
+
+    def _no_way_back(self, before: int | None) -> str:
+        if before is not None:
+            return f"going on from step {before} has failed again, and there is no checkpoint before it"
+        weights = self._checkpoint.weights
+        began = f" (checkpoint.weights = {weights} is none of this run: it has no moments)" if weights else ""
+        return f"there is no checkpoint yet to roll back to{began}: choose a lower checkpoint.interval"
 
 
 def left_under_way(mesh: Mesh) -> int:

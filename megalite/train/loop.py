@@ -36,13 +36,13 @@ def train(
     batches: Batches,
     start: Progress,
     saver: Saver,
-    reload: Callable[[], Progress | None],
+    reload: Callable[..., Progress | None],
     report: Report | None,
 ) -> int:
     """Train from `start` to `train.steps`, on every rank; the exit code.
 
-    reload: continues from the newest checkpoint, if there is one. report: on the rank that reports. Raises Unhealthy
-    when a guard ends the run.
+    reload: continues from the newest checkpoint if there is one, given a step from one before it. report: on the rank
+    that reports. Raises Unhealthy when a guard ends the run.
     """
     last = job.config.train.steps
     guard = Guard(job, start)
@@ -55,7 +55,7 @@ def train(
             if taken_back is not None:
                 job.activity("rolling back")
                 saver.wait()
-                guard.roll_back(taken_back, reload())
+                guard.roll_back(taken_back, reload)
                 _tell_rollback(report, taken_back, guard.progress)
         job.activity("saving")
         try:
@@ -101,7 +101,10 @@ def _train(
         if saves or guard.stopped_by:
             with meter.paused():
                 job.activity("saving")
-                saver.save(guard.progress)
+                try:
+                    saver.save(guard.progress)
+                finally:
+                    _tell_saves(report, saver, step)
         if guard.stopped_by:
             break
         job.activity("reading a batch")

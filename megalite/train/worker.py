@@ -134,7 +134,7 @@ def device_memory(device: torch.device) -> int | None:
     return int(total.item() * FOR_TENSORS)
 
 
-def begin(config: Config, restorer: Restorer, reload: Callable[[], Progress | None]) -> Progress:
+def begin(config: Config, restorer: Restorer, reload: Callable[..., Progress | None]) -> Progress:
     """Continue as `checkpoint.resume` says, or begin with `checkpoint.weights`; where the run stands then."""
     checkpoint = config.checkpoint
     if checkpoint.resume not in ("auto", "never"):

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weight = dict(job.named_parameters())["layers.1.mlp.up.weight"]
         with torch.no_grad():
             weight.to_local()[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-        save(job, folder / "checkpoints", 3)
+        with patch("megalite.checkpoint.save.refuse_poisoned"):  # as an earlier version has saved it
+            save(job, folder / "checkpoints", 3)
     return folder
 
 

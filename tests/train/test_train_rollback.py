@@ -1,0 +1,108 @@
+"""Rollbacks that fail again go further back; a run that only skips does not end well."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from toy_jobs import MODEL, config_of, one_rank
+from toy_runs import Notes, run
+
+from megalite.checkpoint.manifest import complete, step_of
+from megalite.checkpoint.retain import damaged
+from megalite.config.errors import Unhealthy
+from megalite.config.layout import Layout
+from megalite.config.schema import Checkpoint, Config
+from megalite.train import loop
+from megalite.train.build import Job
+from megalite.train.loop import train_step
+
+
+def config(answer: str, steps: int = 8, **checkpoint: object) -> Config:
+    base = config_of(Layout(), replace(MODEL, layers=1))
+    train = replace(base.train, steps=steps, on_bad_step=answer, max_bad_steps=50)  # type: ignore[arg-type]
+    schedule = replace(base.schedule, name="constant")
+    saves = Checkpoint(**{"interval": 2, "keep": 0, **checkpoint})  # type: ignore[arg-type]
+    return replace(base, train=train, schedule=schedule, checkpoint=saves)
+
+
+@contextmanager
+def failing(at: Callable[[int, int], bool]) -> Iterator[None]:
+    """Whenever `at(step, bad steps so far)`, the loss of a step is NaN."""
+    bad = 0
+
+    def faulty(job: Job, batch: torch.Tensor, index: int, asked: set[int]) -> object:
+        nonlocal bad
+        signs = train_step(job, batch, index, asked)
+        if at(index + 1, bad):
+            bad += 1
+            signs.host[1] = torch.nan
+        return signs
+
+    with patch.object(loop, "train_step", faulty):
+        yield
+
+
+def trained(settings: Config, folder: Path, at: Callable[[int, int], bool]) -> tuple[Notes, str]:
+    """What a run has noted, and why it was ended."""
+    notes = Notes()
+    with one_rank(), failing(at), patch("toy_runs.Notes", lambda: notes):
+        try:
+            run(settings, folder)
+        except Unhealthy as error:
+            return notes, str(error)
+    return notes, ""
+
+
+def rollbacks(notes: Notes) -> list[tuple[object, int]]:
+    """From which step to which."""
+    return [(details["taken_back"], step) for step, details in notes.named("rollback")]
+
+
+def test_a_rollback_that_fails_again_goes_one_checkpoint_further_back(tmp_path: Path) -> None:
+    notes, error = trained(config("rollback"), tmp_path, lambda step, bad: step == 7 and bad < 3)
+    assert error == ""
+    assert rollbacks(notes) == [(7, 6), (7, 4), (7, 2)]
+    aside = ["step-00000004.damaged", "step-00000006.damaged", "step-00000006.damaged.2"]
+    assert [path.name for path in damaged(tmp_path)] == aside, "the last one was saved on the way from step 4"
+    assert [step_of(path) for path in complete(tmp_path)] == [2, 4, 6, 8]
+    told = "step-00000006: training that goes on from it fails; it is set aside as step-00000006.damaged"
+    assert any(told in line for line in notes.said)
+
+
+def test_a_rollback_that_got_further_than_the_last_goes_to_the_newest(tmp_path: Path) -> None:
+    notes, error = trained(config("rollback"), tmp_path, lambda step, bad: step == 5 + bad and bad < 3)
+    assert error == ""
+    assert rollbacks(notes) == [(5, 4), (6, 4), (7, 6)]
+    assert damaged(tmp_path) == []
+
+
+def test_the_oldest_checkpoint_stays_when_there_is_no_way_back(tmp_path: Path) -> None:
+    notes, error = trained(config("rollback"), tmp_path, lambda step, _: step == 5)
+    assert rollbacks(notes) == [(5, 4), (5, 2)]
+    assert "going on from step 2 has failed again, and there is no checkpoint before it" in error
+    assert [step_of(path) for path in complete(tmp_path)] == [2, 4], "what was saved again on the way"
+
+
+def test_weights_to_begin_with_are_no_checkpoint_to_roll_back_to(tmp_path: Path) -> None:
+    _, error = trained(config("rollback", weights="runs/x"), tmp_path, lambda step, _: step == 1)
+    assert "no checkpoint yet to roll back to (checkpoint.weights = runs/x is none of this run" in error
+
+
+@pytest.mark.parametrize(
+    ("steps", "bad", "ended"),
+    [
+        (3, (1, 2, 3), "the last 3 steps of the run were all bad"),
+        (12, range(5, 13), "the last 8 steps of the run were all bad"),
+        (12, range(6, 13), ""),
+        (3, (1, 2), ""),
+    ],
+)
+def test_a_run_that_only_skips_does_not_end_well(steps: int, bad: tuple[int, ...], ended: str, tmp_path: Path) -> None:
+    _, error = trained(config("skip", steps), tmp_path, lambda step, _: step in bad)
+    assert ended in error
+    assert bool(error) == bool(ended)
+    assert (steps in map(step_of, complete(tmp_path))) == (not ended)

@@ -55,6 +55,10 @@ class RollCall:
         """Begin the round, unless it has begun."""
         self.store.compare_set("call", "", cause)
 
+    def cause(self) -> str:
+        """Why the round was begun; empty if some rank has seen no progress."""
+        return self.store.get("call").decode()
+
     def answer(self, status: Status) -> bool:
         """Give this rank's answer; whether it is the first, whose giver has to conclude."""
         self.store.set(f"rank {status.rank}", json.dumps(asdict(status)))
@@ -76,7 +80,7 @@ class RollCall:
         hosts: tells the host of a rank that does not answer.
         """
         found = self.answers()
-        cause = self.store.get("call").decode()
+        cause = self.cause()
         idle = min(status.idle for status in found)
         present = {status.rank for status in found}
         silent = {rank: hosts.get(str(rank)).decode() for rank in range(self.size) if rank not in present}

@@ -1,12 +1,9 @@
-"""Start-up and end of a rank: meeting the others, device, process group, and what a failure is called."""
+"""Start-up and end of a rank: device, process group, and what a failure is called."""
 
 import os
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -16,6 +13,7 @@ import torch.distributed as dist
 from megalite.config.errors import InputError, Unhealthy
 from megalite.dist.last_words import log, tell
 from megalite.dist.local import MEETING
+from megalite.dist.meeting import LostPeer, Meeting, meet
 from megalite.dist.ranks import Place, let_others_speak
 from megalite.dist.signals import die_with_launcher, hear
 from megalite.output import Lost
@@ -30,50 +28,10 @@ LOST_PEER = (
 )
 
 
-class LostPeer(RuntimeError):
-    """Ranks do not come or do not answer: shown as one message, exit code 5."""
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error of a collective tells that another rank is gone."""
     signs = any(sign in str(error).lower() for sign in LOST_PEER)
-    return isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and signs)
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of one attempt have met."""
-
-    store: dist.Store
-    hosts: dist.Store  # rank -> the name of its host
-    host: str  # this one
-    keeper: str  # who is lost when the store is
-
-
-def meet(place: Place, timeout: float) -> Meeting:
-    """Wait until all ranks are there.
-
-    timeout: in seconds. Raises LostPeer if some do not come, InputError if the address of rank 0 is missing.
-    """
-    store, keeper = _open_store(place, timeout)
-    hosts, host = dist.PrefixStore("host", store), socket.gethostname()
-    hosts.set(str(place.rank), host)
-    nth = store.add("arrived", 1)
-    if nth == place.world_size:
-        store.set("complete", "yes")
-    deadline, pause = time.monotonic() + timeout, 0.01
-    while not store.check(["complete"]):
-        if time.monotonic() > deadline:
-            absent = range(place.world_size) if nth == 1 else ()  # one rank looks for them
-            raise LostPeer(_absent([rank for rank in absent if not hosts.check([str(rank)])], timeout))
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1.0)
-    return Meeting(store, hosts, host, keeper)
-
-
-def _absent(ranks: list[int], timeout: float) -> str:
-    who = f"rank {', '.join(map(str, ranks))}" if ranks else "some ranks"
-    return f"{who} did not come within {timeout:g} s (train.timeout)"
+    return isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError) or (isinstance(error, RuntimeError) and signs)
 
 
 def start(
@@ -104,32 +62,6 @@ def start(
 def start_alone() -> None:
     """A process group of this process alone, for tools that read a model; no launcher, no network."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _open_store(place: Place, timeout: float) -> tuple[dist.Store, str]:
-    """The key-value store over which the ranks find each other, and who keeps it."""
-    folder = os.environ.get(MEETING)
-    if folder or os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    if folder:
-        return dist.FileStore(f"{folder}/store", place.world_size), "the launcher"
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise InputError(f"{' and '.join(missing)} must name the node and port of rank 0; see launch/slurm.sbatch")
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps one for all of its attempts
-    keeper, keeps = ("torchrun's agent" if agent else "rank 0"), place.rank == 0 and not agent
-    try:
-        wait = timedelta(seconds=timeout)
-        store = dist.TCPStore(host, int(port), place.world_size, keeps, wait, wait_for_workers=False)
-    except ValueError:
-        raise InputError(f"MASTER_PORT = {port}: must be a port number") from None
-    except dist.DistNetworkError as error:
-        if keeps:
-            raise InputError(f"MASTER_PORT = {port}: rank 0 cannot listen there, choose another; {error}") from None
-        raise LostPeer(f"{keeper} does not answer at {host}:{port}: {error}") from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt {attempt}", store), f"{keeper} at {host}:{port}"
 
 
 def run_rank(main: Callable[[], int], place: Place) -> int:

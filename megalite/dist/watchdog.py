@@ -17,11 +17,14 @@ import torch.distributed as dist
 
 from megalite.dist.activity import HIDDEN, Activity, places, stacks
 from megalite.dist.last_words import tell
+from megalite.dist.meeting import Meeting, reason
 from megalite.dist.ranks import HELD_BACK, Place, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
-from megalite.dist.start import Meeting, is_lost_peer
+from megalite.dist.start import is_lost_peer
 
 END = object()
+LOOKS = 1600  # at the store, of all ranks, in a second
+DEPUTY_FIRST = 3.0  # seconds by which the deputy tells of the loss of the store before others, who then need not
 
 log = logging.getLogger("megalite")
 
@@ -46,6 +49,11 @@ def watched(meeting: Meeting, place: Place, activity: Activity, timeout: float) 
         watchdog.stop()
 
 
+def between_looks(timeout: float, ranks: int) -> float:
+    """Seconds between two looks of a rank: soon, but no more looks of all ranks than the store bears."""
+    return min(max(timeout / 20, 0.5), max(1.0, ranks / LOOKS), 10.0)
+
+
 class StoreGone(Exception):
     """The job's key-value store does not answer."""
 
@@ -55,7 +63,7 @@ class Watchdog:
 
     def __init__(self, meeting: Meeting, place: Place, activity: Activity, timeout: float) -> None:
         self.meeting, self.place, self.activity, self.timeout = meeting, place, activity, timeout
-        self.interval = min(max(timeout / 20, 0.5), 10.0)  # seconds between two looks
+        self.interval = between_looks(timeout, place.world_size)
         self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
         self._store = meeting.store.clone()  # type: ignore[attr-defined]  # a connection that no other thread waits on
         self._hosts = meeting.hosts.clone()  # type: ignore[attr-defined]
@@ -71,12 +79,12 @@ class Watchdog:
 
     def give_up(self, error: BaseException) -> None:
         """End the process for a lost peer; what the launcher says about that one is better, if it notices."""
-        self.activity(f"lost a peer ({_brief(error)})")
+        self.activity(f"lost a peer ({reason(error)})")
         if signal.SIGTERM in self.activity.asked:  # the launcher has noticed, and ends this rank too
             log.error("lost a peer: %s", error)
             os._exit(5)
+        self._told.put(f"rank {self.place.rank} has lost a peer: {reason(error)}")  # the roll is called meanwhile
         let_others_speak(5)
-        self._told.put(f"rank {self.place.rank} has lost a peer: {_brief(error)}")
         self._thread.join()
 
     def _watch(self) -> None:
@@ -107,7 +115,10 @@ class Watchdog:
         concludes = self._ask(call.answer, status)
         deadline = time.monotonic() + self.patience
         if concludes:
-            while time.monotonic() < deadline and not self._ask(call.complete):
+            launcher_speaks_until = time.monotonic() + HELD_BACK if self._ask(call.cause) else 0.0
+            while time.monotonic() < launcher_speaks_until or (
+                time.monotonic() < deadline and not self._ask(call.complete)
+            ):
                 time.sleep(self.interval / 5)
             verdict: Verdict = self._ask(call.conclude, self.timeout, self._hosts)
             return verdict
@@ -128,18 +139,23 @@ class Watchdog:
         """Call a function that uses the store; a host that has lost its power does not even refuse."""
         try:
             return self._asker.submit(function, *args).result(self.patience)
-        except (RuntimeError, TimeoutError) as error:
-            raise StoreGone(_brief(error)) from error
+        except TimeoutError as error:
+            raise StoreGone(f"no answer for {self.patience:g} s") from error
+        except RuntimeError as error:
+            raise StoreGone(reason(error)) from error
 
     def _without_store(self, gone: StoreGone) -> None:
         """Its keeper is lost, unless the job has just ended."""
+        place, deputy = self.place, self.place.rank == self.meeting.deputy
         with suppress(queue.Empty):
-            while self._told.get(timeout=HELD_BACK) is not END:
+            deadline = time.monotonic() + HELD_BACK + (0 if deputy else DEPUTY_FIRST)
+            while self._told.get(timeout=max(0.0, deadline - time.monotonic())) is not END:
                 pass
             return
-        # Of each node somebody, whose words are not needed where the launcher has noticed.
-        text = f"lost {self.meeting.keeper}: {gone}\n  rank {self.place.rank}: {self._status()}"
-        self._end(text, self.place.local_rank < 2, lambda: None)
+        text = f"lost the job's key-value store, which {self.meeting.keeper} kept: {gone}"
+        # If the deputy is lost too, somebody of each node, whose words are not needed where the launcher has noticed.
+        speaks = deputy or place.local_rank < 2
+        self._end(f"{text}\n  rank {place.rank}: {self._status()}", speaks, lambda: None)
 
     def _all_know(self, call: RollCall, verdict: Verdict) -> None:
         """Wait for each other: the first to end may bring the others' end, and rank 0's that of the store."""
@@ -160,8 +176,3 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(5)
-
-
-def _brief(error: BaseException) -> str:
-    """Without the advice and the C++ stack that follow."""
-    return str(error).partition("\n")[0].partition(". ")[0]

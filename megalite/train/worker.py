@@ -21,10 +21,11 @@ from megalite.data.documents import end_of_document
 from megalite.data.loader import Loader
 from megalite.dist.activity import Activity
 from megalite.dist.local import log_file
+from megalite.dist.meeting import meet
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
 from megalite.dist.signals import ignore_stops
-from megalite.dist.start import meet, run_rank, start
+from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
 from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
 from megalite.plan.batches import samples_after
@@ -34,7 +35,7 @@ from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report, write_environment
-from megalite.train.sources import as_remembered, open_samples
+from megalite.train.sources import as_remembered, open_samples, same_everywhere
 
 log = logging.getLogger("megalite")
 
@@ -50,7 +51,9 @@ def run(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
 def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
     standard_streams(go_on)
     folder, timeout, activity = Folder.of(config), config.train.timeout, Activity()
-    meeting = meet(place, timeout)  # rank 0 owns the run folder: from here on all may write there
+    meeting = meet(
+        place, timeout, same_everywhere(config)
+    )  # rank 0 owns the run folder: from here on all may write there
     logging.basicConfig(
         handlers=[LogFile(log_file(folder.logs, place.rank))],
         level=logging.INFO,

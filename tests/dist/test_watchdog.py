@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megalite.dist.local import log_file
+from megalite.dist.watchdog import between_looks
 
 PROGRAM = """
 import logging, os, signal, sys, time
@@ -20,7 +21,8 @@ from pathlib import Path
 import torch.distributed as dist
 from megalite.dist.activity import Activity
 from megalite.dist.ranks import find_place
-from megalite.dist.start import meet, run_rank, start
+from megalite.dist.meeting import meet
+from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
 
 body, timeout, missing, place = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), find_place()
@@ -173,7 +175,19 @@ def test_the_loss_of_the_rank_that_keeps_the_store_is_told(jobs: dict[str, Job])
     job = jobs["keeper killed"]
     told = job.end()
     assert job.codes == [-9, 5, 5]
-    assert re.search(r"^megalite: rank 1 on .*: lost rank 0 at 127.0.0.1:\d+: ", told[1], re.MULTILINE)
+    what = r"lost the job's key-value store, which rank 0 at 127.0.0.1:\d+ kept: \w"
+    assert re.search(rf"^megalite: rank 1 on .*: {what}.*\n  rank 1: step 0, ", told[1], re.MULTILINE)
+    assert "megalite:" not in told[2]
+    assert re.search(what, job.log(2))
+
+
+@pytest.mark.parametrize(
+    ("timeout", "ranks", "seconds"), [(4, 2, 0.5), (15, 8, 0.75), (600, 2, 1), (600, 1024, 1), (600, 16384, 10)]
+)
+def test_a_lost_peer_is_asked_for_soon_by_as_many_as_the_store_bears(
+    timeout: float, ranks: int, seconds: float
+) -> None:
+    assert between_looks(timeout, ranks) == pytest.approx(seconds, abs=0.3)
 
 
 def test_ranks_that_do_not_come_are_named(jobs: dict[str, Job]) -> None:

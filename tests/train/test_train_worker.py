@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megalite.config.errors import InputError
-from megalite.config.schema import Config, Context, Data, Model, Parallel, Train
+from megalite.config.schema import Config, Context, Data, Model, Parallel, Source, Train
+from megalite.train.sources import same_everywhere
 from megalite.train.worker import check_attention, outcome
 
 CUDA = torch.device("cuda")
@@ -41,3 +42,13 @@ def test_other_attention_and_the_cpu_take_everything() -> None:
 )
 def test_a_run_tells_what_it_has_done(first: int, told: str) -> None:
     assert outcome(20, first) == told
+
+
+def test_ranks_have_all_in_common_but_where_a_node_keeps_its_copy_of_the_data() -> None:
+    def facts(path: str, weight: float, tokenizer: str) -> dict[str, object]:
+        return same_everywhere(Config(data=Data(train=[Source(path, weight)], tokenizer=tokenizer)))
+
+    assert facts("/node1/a", 1.0, "/node1/t") == facts("/node2/a", 1.0, "/node2/t")
+    assert facts("a", 1.0, "t") != facts("a", 2.0, "t")
+    assert facts("a", 1.0, "t")["data.train[0].weight"] == 1.0
+    assert facts("a", 1.0, "t")["model.layers"] == Model().layers

@@ -1,0 +1,135 @@
+"""Where ranks meet. The ranks are threads of this process."""
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config.errors import InputError
+from megalite.dist import meeting
+from megalite.dist.local import MEETING
+from megalite.dist.meeting import LostPeer, meet, reason
+from megalite.dist.ranks import Place
+
+RATE = {"optim.lr": 0.1, "data.train[0].weight": 1.0}
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A port at which ranks started by nobody in particular will meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    for name in (MEETING, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return port
+
+
+def outcomes(*ranks: Callable[[], Any]) -> list[Any]:
+    """What ranks that run at the same time return or raise."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures: list[Future[Any]] = [pool.submit(rank) for rank in ranks]
+        return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("facts", "size", "told"),
+    [
+        (RATE | {"optim.lr": 0.2}, 2, "optim.lr = 0.2 here, 0.1 there;"),
+        ({"optim.lr": 0.1}, 2, "data.train[0].weight = None here, 1.0 there;"),
+        (RATE, 4, "ranks = 4 here, 2 there;"),
+        (RATE | {"a": 1, "b": 2, "c": 3, "d": 4}, 2, "a = 1 here, None there; b = 2 here, None there; c = 3 here,"),
+    ],
+)
+def test_a_rank_of_another_job_is_refused_and_the_others_meet(
+    facts: dict[str, Any], size: int, told: str, port: int
+) -> None:
+    keeper, refused, peer = outcomes(
+        partial(meet, Place(0, 2, 0), 60.0, RATE),
+        partial(meet, Place(1, size, 1), 60.0, facts),
+        lambda: meet(Place(1, 2, 1), 60.0, RATE),
+    )
+    assert isinstance(refused, InputError)
+    here = socket.gethostname()
+    assert f"rank 1 on {here} is not of the job of rank 0 on {here}, met by rank 0 at 127.0.0.1:{port}" in str(refused)
+    assert told in str(refused)
+    assert str(refused).endswith("each job its own MASTER_PORT")
+    assert [keeper.deputy, peer.deputy, peer.host] == [1, 1, here]
+    assert peer.keeper == f"rank 0 at 127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(("module", "name"), [(meeting, "megalite"), (torch, "torch")])
+def test_ranks_of_other_versions_are_refused(
+    module: Any, name: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, Place(0, 2, 0), 1.0)
+        store = dist.TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False)
+        dist.PrefixStore("attempt 0", store).get("job")  # rank 0 has told its versions
+        monkeypatch.setattr(module, "__version__", "0.0")
+        with pytest.raises(InputError, match=f"{name} = '0.0' here, "):
+            meet(Place(1, 2, 1), 60.0)
+        assert isinstance(first.exception(), LostPeer)
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1", r"Connection refused"),
+        ("no-such-host.invalid", r"Name or service not known|[Nn]odename nor servname|Temporary failure|No address"),
+    ],
+)
+def test_people_are_told_what_a_rank_waits_for(
+    address: str, told: str, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "QUIET", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    problem = rf"rank 0 at {address}:{port} did not answer \(({told}).*\) within "
+    with pytest.raises(LostPeer, match=rf"^{problem}0.5 s \(train.timeout\)$"):
+        meet(Place(1, 2, 1), 0.5)
+    assert capfd.readouterr().err.startswith("megalite: rank 1 waits: rank 0 at ")
+
+
+def test_the_absent_are_named_while_and_after_the_others_wait(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "QUIET", 0.1)
+    ended = outcomes(*(partial(meet, Place(rank, 4, rank), 0.7) for rank in (0, 2)))
+    assert sorted(str(error) for error in ended)[0].startswith("rank 1, 3 did not come within 0.7 s")
+    assert capfd.readouterr().err.count("waits: rank 1, 3 did not come within 0.1 s; it gives up after 0.7 s") == 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "65536", "x", "1e3", "29500.0"])
+def test_a_port_is_a_number_that_can_be_one(text: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", text)
+    with pytest.raises(InputError, match="^MASTER_PORT"):
+        meet(Place(0, 1, 0), 1.0)
+
+
+def test_a_port_in_use_is_told(port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("", port))
+        other.listen()
+        with pytest.raises(InputError, match=f"MASTER_PORT = {port}: rank 0 cannot listen there, choose another; "):
+            meet(Place(0, 2, 0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[/build/pair.cc:553] Connection closed by peer [127.0.0.1]:1", "Connection closed by peer [127.0.0.1]:1"),
+        ("failed to recv, got 0 bytes. Exception raised\nframe #0", "failed to recv, got 0 bytes"),
+        ("\n", "DistNetworkError"),
+        ("[", "["),
+    ],
+)
+def test_a_reason_is_one_line_and_never_empty(text: str, shown: str) -> None:
+    assert reason(dist.DistNetworkError(text)) == shown

@@ -11,7 +11,6 @@ Megatron-LM, arXiv 1909.08053, §3, which needs three all-reduces). Only lse is 
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -332,7 +331,7 @@ def cross_entropy(
         return _Torch.apply(logits, targets, group, labels)
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()
-    return _op(logits, targets.contiguous(), name_of(group), *astuple(labels))[0].sum()
+    return _op(logits, targets.contiguous(), name_of(group), *labels)[0].sum()
 
 
 def bytes_moved(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -1,14 +1,13 @@
 """What the cross-entropies are told about classes and targets."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Labels:
+class Labels(NamedTuple):
     """Which classes the logits of this rank are of, and what a target stands for."""
 
     first: int  # class of the first column

@@ -11,7 +11,6 @@ all-gather, which is under way while the next chunk's logits are computed.
 """
 
 from collections.abc import Iterator
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -298,7 +297,7 @@ def linear_cross_entropy(
     given = x.contiguous(), weight.contiguous(), targets.contiguous()
     if not triton and not torch.compiler.is_compiling():
         return _Torch.apply(*given, group if ranks > 1 else None, chunk, *wants, labels)
-    return _op(*given, name_of(group), chunk, triton, *wants, *astuple(labels))[0]
+    return _op(*given, name_of(group), chunk, triton, *wants, *labels)[0]
 
 
 def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:

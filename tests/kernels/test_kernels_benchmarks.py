@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,7 +192,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     data = json.loads(out.read_text())
     assert data["command"].endswith(f"--rounds 2 --out {out}")
     assert data["cases"] == "5 of 5", "one of them twice as long"
-    assert (data["device"], data["versions"]["torch"]) == ({"name": "none"}, torch.__version__)
+    assert (data["device"], data["versions"]["torch"]) == ({"name": "none"}, version("torch"))
     timed = [(row["model"], row["op"], row["part"], row["variant"]) for row in data["rows"] if row["seconds"]]
     assert len(timed) == len(set(timed)) == 3 * (3 + 2 * 3 + 1 + 2) + 2
     assert ("8B, twice", "linear_cross_entropy", WHOLE, MATMULS) in timed

@@ -1,10 +1,13 @@
 """The device mesh as a value: who this rank is and which process groups it belongs to."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megalite.config.layout import Layout
 
@@ -26,10 +29,13 @@ class Mesh:
     cp: dist.ProcessGroup | None  # the ranks that share this rank's sequences; None: it has them whole
 
     @staticmethod
-    def build(layout: Layout, device: torch.device, sharded: bool = True) -> "Mesh | None":
+    def build(
+        layout: Layout, device: torch.device, sharded: bool = True, timeout: timedelta | None = None
+    ) -> "Mesh | None":
         """The mesh over the first `layout.world_size` processes; None on the others.
 
-        Collective over all processes of the job.
+        Collective over all processes of the job. On CUDA everything that ranks will talk over is connected when it
+        returns. timeout: of one collective of its groups; None: PyTorch's own.
         """
         replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
         data = (replicas, shards) if sharded else (replicas * shards, 1)
@@ -40,7 +46,19 @@ class Mesh:
         lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
         cp = dist.new_subgroups_by_enumeration(lines)[0] if layout.cp > 1 else None
         rank = dist.get_rank()
-        return Mesh(layout, device, root, world, rank, cp) if rank < layout.world_size else None
+        mesh = Mesh(layout, device, root, world, rank, cp) if rank < layout.world_size else None
+        if mesh is not None and timeout is not None:
+            for group in mesh.groups:
+                _set_pg_timeout(timeout, group)
+        if device.type == "cuda":
+            connect([dist.group.WORLD, *(mesh.groups if mesh is not None else ())], device)
+        return mesh
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every group that this rank talks over, in an order that all ranks share."""
+        axes = [self.group(axis) for axis in self.root.mesh_dim_names or ()]
+        return list(dict.fromkeys([self.world, *axes, *([self.cp] if self.cp is not None else [])]))
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -66,3 +84,27 @@ class Mesh:
     def along(self, axis: str, position: int) -> int:
         """Global rank at `position` of `axis`, at this rank's other coordinates."""
         return self.layout.rank(**{**self.coordinates, axis: position})
+
+
+def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Let the ranks of every group meet now, in collectives and with their neighbours in a ring.
+
+    NCCL makes a communicator at its first use, and a connection between two ranks at their first exchange. Ranks that
+    come first wait for the others in the key-value store, whose timeout is not that of collectives: in a pipeline,
+    until the first stage has compiled and run. All ranks must give their groups in the same order.
+    """
+    for group in groups:
+        if group is None or group.size() == 1:
+            continue
+        token = torch.ones(1, device=device)
+        dist.all_reduce(token, group=group)
+        following, before = ((group.rank() + step) % group.size() for step in (1, -1))
+        exchange = [dist.P2POp(dist.isend, token, group=group, group_peer=peer) for peer in (following, before)]
+        exchange += [
+            dist.P2POp(dist.irecv, torch.empty_like(token), group=group, group_peer=peer)
+            for peer in (before, following)
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -18,6 +18,11 @@ from megalite.dist.ranks import Place, let_others_speak
 from megalite.dist.signals import die_with_launcher, hear
 from megalite.output import Lost
 
+NCCL = {  # of PyTorch, unless the environment sets them: they leave it to our watchdog to end a job and to say why
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else its own thread aborts the process when a peer is lost
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it waits for dumps of all ranks, and aborts the process then
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the process is aborted when that thread hangs, in a lost peer's call
+}
 LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -51,12 +56,21 @@ def start(
                 "start one rank per GPU, or set run.device=cpu"
             )
         torch.cuda.set_device(place.local_rank)
+        _leave_errors_to_us()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         store = (meeting or meet(place, timeout)).store
         wait = timedelta(seconds=timeout)
         dist.init_process_group(backend, None, wait, place.world_size, place.rank, store)
     return torch.device(kind, place.local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+def _leave_errors_to_us() -> None:
+    """Set `NCCL`, and note in the log where the environment says otherwise."""
+    for name, ours in NCCL.items():
+        found = os.environ.setdefault(name, ours)
+        if found != ours:
+            log.warning("%s=%s: PyTorch may end a rank before the watchdog has told why; unset it", name, found)
 
 
 def start_alone() -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,8 @@ from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report, write_environment
 from megalite.train.sources import as_remembered, open_samples, same_everywhere
 
+PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
+
 log = logging.getLogger("megalite")
 
 
@@ -61,8 +64,7 @@ def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> i
         force=True,
     )
     with watched(meeting, place, activity, timeout):
-        # The watchdog speaks before any collective gives up, and knows when others are slow but busy.
-        device = start(place, config.run.device, 10 * timeout, meeting)
+        device = start(place, config.run.device, PATIENCE * timeout, meeting)
         code = _train(place, config, device, activity, check_owner)
         ignore_stops()
         return code
@@ -78,7 +80,9 @@ def _train(
     if config.data.mask_documents:
         end = end_of_document(config.data, config.model.vocab_size)
         config = replace(config, data=replace(config.data, end_of_document=end))
-    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded)
+    activity("connecting to the other ranks")
+    patience = timedelta(seconds=PATIENCE * config.train.timeout)
+    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, patience)
     assert mesh is not None, "validation has compared the layout with the world size"
     activity("building the model")
     job = build(config, mesh, activity)

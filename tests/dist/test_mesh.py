@@ -1,3 +1,4 @@
+from datetime import timedelta
 from itertools import product
 
 import pytest
@@ -6,7 +7,7 @@ import torch.distributed as dist
 from ranks import SIZE, Ranks
 
 from megalite.config.layout import AXES, Layout
-from megalite.dist.mesh import Mesh
+from megalite.dist.mesh import Mesh, connect
 
 LAYOUTS = [
     Layout(),
@@ -52,3 +53,19 @@ def test_the_mesh_agrees_with_the_arithmetic_of_the_layout(layout: Layout, ranks
         assert data == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp")
         for (axis, position), other in along.items():
             assert other == neighbours(layout, rank, axis)[position]
+
+
+def timeouts(layout: Layout, timeout: timedelta) -> set[timedelta] | None:
+    """Of the groups of a mesh over which the ranks have met."""
+    mesh = Mesh.build(layout, torch.device("cpu"), timeout=timeout)
+    if mesh is None:
+        return None
+    connect(mesh.groups, mesh.device)
+    return {group._get_backend(mesh.device).options._timeout for group in mesh.groups}
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, cp=2, tp=2), Layout(pp=3, tp=2)], ids=str)
+def test_ranks_meet_over_every_group_and_wait_as_long_as_they_are_told(layout: Layout, ranks: Ranks) -> None:
+    patience = timedelta(seconds=55)
+    told = ranks.run(timeouts, layout, patience)
+    assert told == [{patience}] * layout.world_size + [None] * (SIZE - layout.world_size)

@@ -1,0 +1,179 @@
+"""What runs on the devices of `fake_cuda`, and what it tells the tests."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from fake_device import NOTES, Calls, world
+from toy_runs import Notes, RandomSamples
+
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Saver
+from megalite.checkpoint.state import State
+from megalite.config.schema import Config
+from megalite.data.loader import Loader
+from megalite.dist.mesh import Mesh
+from megalite.dist.ranks import Place
+from megalite.dist.start import NCCL, start
+from megalite.parallel.offload import to_host
+from megalite.train import signs
+from megalite.train.build import Job, build
+from megalite.train.inputs import inputs
+from megalite.train.loop import Batches, train
+from megalite.train.step import train_step
+
+DEVICE = torch.device("cuda", 0)
+END = 0  # of a document
+Ranks = tuple[int, ...]
+Groups = dict[str, set[Ranks]]
+
+
+def started(rank: int, environment: dict[str, str]) -> tuple[str, list[Any], dict[str, str]]:
+    """The device of a rank, the devices that were made current, and the variables of NCCL."""
+    NOTES.clear()
+    with world(2, rank), patch.dict(os.environ, environment):
+        for name in NCCL.keys() - environment.keys():
+            os.environ.pop(name, None)
+        device = start(Place(rank, 2, rank), "auto", 10.0)
+        return str(device), [note[1] for note in NOTES], {name: os.environ[name] for name in NCCL}
+
+
+def connected(config: Config) -> tuple[Groups, Groups]:
+    """The groups over which building a mesh communicates, and those over which a training step does."""
+    with _job(config) as (job, building):
+        with Calls() as stepping:
+            _step(job)
+        return building.groups(), stepping.groups()
+
+
+def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, bool]]:
+    """Of every call of FlashAttention in a step: which, the shape of its queries, that of documents, whether causal."""
+    with _job(config) as (job, _), Calls() as calls:
+        _step(job)
+    found = []
+    for name, causal in (("_flash_attention_forward", 8), ("_flash_attention_backward", 11)):
+        first = 0 if name.endswith("forward") else 1
+        for args, _ in calls.of(f"aten::{name}"):
+            offsets = args[3] if first == 0 else args[6]
+            if offsets is not None:
+                assert (offsets.dtype, offsets.device) == (torch.int32, DEVICE)
+            ends = None if offsets is None else list(offsets.shape)
+            found.append((name, list(args[first].shape), ends, args[causal]))
+    return found
+
+
+def stepped(config: Config) -> dict[str, Any]:
+    """Where everything of a job is after a step, and how its gradients were used up."""
+    with _job(config) as (job, _), Calls() as calls:
+        taken = _step(job)
+    updates = [kwargs["found_inf"] for _, kwargs in calls.of("aten::_fused_adamw_")]
+    return {
+        "parameters": {str(param.device) for _, param in job.named_parameters()},
+        "states": {str(value.device) for state in job.optimizer.state.values() for value in state.values()},
+        "skips": {None if skips is None else str(skips.device) for skips in updates},
+        "signs": (str(taken.values.device), str(taken.host.device), taken.arrived is not None),
+    }
+
+
+def copied_to_host() -> tuple[list[str], list[bool]]:
+    """What streams are told while a tensor is copied to the host, and whether host memory is pinned."""
+    tensor, stream = torch.ones(4, device=DEVICE), torch.cuda.Stream(DEVICE)
+    NOTES.clear()
+    with Calls() as calls:
+        to_host(tensor, stream)
+    told = [name for name, *who in NOTES if stream in who]
+    return told, [kwargs["pin_memory"] for _, kwargs in calls.of("aten::empty_like")]
+
+
+def offloaded(config: Config) -> tuple[int, int]:
+    """How many tensors went to pinned memory in a step, and how often a device's tensor waited for a stream's copy."""
+    with _job(config) as (job, _):
+        batch = torch.randint(1, 128, (1, 2, 65))
+        NOTES.clear()
+        with Calls() as calls:
+            job.training(batch).run(inputs(job, batch))
+    pinned = [kwargs for _, kwargs in calls.of("aten::empty_like") if kwargs.get("pin_memory")]
+    return len(pinned), sum(name == "record" for name, *_ in NOTES)
+
+
+def staged(config: Config, folder: Path) -> tuple[set[str], bool, list[str]]:
+    """Where a save stages tensors, whether in pinned memory, and what streams were told at last."""
+    with _job(config) as (job, _):
+        alone: Any = SimpleNamespace(leads=True, rank=0, ranks=1)
+        state = State(job.stages, job.optimizer)
+        with Saver(state, config, (), folder, alone) as saver:
+            NOTES.clear()
+            with Calls() as calls:
+                found = saver._stage(state.tensors())
+    pinned = [kwargs.get("pin_memory") for _, kwargs in calls.of("aten::empty_like")]
+    return {str(part.device) for part in found.values()}, all(pinned), [name for name, *_ in NOTES]
+
+
+def trained(config: Config) -> tuple[list[str], list[bool]]:
+    """Steps as they were launched and read, saves and waits for the device; and whether batches were pinned."""
+    events: list[str] = []
+    pinned: list[bool] = []
+    reading = signs.Reading(2.0, 1.0, ())
+
+    def launch(job: Job, batch: Any, step: int, asked: Any = ()) -> signs.Signs:
+        events.append(f"launch {step + 1}")
+        return train_step(job, batch, step, asked)
+
+    def read(_: signs.Signs) -> signs.Reading:
+        events.append(f"read {sum(event.startswith('read') for event in events) + 1}")
+        return reading
+
+    def save(progress: Progress) -> None:
+        events.append(f"save {progress.step}")
+
+    saver: Any = SimpleNamespace(save=save, wait=lambda: None, news=list, finish=lambda: None)
+    with (
+        _job(config) as (job, _),
+        patch("megalite.train.loop.train_step", launch),
+        patch.object(signs.Signs, "read", read),
+        patch.object(torch.cuda, "synchronize", lambda _: events.append("synchronize")),
+        patch.object(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch.is_cpu) or batch),
+    ):
+        samples: Any = RandomSamples(config.model.sequence_length, config.model.vocab_size)
+        loader = Loader(samples, config.batch.micro_size, 1, 0, pin_memory=True)
+        report: Any = Notes()
+        assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
+    return events, pinned
+
+
+def timeouts(config: Config) -> set[timedelta]:
+    """What `Mesh.build` sets the timeouts of all groups to."""
+    told = []
+    with (
+        world(config.parallel.layout.world_size),
+        patch("megalite.dist.mesh._set_pg_timeout", lambda *given: told.append(given)),
+    ):
+        mesh = Mesh.build(config.parallel.layout, DEVICE, timeout=timedelta(seconds=77))
+        assert mesh is not None
+        assert {group for _, group in told} == set(mesh.groups)
+    return {timeout for timeout, _ in told}
+
+
+@contextmanager
+def _job(config: Config) -> Iterator[tuple[Job, Calls]]:
+    """Rank 0 of a job, and the operations that building its mesh took."""
+    layout = config.parallel.layout
+    with world(layout.world_size):
+        with Calls() as calls:
+            mesh = Mesh.build(layout, DEVICE, config.parallel.data.sharded)
+        assert mesh is not None
+        yield build(config, mesh), calls
+
+
+def _step(job: Job) -> signs.Signs:
+    """A step on two micro-batches, whose samples each have two documents."""
+    model, batch = job.config.model, job.config.batch
+    tokens = torch.randint(1, model.vocab_size, (2, batch.micro_size, model.sequence_length + 1))
+    tokens[..., 20] = END
+    return train_step(job, tokens, 0)

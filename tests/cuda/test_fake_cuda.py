@@ -1,0 +1,158 @@
+"""The branches for CUDA, run without a GPU: where tensors are, which operations are called, and who waits for whom."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fake_cuda_cases as cases
+import pytest
+from fake_cuda import fake_cuda
+
+from megalite.config.schema import (
+    Batch,
+    Checkpoint,
+    Config,
+    Context,
+    Data,
+    DataParallel,
+    Log,
+    Model,
+    Optim,
+    Parallel,
+    Pipeline,
+    Run,
+    Train,
+)
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="compiles a library with g++ on Linux"
+)
+
+Call = Callable[..., Any]
+PLAIN = Config(
+    run=Run(device="cuda"),
+    model=Model(layers=2, width=64, heads=4, kv_heads=2, ffn=96, vocab_size=128, sequence_length=64),
+    parallel=Parallel(dp_shard=1),
+    batch=Batch(micro=2, global_=4),
+    train=Train(steps=3, precision="bf16"),
+)
+
+
+@pytest.fixture(scope="module")
+def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+    with fake_cuda(tmp_path_factory.mktemp("fake_cuda")) as call:
+        yield call
+
+
+def spread(**parallel: Any) -> Config:
+    layout = Parallel(**{"dp_shard": 1, **parallel})
+    return replace(PLAIN, parallel=layout, batch=Batch(micro=2, global_=4 * layout.layout.dp))
+
+
+def test_a_rank_takes_its_gpu_and_leaves_it_to_the_watchdog_to_end_a_job(call: Call) -> None:
+    device, current, nccl = call(cases.started, 1, {})
+    assert (device, current) == ("cuda:1", [1])
+    assert set(nccl.values()) == {"0"}
+
+
+def test_what_the_environment_says_of_nccl_stays(call: Call) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    *_, nccl = call(cases.started, 0, {name: "3"})
+    assert nccl.pop(name) == "3"
+    assert set(nccl.values()) == {"0"}
+
+
+LAYOUTS = {
+    "pp": {"pp": 2},
+    "pp, a stage at either end": {"pp": 2, "pipeline": Pipeline("zbv", split=[0, 1, 1, 0])},
+    "tp, dp_shard": {"tp": 2, "dp_shard": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "ddp": {"dp_shard": 2, "data": DataParallel(mode="ddp")},
+    "ring": {"cp": 2, "context": Context("ring")},
+    "all_gather": {"cp": 2, "context": Context("all_gather")},
+    "ulysses": {"cp": 2, "context": Context("ulysses")},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whatever_a_step_talks_over_is_connected_before_it(layout: str, call: Call) -> None:
+    building, stepping = call(cases.connected, spread(**LAYOUTS[layout]))
+    assert stepping["collectives"] or stepping["transfers"]
+    for kind, groups in stepping.items():
+        assert groups <= building[kind]
+
+
+def test_copies_of_a_tied_embedding_meet_over_what_is_connected(call: Call) -> None:
+    tied = replace(spread(pp=2), model=replace(PLAIN.model, tie_embeddings=True))
+    building, stepping = call(cases.connected, tied)
+    assert stepping["transfers"] == {(0, 1)} <= building["transfers"]
+
+
+def test_groups_of_a_mesh_have_the_timeout_of_the_job(call: Call) -> None:
+    assert call(cases.timeouts, spread(pp=2, tp=2, cp=2)) == {timedelta(seconds=77)}
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_in_blocks_takes_what_flash_attention_does(method: Any, documents: bool, call: Call) -> None:
+    config = replace(
+        spread(cp=2, context=Context(method)), data=Data(mask_documents=documents, end_of_document=cases.END)
+    )
+    calls = call(cases.attended, config)
+    assert bool(calls) == (documents or method != "ulysses")
+    heads, width = (2 if method == "ulysses" else 4), 16
+    for name, shape, ends, causal in calls:
+        assert shape[-2:] == [heads, width], name
+        assert len(shape) == (4 if ends is None else 3), name
+        assert ends is None or causal
+    found = {name: sum(called == name for called, *_ in calls) for name, *_ in calls}
+    assert len(set(found.values())) <= 1, "every block has a backward"
+
+
+@pytest.mark.parametrize("case", ["resident", "offload", "recompute"])
+def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> None:
+    config = {
+        "resident": PLAIN,
+        "offload": replace(PLAIN, optim=Optim(offload=True)),
+        "recompute": replace(PLAIN, train=replace(PLAIN.train, recompute="selective")),
+    }[case]
+    found = call(cases.stepped, config)
+    assert found["parameters"] == {"cuda:0"}
+    assert found["signs"] == ("cuda:0", "cpu", True)
+    assert found["states"] == found["skips"] == ({"cpu"} if case == "offload" else {"cuda:0"})
+
+
+def test_a_copy_to_the_host_waits_for_the_tensor_and_keeps_it(call: Call) -> None:
+    told, pinned = call(cases.copied_to_host)
+    assert (told, pinned) == (["wait", "record"], [True])
+
+
+def test_offloaded_activations_are_pinned_and_come_back(call: Call) -> None:
+    offload = replace(PLAIN, train=replace(PLAIN.train, offload_activations=True))
+    copied, recorded = call(cases.offloaded, offload)
+    assert recorded >= 2 * copied > 0, "each is recorded on the stream that copies it, and on that which uses it"
+    assert call(cases.offloaded, PLAIN) == (0, 0)
+
+
+def test_a_save_stages_in_pinned_memory_and_waits_for_it(call: Call, tmp_path: Path) -> None:
+    devices, pinned, told = call(cases.staged, PLAIN, tmp_path)
+    assert (devices, pinned, told[-1]) == ({"cpu"}, True, "synchronize")
+
+
+def test_steps_stay_under_way_until_something_is_due(call: Call) -> None:
+    config = replace(
+        PLAIN,
+        train=Train(steps=4, precision="bf16"),
+        log=Log(interval=3),
+        checkpoint=Checkpoint(interval=3),
+    )
+    events, pinned = call(cases.trained, config)
+    assert events == [
+        *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "synchronize", "save 3"),
+        *("launch 4", "read 4", "synchronize", "synchronize", "save 4"),  # a validation without data is due, too
+    ]
+    assert pinned == [True] * 4

@@ -1,7 +1,7 @@
 """Checkpoints changed by somebody who knows how: sizes, hashes and digest are right afterwards."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import xxhash
 from megalite.checkpoint.manifest import MANIFEST
 
 
-def tamper(path: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> None:
-    """Take sizes and hashes of files anew, then `change` the fields of the manifest of the checkpoint `path`."""
+def tamper(
+    path: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None, drop: Collection[str] = ()
+) -> None:
+    """Take sizes and hashes of all files but `drop` anew, then `change` the fields of the manifest in `path`."""
     fields = json.loads((path / MANIFEST).read_text())
-    fields["files"] = {name: described(path / name) for name in fields["files"]}
+    fields["files"] = {name: described(path / name) for name in fields["files"] if name not in drop}
     change(fields)
     fields.pop("digest", None)
     digest = xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.disk import DamagedError, check_hashes, check_size
+from megalite.checkpoint.disk import DamagedError, check_hashes, check_size, damage_of
 from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.manifest import MANIFEST, NAME, Manifest, check_sizes, complete
+from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, check_sizes, complete
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.read import Reader, damage_of
+from megalite.checkpoint.read import Reader
 from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL
 from megalite.checkpoint.state import empty_progress, progress_from
 from megalite.config.errors import InputError
@@ -110,7 +110,7 @@ class Checkpoint:
 
     def progress(self) -> tuple[Progress, float]:
         """And the learning rate. No hash is checked for so little."""
-        with damage_of(self.path):
+        with damage_of(self.path, INDEX):
             tensors = empty_progress(self._reader.index)
             rate = torch.empty((), dtype=torch.float64)
             self._reader.fill({**tensors, "schedule.learning_rate": rate})

@@ -16,6 +16,7 @@ from megalite.config.files import write_whole
 from megalite.entry import exit_code
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.diff_checkpoints import diff
+from megalite_tools.index_checkpoint import index
 from megalite_tools.show_checkpoint import show
 from megalite_tools.terminal import Terminal, bar, size
 
@@ -70,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="X",
         help="largest difference allowed, relative to a tensor's largest value (default: 0, equal to the bit)",
+    )
+    indexing = add("index", index, "give checkpoints of an older megalite, or of another program, what loading needs")
+    indexing.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a checkpoint; a run folder: all of them")
+    indexing.add_argument(
+        "--config",
+        nargs="+",
+        metavar="YAML",
+        help="of the model, where another program has written the folder with torch.distributed.checkpoint",
     )
     for command in (showing, diffing):
         command.add_argument("--tensors", default="*", metavar="PATTERN", help="only these, as in 'model.*norm*'")

@@ -21,6 +21,9 @@ class Archive:
         except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
             raise ValueError(f"is no tensor that torch has saved: {error}") from None
 
+    def holds(self, name: str) -> bool:
+        return name in self._records
+
     def read(self, name: str) -> bytes:
         """A small record."""
         position, size = self.place(name)

@@ -43,7 +43,8 @@ class File:
 def opened(path: Path, name: str) -> Iterator[int]:
     """A descriptor of the file `name` of the checkpoint `path`. Raises DamagedError, in the block as well."""
     with _readable(path, name):
-        descriptor = os.open(path / name, FLAGS)
+        with damage_of(path, name):
+            descriptor = os.open(path / name, FLAGS)  # a name may have a null byte
         try:
             _check_plain(path, name, os.fstat(descriptor))
             yield descriptor
@@ -63,12 +64,19 @@ def check_size(path: Path, name: str, file: File) -> None:
 def check_hashes(path: Path, files: dict[str, File], advanced: Callable[[int], None] = lambda _: None) -> None:
     """Read `files` and compare them with their hashes; `advanced` hears of bytes read. Raises DamagedError."""
     for name, file in files.items():
-        digest, block = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, file.bytes + 1)))
-        with opened(path, name) as descriptor:
-            while count := os.readv(descriptor, [block]):
-                digest.update(block[:count])
-                advanced(count)
-        _check_hash(path, name, file, digest.hexdigest())
+        _check_hash(path, name, file, measure(path, name, advanced).xxh128)
+
+
+def measure(path: Path, name: str, advanced: Callable[[int], None] = lambda _: None) -> File:
+    """Size and hash of a file as it is now; `advanced` hears of bytes read. Raises DamagedError."""
+    digest, size = xxhash.xxh3_128(), 0
+    with opened(path, name) as descriptor:
+        block = memoryview(bytearray(min(BLOCK, os.fstat(descriptor).st_size + 1)))
+        while count := os.readv(descriptor, [block]):
+            digest.update(block[:count])
+            size += count
+            advanced(count)
+    return File(size, digest.hexdigest())
 
 
 def read_whole(path: Path, name: str, limit: int, file: File | None = None) -> bytes:
@@ -120,6 +128,17 @@ def synchronize(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def damage_of(path: Path, name: str) -> Iterator[None]:
+    """Makes DamagedError of a ValueError, which says what is wrong with the file `name`."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except ValueError as error:
+        raise DamagedError(path, f"{name} {error}") from None
 
 
 @contextmanager

@@ -23,12 +23,17 @@ from megalite.config.layout import AXES
 from megalite.config.schema import Config
 
 FORMAT = 2
+WITHOUT_INDEX = 1  # the format before
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")  # eight digits or more, fewer than an int64 has
 MANIFEST = "manifest.json"
 INDEX = "index.bin"  # where tensors lie; see megalite.checkpoint.index
 LIMIT = 1 << 24  # bytes of a manifest; one of 16,384 ranks has 2 MB
 FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 SHOWN = 5  # names in a message
+
+
+class OldFormatError(InputError):
+    """A checkpoint has a format that this megalite reads only to bring it up to date."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +133,14 @@ def _intact(path: Path, text: bytes) -> dict[str, Any]:
 
 def _refuse_other_format(path: Path, fields: dict[str, Any], format: int) -> None:
     """Takes the format out of `fields`. Raises InputError for another one, and for fields that came later."""
-    if type(found := fields.pop("format", None)) is not int:
+    if type(found := fields.pop("format", None)) is not int or found < 1:
         raise DamagedError(path, f"{MANIFEST} has no format")
     unknown = [shortened(key) for key in fields if key not in FIELDS][:SHOWN]
     if found != format or unknown:
         told = f"{path / MANIFEST}: has format {found}; this megalite reads format {format}"
         told += f" and does not know {listing(unknown, 'and')}" if unknown else ""
-        told += f"; bring it up to date with `megalite-inspect-checkpoint index {path}`" if found < FORMAT else ""
+        if found < format:
+            raise OldFormatError(f"{told}; bring it up to date with `megalite-inspect-checkpoint index {path}`")
         raise InputError(told)
 
 

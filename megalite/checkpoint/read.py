@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megalite.checkpoint.disk import DamagedError, opened, read_at, read_whole
+from megalite.checkpoint.disk import damage_of, opened, read_at, read_whole
 from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, Manifest
 
@@ -29,12 +28,12 @@ class Reader:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
-        with damage_of(path):
+        with damage_of(path, INDEX):
             self.index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors`, whose shapes are those of the index; of a DTensor this rank's part."""
-        with damage_of(self.path):
+        with damage_of(self.path, INDEX):
             self.index.check({name: file.bytes for name, file in self.manifest.files.items()}, tensors)
         pieces = [piece for name, tensor in tensors.items() for piece in _pieces(self.index.tensors[name], tensor)]
         pieces.sort(key=lambda piece: (piece.file, piece.position))
@@ -45,17 +44,6 @@ class Reader:
                 read = partial(read_at, self.path, name, descriptor)
                 for piece in group:
                     piece.read(scratch, read)
-
-
-@contextmanager
-def damage_of(path: Path) -> Iterator[None]:
-    """Makes DamagedError of what the index of the checkpoint `path` has no right to say."""
-    try:
-        yield
-    except DamagedError:
-        raise
-    except ValueError as error:
-        raise DamagedError(path, f"{INDEX} {error}") from None
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,18 @@ def test_incomplete_ones_do_not_count_and_go(tmp_path: Path) -> None:
     assert [path.name for path in damaged(here)] == ["step-00000005.damaged", "step-00000006.damaged.2"]
 
 
+def test_what_is_not_of_this_run_is_neither_deleted_nor_counted(tmp_path: Path) -> None:
+    """Links, files, and steps that this run has not come to: none of them takes the place of a checkpoint."""
+    here = folders(tmp_path, "step-00000001", "step-00000002", "step-00000003", "step-00000009")
+    elsewhere = folders(tmp_path, "elsewhere") / "elsewhere"
+    for name in ("step-00000004", "step-00000005.partial", "step-00000006.deleted"):
+        (here / name).symlink_to(elsewhere)
+    (here / "step-00000007").touch()
+    retain(here, 3, 1, 0)
+    assert {path.name for path in complete(here)} == {f"step-0000000{step}" for step in (3, 4, 7, 9)}
+    assert (elsewhere / "data").exists()
+
+
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_an_interrupted_deletion_leaves_nothing_that_looks_whole(
     interrupted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

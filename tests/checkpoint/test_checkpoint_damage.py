@@ -1,9 +1,12 @@
 """Whatever happens to the files of a checkpoint is noticed, and the one before it is used."""
 
+import errno
+import os
 import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from toy_jobs import config_of, load_newest, make, one_rank, restorer, save, tra
 
 from megalite.checkpoint.disk import share_of
 from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.index import Index
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.config.errors import InputError
@@ -132,6 +136,76 @@ def test_an_empty_folder_of_that_name_is_not_chosen(reader: Restorer, folder: Pa
         f"{folder / 'step-00000003'}: {MANIFEST} is missing; it is set aside as step-00000003.damaged, and the one "
         "before is used"
     ]
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a link to an intact checkpoint": lambda path: path.symlink_to(path.with_name(OLDER), target_is_directory=True),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a file": Path.touch,
+    "a pipe": os.mkfifo,
+    "a manifest that is a folder": lambda path: (path / MANIFEST).mkdir(parents=True),
+    "a manifest without end": lambda path: (path.mkdir(), (path / MANIFEST).symlink_to("/dev/zero")),
+    "a manifest that is a pipe": lambda path: (path.mkdir(), os.mkfifo(path / MANIFEST)),
+    "another step": lambda path: shutil.copytree(path.with_name(NEWER), path),
+    "a manifest of nonsense": lambda path: tamper(
+        shutil.copytree(path.with_name(NEWER), path), lambda fields: fields.update(step=3, files=[])
+    ),
+    "an index of nonsense": lambda path: (
+        shutil.copytree(path.with_name(NEWER), path),
+        (path / INDEX).write_bytes(b"nonsense"),
+        tamper(path, lambda fields: fields.update(step=3)),
+    ),
+    "progress of another step": lambda path: (
+        shutil.copytree(path.with_name(NEWER), path),
+        tamper(path, lambda fields: fields.update(step=3)),
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ODD)
+def test_whatever_has_the_name_of_a_checkpoint_the_one_before_is_found(
+    how: str, reader: Restorer, folder: Path
+) -> None:
+    odd = folder / "step-00000003"
+    ODD[how](odd)
+    step, said = newest(reader, folder)
+    assert (step, len(said)) == (2, 1)
+    assert "it is set aside as step-00000003.damaged, and the one before is used" in said[0]
+    assert not os.path.lexists(odd)
+    assert {OLDER, NEWER} <= {path.name for path in folder.iterdir()}, "what a link names stays"
+    assert newest(reader, folder) == (2, [])
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "__0_0.distcp"])
+def test_where_nothing_can_be_renamed_the_one_before_is_used_all_the_same(
+    name: str, reader: Restorer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    damage_with(flip(3000 if name != MANIFEST else 300, 1), folder / NEWER / name)
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "rename", refused)
+        step, said = newest(reader, folder)
+        assert (step, len(said)) == (1, 1)
+        assert "it cannot be set aside (Read-only file system), and the one before is used" in said[0]
+        (folder / OLDER / MANIFEST).unlink()
+        with pytest.raises(InputError, match="holds no intact checkpoint, but step-00000002, which is damaged"):
+            reader.newest(folder, lambda _: None)
+
+
+def test_tensors_of_another_dtype_are_damage(reader: Restorer, folder: Path) -> None:
+    """Half of the bytes would be read as all."""
+    index = Index.decode((folder / NEWER / INDEX).read_bytes())
+    name = "optimizer.exp_avg.embed.weight"
+    changed = {**index.tensors, name: replace(index.tensors[name], dtype="float16")}
+    (folder / NEWER / INDEX).write_bytes(Index(index.files, changed).encode())
+    tamper(folder / NEWER)
+    step, said = newest(reader, folder)
+    assert step == 1
+    assert f"{name} float16 [32, 16] instead of float64 [32, 16]" in said[0]
 
 
 def test_a_second_of_the_same_name_is_set_aside_too(reader: Restorer, folder: Path) -> None:

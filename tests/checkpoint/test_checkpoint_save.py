@@ -25,6 +25,7 @@ from megalite.checkpoint.files import Writer
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Failed, Saved
+from megalite.checkpoint.state import use_device
 from megalite.config.convert import from_plain
 from megalite.config.errors import Unhealthy
 from megalite.config.layout import Layout
@@ -383,6 +384,43 @@ def test_what_cannot_be_deleted_does_not_undo_a_save(
         assert saved(writer.news()) == [2]
     assert "an old checkpoint cannot be deleted" in caplog.text
     assert restorer(job).all(tmp_path / "step-00000002").step == 2
+
+
+def test_only_the_gpu_of_this_rank_is_used(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread would use the first, which is another rank's; on CPUs none is touched, though there may be some."""
+    told: list[tuple[torch.device, str]] = []
+    monkeypatch.setattr(
+        "megalite.checkpoint.save.use_device", lambda device: told.append((device, threading.current_thread().name))
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    for in_background in (True, False):
+        job.config.checkpoint.async_ = in_background
+        with saver(job, tmp_path / str(in_background)) as writer:
+            writer.save(progress_at(job, 1))
+            writer.finish()
+    assert told == [(torch.device("cpu"), "checkpoint_0")] * 2
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("cuda:1", "cpu"):
+        use_device(torch.device(name))
+    assert chosen == [torch.device("cuda:1")]
+
+
+def test_parts_are_saved_in_rows_however_they_lie_in_memory(job: Job, tmp_path: Path) -> None:
+    name, param = next((name, param) for name, param in job.named_parameters() if param.ndim == 2)
+    param._local_tensor = param._local_tensor.detach().t().contiguous().t()
+    assert not param.to_local().is_contiguous()
+    before = param.to_local().clone()
+    for in_background in (True, False):
+        job.config.checkpoint.async_ = in_background
+        with saver(job, tmp_path / str(in_background)) as writer:
+            writer.save(progress_at(job, 1))
+            writer.finish()
+        with torch.no_grad():
+            param.to_local().zero_()
+        restorer(job).all(tmp_path / str(in_background) / "step-00000001")
+        assert param.to_local().equal(before), name
 
 
 def test_staging_memory_is_used_again(job: Job, tmp_path: Path) -> None:

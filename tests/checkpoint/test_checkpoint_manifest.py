@@ -1,0 +1,255 @@
+"""The manifest: every field has its type and range, and files are plain files of their folder."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tampering import tamper
+
+from megalite.checkpoint.disk import DamagedError, File, check_hashes, measure, opened, read_whole
+from megalite.checkpoint.manifest import INDEX, LIMIT, MANIFEST, Manifest, check_sizes, complete
+from megalite.config.convert import to_plain
+from megalite.config.errors import InputError
+from megalite.config.schema import Config
+
+DATA = "__0_0.distcp"
+Fields = dict[str, Any]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of three bytes."""
+    return made_in(tmp_path)
+
+
+def made_in(folder: Path) -> Path:
+    path = folder / "step-00000010"
+    path.mkdir()
+    for name in (INDEX, DATA):
+        (path / name).write_bytes(b"abc")
+    files = {name: measure(path, name) for name in (INDEX, DATA)}
+    layout = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    config, saved = to_plain(Config()), "2026-01-02T03:04:05+00:00"
+    (path / MANIFEST).write_text(Manifest(10, 1280, saved, 2, layout, {"megalite": "0.1"}, config, (), files).render())
+    return path
+
+
+def setting(*keys: str | int, value: object) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        for key in keys[:-1]:
+            fields = fields[key]  # type: ignore[index]
+        fields[keys[-1]] = value  # type: ignore[index]
+
+    return change
+
+
+def naming(name: object) -> Callable[[Fields], None]:
+    return lambda fields: fields["files"].update({name: {"bytes": 3, "xxh128": "0" * 32}})
+
+
+def lacking(*keys: str) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        for key in keys[:-1]:
+            fields = fields[key]
+        del fields[keys[-1]]
+
+    return change
+
+
+SOURCE = {"path": "a", "weight": 1.0, "tokens": 5, "fingerprint": "ff"}
+WRONG: dict[str, tuple[Callable[[Fields], None], str]] = {
+    "another step": (setting("step", value=11), "is of step 11, not of step-00000010"),
+    "a step in text": (setting("step", value="10"), "'step' = '10': must be a whole number from 0"),
+    "a step that is true": (setting("step", value=True), "'step' = True: must be a whole number"),
+    "half a step": (setting("step", value=10.0), "'step' = 10.0: must be a whole number"),
+    "a negative step": (setting("step", value=-10), "'step' = -10"),
+    "a step of 4000 digits": (setting("step", value=10**4000), "'step' = 1000"),
+    "no step": (lacking("step"), "'step' is missing"),
+    "no format": (lacking("format"), "has no format"),
+    "a format in text": (setting("format", value="2"), "has no format"),
+    "format 0": (setting("format", value=0), "has no format"),
+    "no time": (setting("saved", value="yesterday"), "'saved' = 'yesterday': must be a time in ISO 8601"),
+    "a time before time": (setting("saved", value="0001-01-01T00:00:00+23:59"), "must be a time"),
+    "no ranks": (setting("ranks", value=0), "'ranks' = 0"),
+    "a layout of another kind": (setting("layout", value=[1, 2]), "'layout' = [1, 2]: must be an object"),
+    "a layout with another axis": (setting("layout", "ep", value=2), "'layout': 'ep' is unknown"),
+    "a layout without an axis": (lacking("layout", "tp"), "'layout': 'tp' is missing"),
+    "an axis of zero": (setting("layout", "tp", value=0), "'layout': 'tp' = 0: must be a whole number from 1"),
+    "versions that are numbers": (setting("versions", "torch", value=2), "'torch' = 2: must be text"),
+    "a configuration in text": (setting("config", value="model"), "'config' = 'model': must be a section"),
+    "an unusable configuration": (
+        setting("config", "model", "layers", value="4"),
+        "config: model.layers = '4': must be",
+    ),
+    "a section that is none": (setting("config", "model", value=4), "config: model = 4: must be a section"),
+    "data that is no list": (setting("data", value={}), "'data' = {}: must be a list"),
+    "a source that is none": (setting("data", value=[3]), "'data'[0] = 3: must be an object"),
+    "a source with more": (setting("data", value=[{**SOURCE, "x": 1}]), "'data'[0]: 'x' is unknown"),
+    "a weight of nothing": (setting("data", value=[{**SOURCE, "weight": 0}]), "'weight' = 0: must be a number above 0"),
+    "an endless weight": (setting("data", value=[{**SOURCE, "weight": float("inf")}]), "'weight' = inf"),
+    "a weight that is none": (setting("data", value=[{**SOURCE, "weight": float("nan")}]), "'weight' = nan"),
+    "no files": (setting("files", value={}), f"files: {INDEX} is not among them"),
+    "files that are a list": (setting("files", value=[DATA]), "'files' = ['__0_0.distcp']: must be an object"),
+    "a file that is a number": (setting("files", DATA, value=3), f"'{DATA}' = 3: must be an object"),
+    "a file without hash": (lacking("files", DATA, "xxh128"), "'xxh128' is missing"),
+    "a hash of another kind": (setting("files", DATA, "xxh128", value="0" * 31), "must be 32 digits from 0 to f"),
+    "fewer bytes": (setting("files", DATA, "bytes", value=2), f"{DATA} has 3 bytes instead of 2"),
+    "negative bytes": (setting("files", DATA, "bytes", value=-3), "'bytes' = -3"),
+    "no index": (lacking("files", INDEX), f"files: {INDEX} is not among them"),
+    "a file that is not there": (naming("more.distcp"), "more.distcp is missing"),
+    **{
+        f"a file named {name[:9]!r}": (naming(name), "is no name of a file of a checkpoint")
+        for name in (
+            "/etc/passwd",
+            "../x",
+            "a/b",
+            "..",
+            ".",
+            "",
+            "a\0b",
+            "a\n",
+            "ä",
+            "\ud800",
+            "x" * 256,
+            MANIFEST,
+            "C:x",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_makes_no_sense_is_damage_whatever_the_digest(how: str, path: Path) -> None:
+    change, told = WRONG[how]
+    check_sizes(path)
+    tamper(path, change)
+    with pytest.raises(DamagedError) as caught:
+        check_sizes(path)
+    assert told in str(caught.value)
+
+
+def test_fields_of_a_later_version_are_named(path: Path) -> None:
+    tamper(path, lambda fields: fields.update(weather="fine", moon="full"))
+    with pytest.raises(InputError, match="reads format 2 and does not know 'weather' and 'moon'") as caught:
+        check_sizes(path)
+    assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 50_000, '{"step": ' + "9" * 5000 + "}", "NaN", '{"digest": [[[]]]}', "\0"]
+)
+def test_what_is_no_manifest_at_all_is_damage(text: str, path: Path) -> None:
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(DamagedError, match="is damaged"):
+        Manifest.read(path)
+
+
+def test_a_manifest_is_not_read_beyond_its_limit(path: Path) -> None:
+    os.truncate(path / MANIFEST, LIMIT + 1)
+    with pytest.raises(DamagedError, match=f"has {LIMIT + 1} bytes; at most {LIMIT} are read"):
+        Manifest.read(path)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(2**62, 2**70) | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def places(fields: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to every value in it."""
+    items = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
+    return [found for key, value in items for found in [(*here, key), *places(value, (*here, key))]]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_changes_are_bad_input_or_change_nothing(data: st.DataObject, path: Path) -> None:
+    original = (path / MANIFEST).read_text()
+    fields = json.loads(original)
+    for _ in range(data.draw(st.integers(1, 3))):
+        *way, last = data.draw(st.sampled_from(places(fields)))
+        inner = fields
+        for key in way:
+            inner = inner[key]
+        what = data.draw(st.sampled_from(["set", "drop", "add"]))
+        if what == "set" or not isinstance(inner, dict):
+            inner[last] = data.draw(values)
+        elif what == "drop":
+            del inner[last]
+        else:
+            inner[data.draw(st.text(max_size=9))] = data.draw(values)
+    tamper(path, lambda before: (before.clear(), before.update(fields)))
+    try:
+        manifest = check_sizes(path)
+        assert manifest.step == 10
+        assert isinstance(manifest.configuration, Config)
+    except InputError:
+        pass
+    finally:
+        (path / MANIFEST).write_text(original)
+
+
+PLANTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link to a file of the folder": (lambda file: file.symlink_to(INDEX), "is a link"),
+    "a link to a file elsewhere": (lambda file: file.symlink_to("/etc/hostname"), "is a link"),
+    "a link to itself": (lambda file: file.symlink_to(file.name), "is a link"),
+    "an endless device": (lambda file: file.symlink_to("/dev/zero"), "is a link"),
+    "a pipe": (os.mkfifo, "is no regular file"),
+    "a folder": (Path.mkdir, "is no regular file"),
+    "nothing": (lambda file: None, "is missing"),
+}
+
+
+@pytest.mark.parametrize("how", PLANTED)
+@pytest.mark.parametrize("name", [DATA, INDEX, MANIFEST])
+@pytest.mark.timeout(20)
+def test_only_regular_files_of_the_folder_are_opened(name: str, how: str, path: Path) -> None:
+    plant, told = PLANTED[how]
+    file = {name: File(3, "0" * 32)}
+    (path / name).unlink()
+    plant(path / name)
+    for read in (
+        lambda: check_sizes(path),
+        lambda: check_hashes(path, file),
+        lambda: read_whole(path, name, 100),
+        lambda: opened(path, name).__enter__(),
+    ):
+        with pytest.raises(DamagedError, match=f"{name} {told}"):
+            read()
+
+
+def test_what_the_system_refuses_is_damage(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("a file in place of a folder")
+    with pytest.raises(DamagedError, match="cannot be read: Not a directory"):
+        check_sizes(path)
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises(DamagedError, match="is a link"):
+        check_sizes(path)
+    with pytest.raises(DamagedError, match="embedded null byte"):
+        check_sizes(Path("x\0y"))
+    with pytest.raises(DamagedError, match="cannot be read: File name too long"):
+        check_sizes(path.parent / f"step-{'9' * 5000}")
+
+
+def test_names_of_checkpoints(tmp_path: Path) -> None:
+    good = ["step-00000001", "step-123456789", "step-999999999999999999"]
+    bad = ["step-1", "step-000000010", "step-" + "9" * 200, "step-٠٠٠٠٠٠٠١", "step-00000001.damaged", "step-0000000a"]
+    for name in good + bad:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in complete(tmp_path)] == good
+
+
+def test_a_folder_of_checkpoints_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(InputError, match="checkpoints: cannot be read: Not a directory"):
+        complete(tmp_path / "checkpoints")

@@ -33,8 +33,7 @@ from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
-from megalite.plan.memory import enough_micro_batches, rank_memory, recompute_modes
-from megalite.plan.recompute import Mode
+from megalite.plan.memory import Modes, enough_micro_batches, rank_memory, recompute_modes
 from megalite.plan.walk import HOST
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
@@ -142,9 +141,9 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _modes(config: Config, mesh: Mesh) -> dict[int, list[Mode]]:
+def _modes(config: Config, _: Mesh) -> Modes:
     """What layers recompute; nothing can be measured here."""
-    return recompute_modes(config, mesh.coordinates["pp"])
+    return recompute_modes(config)
 
 
 def _one_document_each(batch: Tensor, _: int) -> list[list[Documents]]:

@@ -20,6 +20,7 @@ from megalite.config.schema import Config, Model
 from megalite.config.validate import check
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import fit_micro
+from megalite.plan.memory import memory_of_ranks
 from megalite.plan.pipeline import micro_batches, table_of
 from megalite.plan.size import (
     Attention,
@@ -33,7 +34,7 @@ from megalite.plan.split import layers_of, split_of, stage_costs
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
 from megalite.schedule.simulate import simulate
-from megalite.show_memory import FEW, alike, fullest, measure, memory_of_ranks, memory_sections, verdict
+from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, verdict
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
@@ -195,5 +196,6 @@ def _steps(size: int, stride: int) -> str:
 
 def _abridged(numbers: Sequence[int]) -> list[str]:
     """The numbers as text, the middle of a long list left out."""
-    shown = [str(number) for number in numbers]
-    return shown if len(shown) <= FEW else [*shown[:4], "...", shown[-1]]
+    if len(numbers) <= FEW:
+        return [str(number) for number in numbers]
+    return [*map(str, numbers[:4]), "...", str(numbers[-1])]

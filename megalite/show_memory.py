@@ -15,7 +15,7 @@ from rich.text import Text
 from megalite.config.errors import InputError, listing, number_ranges
 from megalite.config.schema import Config
 from megalite.plan.fit import FOR_TENSORS, GIB
-from megalite.plan.memory import KINDS, Memory, rank_memory
+from megalite.plan.memory import KINDS, Memory
 from megalite.plan.rebalance import flatter_split
 from megalite.plan.split import split_of, stage_costs
 from megalite.plan.walk import HOST
@@ -31,11 +31,6 @@ outside of PyTorch's allocator{outside}, its rounding and
 fragmentation, and what kernels allocate inside.
 """
 ON_CUDA = "Sizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries.\n"
-
-
-def memory_of_ranks(config: Config) -> list[Memory]:
-    """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
-    return [rank_memory(config, pp) for pp in range(config.parallel.pp)]
 
 
 def fullest(memories: Sequence[Memory]) -> Memory:

@@ -54,7 +54,7 @@ def _keys(cls: Any, prefix: str) -> Iterable[tuple[str, Any]]:
     for field in fields(cls):
         key = prefix + yaml_name(field.name)
         yield key, hints[field.name]
-        for option in _options(hints[field.name]):
+        for option in options(hints[field.name]):
             is_list = get_origin(option) is list
             inner = get_args(option)[0] if is_list else option
             if is_dataclass(inner):
@@ -81,26 +81,27 @@ def _section(value: Any, cls: Any, key: str, problems: list[Problem]) -> Any:
 
 
 def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
-    options = _options(hint)
-    if value is None and NoneType in options:
+    allowed = options(hint)
+    if value is None and NoneType in allowed:
         return None
     if value == "???":
         problems.append(Problem(key, "has no value yet", f"set it in a file or with {key}=VALUE"))
         return value
-    for option in options:
-        if is_dataclass(option) and (isinstance(value, dict) or len(options) == 1):
+    for option in allowed:
+        if is_dataclass(option) and (isinstance(value, dict) or len(allowed) == 1):
             return _section(value, option, key, problems)
         if get_origin(option) is list and isinstance(value, list):
             (inner,) = get_args(option)
             return [_value(item, inner, f"{key}[{i}]", problems) for i, item in enumerate(value)]
         if _fits(value, option):
             return float(value) if option is float else value
-    remedy = "put it in quotes" if str in options and isinstance(value, int | float) else ""
-    problems.append(Problem(key, f"must be {listing([_kind(option) for option in options])}", remedy, value))
+    remedy = "put it in quotes" if str in allowed and isinstance(value, int | float) else ""
+    problems.append(Problem(key, f"must be {listing([_kind(option) for option in allowed])}", remedy, value))
     return value
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def options(hint: Any) -> tuple[Any, ...]:
+    """The types that a value may have by its hint."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 

@@ -82,6 +82,24 @@ class Part:
     offloaded: tuple[Kept, ...] = ()  # in host memory until backward comes to the part after
     puts_off: bool = False  # a split backward leaves the gradients of weights to W
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
+    times: int = 1  # how many like it stand here one behind the other; bytes are then of all, parameters of one
+
+    def repeated(self, times: int) -> "Part":
+        """So many of these as one."""
+
+        def all_of(group: tuple[Kept, ...]) -> tuple[Kept, ...]:
+            return tuple(replace(kept, bytes=times * kept.bytes) for kept in group)
+
+        moments = tuple(replace(x, weights=times * x.weights, put_off=times * x.put_off) for x in self.backward)
+        return replace(
+            self,
+            kept=all_of(self.kept),
+            backward=moments,
+            remade=all_of(self.remade),
+            cheap=all_of(self.cheap),
+            offloaded=all_of(self.offloaded),
+            times=times,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ other data state than these and the ranges of samples it leaves out, and the sam
 every ramp, curriculum and layout.
 """
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
+from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 
 Ranges = tuple[tuple[int, int], ...]  # of samples, [first, end): disjoint and ascending
@@ -50,12 +52,28 @@ def global_batches(config: Config, consumed: int, left_out: Ranges = ()) -> Iter
 
 def samples_after(config: Config, steps: int, consumed: int = 0, left_out: Ranges = ()) -> int:
     """Samples consumed after `steps` more optimizer steps from sample `consumed` on."""
-    full, passed = config.batch.global_, max((end for _, end in left_out), default=0)
-    for taken, batch in enumerate(islice(global_batches(config, consumed, left_out), max(0, steps))):
-        if batch.samples == full and batch.first >= passed:  # from here on all steps are alike
-            return batch.first + (steps - taken) * full
-        consumed = batch.end
+    while steps > 0:
+        batch = next(global_batches(config, consumed, left_out))
+        alike = min([steps, *_until_another(config, batch, left_out)])
+        consumed = batch.end + (alike - 1) * batch.samples
+        steps -= alike
     return consumed
+
+
+def _until_another(config: Config, batch: GlobalBatch, left_out: Ranges) -> Iterator[int]:
+    """Steps from that of `batch` to one of another size, and to one that meets a range left out."""
+    if batch.left_out:
+        yield 1
+        return
+    yield from ((first - batch.first) // batch.samples for first, _ in left_out if first > batch.first)
+    rampup = config.batch.rampup
+    if rampup is not None and batch.samples < config.batch.global_:
+        sizes = batch_sizes(config)
+        grown = sizes.index(batch.samples) + 1
+        larger = -(
+            -grown * rampup.tokens // ((len(sizes) - 1) * config.model.sequence_length)
+        )  # the first sample of it
+        yield -(-(larger - batch.first) // batch.samples)
 
 
 def latest_batches(config: Config, consumed: int, left_out: Ranges, end: int, count: int) -> tuple[int, int]:
@@ -88,10 +106,10 @@ def _inside(first: int, samples: int, left_out: Ranges) -> Ranges:
     return tuple(inside)
 
 
-def batch_sizes(config: Config) -> list[int]:
+def batch_sizes(config: Config) -> range:
     """Every global batch size that a run can have, in samples, ascending."""
     rampup, full = config.batch.rampup, config.batch.global_
-    return [full] if rampup is None else [*range(rampup.start, full, rampup.increment or rampup.start), full]
+    return range(full, full + 1) if rampup is None else range(rampup.start, full + 1, rampup.increment or rampup.start)
 
 
 def batch_size(config: Config, consumed: int) -> int:
@@ -102,10 +120,9 @@ def batch_size(config: Config, consumed: int) -> int:
     rampup, full = config.batch.rampup, config.batch.global_
     if rampup is None:
         return full
-    increment = rampup.increment or rampup.start
-    increments = (full - rampup.start) // increment
-    reached = increments * consumed * config.model.sequence_length // rampup.tokens
-    return rampup.start + min(reached, increments) * increment
+    sizes = batch_sizes(config)
+    increments = len(sizes) - 1
+    return sizes[min(increments * consumed * config.model.sequence_length // rampup.tokens, increments)]
 
 
 def sequence_length(config: Config, consumed: int) -> int:
@@ -118,4 +135,5 @@ def sequence_length(config: Config, consumed: int) -> int:
         return full
     start = curriculum.start
     reached = start + (full - start) * consumed * full // curriculum.tokens
-    return next(length for length in range(reached // start * start, 0, -start) if full % length == 0)
+    shares = every_divisor(full // start)
+    return start * shares[bisect(shares, reached // start) - 1]

@@ -1,13 +1,17 @@
 """The micro-batch that fits a device."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from megalite.config.errors import InputError, Problem
+from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
-from megalite.plan.memory import rank_memory
+from megalite.plan.memory import memory_of_ranks
+from megalite.plan.pipeline import can_be_planned
 
 GIB = 1 << 30
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
@@ -15,7 +19,7 @@ FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments
 
 def peak_bytes(config: Config) -> int:
     """Predicted bytes of the fullest rank at the peak of the fullest training step."""
-    return max(rank_memory(config, pp).total for pp in range(config.parallel.pp))
+    return max(memory.total for memory in memory_of_ranks(config))
 
 
 def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config], int] = peak_bytes) -> Config:
@@ -31,23 +35,37 @@ def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config
     if limit is None:
         rule = "is needed to fit batch.micro = auto where there is no GPU to ask"
         raise InputError([Problem("batch.memory", rule, "give GiB per device, or batch.micro a number", None)])
-    for micro in choices(config):
-        fitted = replace(config, batch=replace(batch, micro=micro, memory=None))
-        if (needed := peak(fitted)) <= limit:
-            return fitted
-    rule = f"{limit / GIB:.2f} GiB are too few: a micro-batch of 1 has a predicted peak of {needed / GIB:.2f} GiB"
-    more = "" if batch.memory is None else f"at least {math.ceil(100 * needed / GIB) / 100:.2f}, "
-    fix = f"use {more}train.recompute, or more ranks to share the model"
-    raise InputError([Problem("batch.memory", rule, fix, batch.memory)])
+
+    @cache
+    def needed(micro: int) -> int:
+        return peak(replace(config, batch=replace(batch, micro=micro, memory=None)))
+
+    sizes = choices(config)
+    first = bisect_left(sizes, True, key=lambda micro: needed(micro) <= limit)
+    if first == len(sizes):
+        raise InputError([_too_few(config, sizes[-1], needed(sizes[-1]), limit)])
+    if first and config.parallel.pipeline.schedule == "interleaved_1f1b":
+        # Rounds are up to twice as large as they must be, so a larger one may take less.
+        first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and needed(micro) <= limit)
+    return replace(config, batch=replace(batch, micro=sizes[first], memory=None))
+
+
+def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
+    asked = config.batch.memory
+    rule = f"{limit / GIB:.2f} GiB are too few: a micro-batch of {micro} has a predicted peak of {needed / GIB:.2f} GiB"
+    more = "" if asked is None else f"at least {math.ceil(100 * needed / GIB) / 100:.2f}, "
+    return Problem("batch.memory", rule, f"use {more}train.recompute, or more ranks to share the model", asked)
 
 
 def choices(config: Config) -> list[int]:
-    """Micro-batches that `auto` may take, the largest first, 1 always among them.
+    """Micro-batches that `auto` may take, the largest first, 1 among them.
 
     They divide every global batch of the run, and leave no stage of the pipeline without work: at least `parallel.pp`
-    of them make `batch.global`, if it has that many sequences.
+    of them make `batch.global`, if it has that many sequences. Those that make too many to be planned are left out,
+    but for the largest.
     """
-    dp, pp = config.parallel.layout.dp, config.parallel.pp
-    shared = math.gcd(*batch_sizes(config)) // dp
+    dp, pp, sizes = config.parallel.layout.dp, config.parallel.pp, batch_sizes(config)
+    shared = math.gcd(sizes[0], sizes[-1], sizes.step * (len(sizes) > 1)) // dp
     largest = max(1, config.batch.global_ // dp // pp)
-    return [micro for micro in range(min(shared, largest), 0, -1) if shared % micro == 0]
+    found = [micro for micro in reversed(every_divisor(shared)) if micro <= largest]
+    return [found[0], *(micro for micro in found[1:] if can_be_planned(config, config.batch.global_ // (dp * micro)))]

@@ -21,16 +21,20 @@ Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, a
 and what kernels allocate inside.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
-from megalite.plan.pipeline import fullest_steps, table_of, tables_of
+from megalite.plan.pipeline import as_full, fullest_steps, table_of, tables_of
 from megalite.plan.recompute import Cost, Mode, modes_by_stage
 from megalite.plan.split import split_of
 from megalite.plan.walk import HOST, Item, Walk
 
+Modes = Mapping[int, Sequence[Mode]]  # by stage, of its layers
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
 FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # time of a layer, in forward passes
 
@@ -58,40 +62,67 @@ def rank_memory(config: Config, pp: int) -> Memory:
 
     Raises InputError for a schedule that cannot run.
     """
-    inputs = Activations(config).inputs
-    steps = [
-        Memory(pp, _peak(config, pp, m) | {("activations", "inputs"): m * inputs}, m) for m in fullest_steps(config)
-    ]
-    return max(steps, key=lambda memory: memory.total)
+    return _fullest(config, pp, recompute_modes(config))
+
+
+def memory_of_ranks(config: Config) -> list[Memory]:
+    """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
+    modes = recompute_modes(config)
+    return [_fullest(config, pp, modes) for pp in range(config.parallel.pp)]
 
 
 def enough_micro_batches(config: Config, pp: int, full: int) -> int:
     """The least number of micro-batches whose peak on pipeline rank `pp` is that of a step of `full`."""
-    p, wanted = config.parallel.pp, _peak(config, pp, full)
+    p, modes = config.parallel.pp, recompute_modes(config)
+    wanted = _peak(config, pp, full, modes)
     for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
         if m >= full:
             break
         try:
-            if _peak(config, pp, m) == wanted:
+            if _peak(config, pp, m, modes) == wanted:
                 return m
         except InputError:  # the schedule cannot have so few
             continue
     return full
 
 
-def _peak(config: Config, pp: int, m: int) -> dict[Item, int]:
-    return Walk(config, table_of(config, m), pp, recompute_modes(config, pp)).run()
+def _fullest(config: Config, pp: int, modes: Modes) -> Memory:
+    inputs = Activations(config).inputs
+    steps = [
+        Memory(pp, _peak(config, pp, m, modes) | {("activations", "inputs"): m * inputs}, m)
+        for m in fullest_steps(config)
+    ]
+    return max(steps, key=lambda memory: memory.total)
 
 
-def recompute_modes(config: Config, pp: int) -> dict[int, list[Mode]]:
-    """By stage of a pipeline rank: the mode of each of its layers.
+def _peak(config: Config, pp: int, m: int, modes: Modes) -> dict[Item, int]:
+    """What a rank holds at the peak of a step of `m` micro-batches, without its inputs."""
+
+    def walk(m: int) -> Counter[Item]:
+        return Counter(Walk(config, table_of(config, m), pp, modes).run())
+
+    if config.parallel.pipeline.schedule != "gpipe":
+        return walk(as_full(config, m))
+    few = 32
+    while few < m:  # once a micro-batch more means more activations at the peak, so does every one after it
+        steps = [walk(few - 2), walk(few - 1), walk(few)]
+        before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(steps))
+        grow = {kind == HOST for (kind, _), size in growth.items() if size > 0}
+        if growth == before and grow == {False, config.train.offload_activations}:
+            return {item: size + (m - few) * growth[item] for item, size in steps[-1].items()}
+        few *= 2
+    return walk(m)
+
+
+def recompute_modes(config: Config) -> Modes:
+    """By stage: the mode of each of its layers.
 
     Where a budget is set, runs choose by costs that they measure; here kept bytes come from `plan.activations` and
     times from FLOPs, with a little for selective. Raises InputError for a budget that nothing fits.
     """
-    sizes, tables = Activations(config), tables_of(config)
+    sizes, split = Activations(config), split_of(config)
 
     def costs() -> dict[Mode, Cost]:
         return {mode: Cost(seconds, sizes.layer_bytes(mode)) for mode, seconds in FORWARDS.items()}
 
-    return modes_by_stage(config.train, tables, split_of(config), sizes.outside(tables[0].stages), pp, costs)
+    return modes_by_stage(config.train, lambda: tables_of(config), split, sizes.outside(len(split)), costs)

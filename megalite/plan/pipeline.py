@@ -7,11 +7,13 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.batches import batch_sizes
 from megalite.schedule.actions import Table
 from megalite.schedule.check import check
-from megalite.schedule.generate import build
-from megalite.schedule.orders import rounds_of
+from megalite.schedule.generate import actions_of, build
+from megalite.schedule.orders import first_rounds
 from megalite.schedule.place import place_sharding
 
 SHOWN = 8  # problems told of one schedule
+MIDDLE = 5  # steps of a full pipeline, or rounds, that are as good as any number
+MOST_ACTIONS = 1_000_000  # of a schedule, all ranks together; to make and check them takes some ten seconds
 
 
 def micro_batches(config: Config) -> int:
@@ -26,19 +28,36 @@ def fullest_steps(config: Config) -> list[int]:
     rounds are as large: then the largest step counts of all that begin alike.
     """
     alone = config.batch.micro_size * config.parallel.layout.dp
-    steps = [size // alone for size in batch_sizes(config)]
+    sizes = batch_sizes(config)
     if config.parallel.pipeline.schedule != "interleaved_1f1b":
-        return steps[-1:]
-    return list({tuple(map(len, rounds_of(config.parallel.pp, m)[:2])): m for m in steps}.values())
+        return [sizes[-1] // alone]
+    return list({first_rounds(config.parallel.pp, size // alone): size // alone for size in sizes}.values())
+
+
+def as_full(config: Config, m: int) -> int:
+    """The micro-batches of a step, the fewer the better, that holds as much as one of `m`; not for gpipe.
+
+    A rank holds most when the pipeline is full; from there on it does the same over and over.
+    """
+    p, pipeline = config.parallel.pp, config.parallel.pipeline
+    if pipeline.schedule not in SCHEDULES:  # a file is for one number of them
+        return m
+    if pipeline.schedule != "interleaved_1f1b":
+        return min(m, 3 * p + MIDDLE)
+    rounds = first_rounds(p, m)
+    larger = sum(rounds) - 2 * p
+    return min(m, p * (MIDDLE + 2) + larger) if rounds[0] <= p + 1 and len(rounds) == 2 else m
 
 
 def table_of(config: Config, m: int | None = None) -> Table:
     """The schedule of a training step, checked, with sharding where FSDP2 is used.
 
     m: micro-batches; None: those of `batch.global`. Raises InputError for a schedule that does not fit the layout, that
-    would deadlock or leave work undone, or that splits backward passes which torch.compile has made whole.
+    would deadlock or leave work undone, that is too long to be planned, or that splits backward passes which
+    torch.compile has made whole.
     """
     pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
+    _refuse_endless(config, m or micro_batches(config))
     make = _checked if pipeline.schedule in SCHEDULES else _checked.__wrapped__  # a file may change
     table = make(
         pipeline.schedule,
@@ -52,6 +71,30 @@ def table_of(config: Config, m: int | None = None) -> Table:
         fix = "use false, or a schedule whose backward is whole: gpipe, 1f1b or interleaved_1f1b"
         raise InputError([Problem("train.compile", rule, fix, True)])
     return table
+
+
+def can_be_planned(config: Config, m: int) -> bool:
+    """Whether the schedule of `m` micro-batches has at most MOST_ACTIONS, told without making it."""
+    return _actions(config, m) <= MOST_ACTIONS
+
+
+def _actions(config: Config, m: int) -> int:
+    pipeline = config.parallel.pipeline
+    if pipeline.schedule not in SCHEDULES:
+        return 0  # a file has what it has
+    return actions_of(pipeline.schedule, config.parallel.pp, m, pipeline.stages_per_rank)
+
+
+def _refuse_endless(config: Config, m: int) -> None:
+    if can_be_planned(config, m):
+        return
+    stages = config.parallel.pp * config.parallel.pipeline.stages_per_rank
+    rule = (
+        f"makes {m:,} micro-batches a step, on {stages:,} stages: a pipeline schedule of {_actions(config, m):,} "
+        f"actions, more than the {MOST_ACTIONS:,} that can be planned"
+    )
+    fix = "use fewer sequences (this is not a number of tokens), a larger batch.micro, or more data-parallel ranks"
+    raise InputError([Problem("batch.global", rule, fix, config.batch.global_)])
 
 
 @lru_cache(maxsize=8)  # tables of large pipelines take seconds to make, and commands ask for one several times

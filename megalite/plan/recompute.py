@@ -6,6 +6,8 @@ full       keep the layer's input; run the layer again
 """
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -36,11 +38,12 @@ def every_nth(mode: Mode, n: int, layers: int) -> list[Mode]:
 
 def in_flight(table: Table, rank: int) -> dict[int, int]:
     """By stage of a rank: the most micro-batches whose activations it holds at once."""
-    program = [item for item in table.programs[rank] if isinstance(item, Action)]
-    return {
-        stage: max(accumulate((LIVE.get(a.kind, 0) for a in program if a.stage == stage), initial=0))
-        for stage in table.stages_of(rank)
-    }
+    now, most = Counter[int](), dict.fromkeys(table.stages_of(rank), 0)
+    for item in table.programs[rank]:
+        if isinstance(item, Action) and item.kind in LIVE:
+            now[item.stage] += LIVE[item.kind]
+            most[item.stage] = max(most[item.stage], now[item.stage])
+    return most
 
 
 def most_in_flight(tables: Sequence[Table], rank: int) -> dict[int, int]:
@@ -80,17 +83,25 @@ def choose(costs: Mapping[Mode, Cost], held: Sequence[int], limit: int) -> list[
     order = sorted(range(len(held)), key=lambda layer: -held[layer])
     upto = list(accumulate((held[layer] for layer in order), initial=0))
     leanest = sorted(costs, key=lambda mode: costs[mode].bytes)
-    best: tuple[float, int, list[Mode]] | None = None
+
+    def cost(first: int, second: int) -> tuple[float, int]:
+        """Time and bytes, with the leanest mode for layers up to `first`, the next for those up to `second`."""
+        counts = [first, second - first, len(held) - second]
+        weights = [upto[first], upto[second] - upto[first], upto[-1] - upto[second]]
+        seconds = math.fsum(count * costs[mode].seconds for count, mode in zip(counts, leanest, strict=True))
+        return seconds, sum(weight * costs[mode].bytes for weight, mode in zip(weights, leanest, strict=True))
+
+    found: list[tuple[tuple[float, int], int, int]] = []
     for first in range(len(held) + 1):
-        for second in range(first, len(held) + 1):
-            counts = [first, second - first, len(held) - second]
-            weights = [upto[first], upto[second] - upto[first], upto[-1] - upto[second]]
-            seconds = math.fsum(count * costs[mode].seconds for count, mode in zip(counts, leanest, strict=True))
-            kept = sum(weight * costs[mode].bytes for weight, mode in zip(weights, leanest, strict=True))
-            if kept <= limit and (best is None or (seconds, kept) < best[:2]):
-                modes = [mode for count, mode in zip(counts, leanest, strict=True) for _ in range(count)]
-                best = seconds, kept, [mode for _, mode in sorted(zip(order, modes, strict=True))]
-    return best and best[2]
+        seconds = range(first, len(held) + 1)
+        # Time is linear in `second`, and the more it is, the less is kept: the best is at either end of what fits.
+        fitting = seconds[bisect_left(seconds, True, key=lambda second: cost(first, second)[1] <= limit) :]
+        found += [(cost(first, second), first, second) for second in {*fitting[:1], *fitting[-1:]}]
+    if not found:
+        return None
+    _, first, second = min(found)
+    chosen = [leanest[(at >= first) + (at >= second)] for at in range(len(held))]
+    return [mode for _, mode in sorted(zip(order, chosen, strict=True))]
 
 
 def choose_for_all(
@@ -116,21 +127,23 @@ def choose_for_all(
 
 def modes_by_stage(
     train: Train,
-    tables: Sequence[Table],
+    tables: Callable[[], Sequence[Table]],
     split: Sequence[int],
     outside: Mapping[int, int],
-    rank: int,
     costs: Callable[[], Mapping[Mode, Cost]],
 ) -> dict[int, list[Mode]]:
-    """By stage of a pipeline rank: the mode of each of its layers. `costs` are asked for where a budget is set.
+    """By stage, of all ranks: the mode of each of its layers. `tables` and `costs` are needed where a budget is set.
 
     tables: of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch keeps
     outside of layers. Raises InputError for a budget that nothing fits.
     """
-    stages = tables[0].stages_of(rank)
     if train.recompute != "budget":
-        return {stage: every_nth(train.recompute, train.recompute_every, split[stage]) for stage in stages}
+        return {stage: every_nth(train.recompute, train.recompute_every, count) for stage, count in enumerate(split)}
     assert train.recompute_budget is not None, "validation asks for it"
-    held, kept = held_by_rank(tables, split), kept_by_rank(tables, outside)
-    layers = iter(choose_for_all(costs(), held, kept, train.recompute_budget)[rank])
-    return {stage: list(islice(layers, split[stage])) for stage in stages}
+    steps = tables()
+    held, kept = held_by_rank(steps, split), kept_by_rank(steps, outside)
+    found: dict[int, list[Mode]] = {}
+    for rank, modes in enumerate(choose_for_all(costs(), held, kept, train.recompute_budget)):
+        layers = iter(modes)
+        found |= {stage: list(islice(layers, split[stage])) for stage in steps[0].stages_of(rank)}
+    return found

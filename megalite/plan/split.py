@@ -20,12 +20,18 @@ def balance(model: Model, stages: int) -> list[int]:
     """
     if not 1 <= stages <= model.layers:
         raise ValueError(f"{model.layers} layers cannot be split into {stages} stages")
-    layer, head = layer_forward_flops(model), head_forward_flops(model)
-    split = [int(stage < stages - 1) for stage in range(stages)]
-    for _ in range(model.layers - sum(split)):
-        costs = [count * layer + head * (stage == stages - 1) for stage, count in enumerate(split)]
-        split[min(range(stages), key=lambda stage: (costs[stage], -stage))] += 1
-    return split
+    if stages == 1:
+        return [model.layers]
+    # The head costs as much as so many layers. When every other stage has `each`, the last has as many less the head.
+    head, others = -(-head_forward_flops(model) // layer_forward_flops(model)), stages - 1
+    each = model.layers // others
+    if each > head:
+        each = (model.layers + head) // stages
+    last = max(0, each - head)
+    left = model.layers - each * others - last
+    if left and each >= head:
+        last, left = last + 1, left - 1
+    return [*[each] * (others - left), *[each + 1] * left, last]
 
 
 def stage_costs(model: Model, split: Sequence[int]) -> list[int]:

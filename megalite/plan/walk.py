@@ -1,8 +1,9 @@
 """A walk along one pipeline rank's program that adds up what the rank holds; see `plan.memory` for the legend."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations, Moment, Part
@@ -12,6 +13,7 @@ from megalite.schedule.actions import Action, Exchange, Kind, Table
 
 HOST = "host memory"
 Item = tuple[str, str]  # one of the kinds of `plan.memory`, or HOST, and the component of the model
+ENDS = 2  # repetitions at either end of many, that a walk looks at one by one
 Place = tuple[int, int]  # a stage, and the index of a part in it
 
 
@@ -70,23 +72,61 @@ class States:
 
 def _parts(sizes: Activations, config: Config, modes: Sequence[Mode], stage: int, stages: int) -> list[Part]:
     """The parts of a stage, first to last."""
-    layers = [sizes.layer(mode) for mode in modes]
+    part_of = {mode: sizes.layer(mode) for mode in set(modes)}
+    layers = [part_of[mode].repeated(times) if times > 1 else part_of[mode] for mode, times in condensed(modes)]
     last = [sizes.head()] if stage == stages - 1 else []
     if stage == 0:
         return [sizes.embedding(with_head=stages == 1), *layers, *last]
     return [*([sizes.tied_copy()] if last and config.model.tie_embeddings else []), *layers, *last]
 
 
+def condensed(modes: Sequence[Mode]) -> list[tuple[Mode, int]]:
+    """The layers of a stage, in order, as a walk needs them: the mode, and how many like it are taken as one.
+
+    Modes repeat, every layer or every few. In the midst of repetitions what is held changes by the same amount with
+    each, so it is most at the first or the last of them: only two at either end are looked at.
+    """
+    period, count = _period(modes), len(modes)
+    repetitions = count // period if period else 0
+    if repetitions > 2 * ENDS:
+        unit, middle = list(modes[:period]), repetitions - 2 * ENDS
+        ends = [(mode, 1) for mode in unit * ENDS]
+        rest = [(mode, 1) for mode in modes[repetitions * period :]]
+        found = [*ends, *((mode, middle) for mode in unit), *ends, *rest]
+    else:
+        found = [(mode, 1) for mode in modes]
+    return [entry for key, run in groupby(found) for entry in _condensed_run(*key, len(list(run)))]
+
+
+def _condensed_run(mode: Mode, times: int, count: int) -> list[tuple[Mode, int]]:
+    if times > 1:
+        return [(mode, times * count)]
+    ends = [(mode, 1)] * ENDS
+    return [*ends, (mode, count - 2 * ENDS), *ends] if count > 2 * ENDS else [(mode, 1)] * count
+
+
+def _period(modes: Sequence[Mode]) -> int:
+    """After how many they repeat themselves."""
+    border, borders = 0, [0]  # Knuth, Morris and Pratt's table
+    for mode in modes[1:]:
+        while border and mode != modes[border]:
+            border = borders[border - 1]
+        border += mode == modes[border]
+        borders.append(border)
+    return len(modes) - borders[-1]
+
+
 class Walk:
     """One pipeline rank's step, action by action: what it holds, and when that is most.
 
-    modes: by stage of the rank, what each of its layers recomputes.
+    modes: by stage, what each of its layers recomputes.
     """
 
     def __init__(self, config: Config, table: Table, pp: int, modes: Mapping[int, Sequence[Mode]]) -> None:
         self.config, self.table, self.pp = config, table, pp
         self.states, self.sizes = States(config), Activations(config)
-        self.parts = {stage: _parts(self.sizes, config, modes[stage], stage, table.stages) for stage in modes}
+        stages = table.stages_of(pp)
+        self.parts = {stage: _parts(self.sizes, config, modes[stage], stage, table.stages) for stage in stages}
         reduces = [item for item in table.programs[pp] if isinstance(item, Action) and item.kind is Kind.REDUCE]
         self.reduces = {(action.stage, action.micro) for action in reduces}
         self.last_reduced = {action.stage: action.micro for action in reduces}
@@ -95,7 +135,7 @@ class Walk:
         self.total = self.most = 0  # bytes on the device
         self.on_host = self.most_on_host = 0
         self.host_peak: Counter[Item] = Counter()
-        self.fetched: set[tuple[int, Place]] = set()  # micro-batch and part whose activations are back from the host
+        self.fetched: Counter[tuple[int, Place]] = Counter()  # by micro-batch and part: layers back from the host
         self.whole: set[Place] = set()  # parts with gradients that are not reduced yet
         self.sharded: dict[Place, int] = {}  # parts with gradients that are, and the bytes of each
         self.shared: Counter[Place] = (
@@ -104,6 +144,7 @@ class Walk:
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, which FSDP2 keeps until the next are
         self.sending = 0  # tensors on their way to other ranks
+        self.passing = False  # through layers that are taken as one, where nothing is most
 
     def run(self) -> dict[Item, int]:
         """What is held at the peak, and of host memory, at the peak of that."""
@@ -139,7 +180,7 @@ class Walk:
         self._hold("activations", "attention", self.sizes.turns)
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # now the input of the first layer
-        for part in self.parts[action.stage]:
+        for _, part in self._through(action.stage):
             for kept in part.kept:
                 self._hold("activations", kept.component, kept.bytes)
             for kept in part.offloaded:
@@ -156,15 +197,15 @@ class Walk:
         reduce = not split and (action.stage, action.micro) in self.reduces
         at_end = reduce and any(stage == action.stage for stage, _ in self.put_off)  # as the runner does
         parts = self.parts[action.stage]
-        for index in reversed(range(len(parts))):
-            part, place = parts[index], (action.stage, index)
+        for index, part in self._through(action.stage, backwards=True):
+            place = action.stage, index
             puts_off = split and part.puts_off
             beside = self._gathered(parts[index - 1]) if index > 0 and states.shards > 1 else 0
             for kept in part.remade:
                 self._hold("temporaries", kept.component, kept.bytes)
             if part.offloaded:
-                self._fetch(action, index)
-                self._fetch(action, index - 1)
+                self._fetch(action, index, part.times)
+                self._fetch(action, index - 1, 1)
             made = 0
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(place) else made)
@@ -195,14 +236,16 @@ class Walk:
         """W: what the layers of a stage have put off, then FSDP2's turn."""
         made: Counter[Place] = Counter()
         for put_off in self.put_off.pop((action.stage, action.micro), []):
+            self.passing = self.parts[action.stage][put_off.place[1]].times > 1
             new = put_off.moment.weights
             self._see(made.total() + new + put_off.moment.again)
             if not self._adds_at_once(put_off.place):
                 made[put_off.place] += new
             for (kind, component), size in put_off.held.items():
                 self._hold(kind, component, -size)
+        self.passing = False
         self._see(made.total())
-        for index, part in enumerate(self.parts[action.stage]):
+        for index, part in self._through(action.stage):
             if part.puts_off:
                 place = action.stage, index
                 made.pop(place, None)
@@ -210,6 +253,14 @@ class Walk:
         if (action.stage, action.micro) in self.reduces:
             self._reduce_all(action)
         self._end_reductions(action)
+
+    def _through(self, stage: int, backwards: bool = False) -> Iterator[tuple[int, Part]]:
+        """The parts of a stage and their indexes, one by one."""
+        numbered = list(enumerate(self.parts[stage]))
+        for index, part in reversed(numbered) if backwards else numbered:
+            self.passing = part.times > 1
+            yield index, part
+        self.passing = False
 
     def _gathered(self, part: Part) -> int:
         """Bytes of weights gathered for the use of `part` only."""
@@ -234,15 +285,17 @@ class Walk:
             held[kind, kept.component] += kept.bytes if kept.for_weights else 0
         return held
 
-    def _fetch(self, action: Action, index: int) -> None:
-        """Bring what a part has offloaded back to the device, for the first time."""
-        place = action.stage, index
-        if index < 0 or (action.micro, place) in self.fetched:
+    def _fetch(self, action: Action, index: int, wanted: int) -> None:
+        """Bring what a part has offloaded back to the device; of one that stands for many layers, `wanted` of them."""
+        if index < 0:
             return
-        self.fetched.add((action.micro, place))
-        for kept in self.parts[action.stage][index].offloaded:
-            self._hold("temporaries", kept.component, kept.bytes)
-            self._hold(HOST, kept.component, -kept.bytes)
+        part, key = self.parts[action.stage][index], (action.micro, (action.stage, index))
+        missing = max(0, wanted - self.fetched[key])
+        self.fetched[key] += missing
+        for kept in part.offloaded:
+            size = missing * (kept.bytes // part.times)
+            self._hold("temporaries", kept.component, size)
+            self._hold(HOST, kept.component, -size)
 
     def _offloads_input(self, stage: int) -> bool:
         """Whether the first layer has a copy of what the stage has received, which stays too."""
@@ -264,7 +317,7 @@ class Walk:
 
     def _reduce_all(self, action: Action) -> None:
         """What FSDP2 does at the end of a backward pass with gradients that are there: in the order of the model."""
-        for index in range(len(self.parts[action.stage])):
+        for index, _ in self._through(action.stage):
             self._reduce(action, index, 0)
 
     def _reduce(self, action: Action, index: int, beside: int) -> None:
@@ -295,7 +348,7 @@ class Walk:
             self._hold_weights("gradients", part, each - held, states.shards)
             self.sharded[place] = each
         if states.replicas and not waits and (held or states.r != states.p):
-            self._share(place, reduced)
+            self._share(place, part.times * reduced)
 
     def _last(self, action: Action) -> bool:
         """Whether the reduction after `action` is the last of its stage in the step."""
@@ -329,7 +382,7 @@ class Walk:
         """Hold `each` bytes for every parameter of `part`, shared out over `shards` ranks; release if negative."""
         for component, count in asdict(part.parameters).items():
             if count:
-                self._hold(kind, component, each * count // shards)
+                self._hold(kind, component, part.times * (each * count // shards))
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size
@@ -343,7 +396,7 @@ class Walk:
 
     def _see(self, temporaries: int = 0, gathered: int = 0) -> None:
         """Remember what is held, with what is used for a moment, if it is the most so far."""
-        if self.total + temporaries + gathered > self.most:
+        if not self.passing and self.total + temporaries + gathered > self.most:
             self.most = self.total + temporaries + gathered
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
             self.peak = self.held + Counter(now)

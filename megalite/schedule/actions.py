@@ -177,7 +177,14 @@ class Table:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` owns."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+        return self._stages_by_rank[rank]
+
+    @cached_property
+    def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        found: tuple[list[int], ...] = tuple([] for _ in self.programs)
+        for stage, owner in enumerate(self.placement):
+            found[owner].append(stage)
+        return tuple(map(tuple, found))
 
     def rank(self, action: Action) -> int:
         """The rank that runs `action`."""

@@ -17,6 +17,7 @@ ONE_STAGE: dict[str, Callable[[int, int], Orders]] = {
     "zb_h2": zb_h2,
 }
 V_SHAPED: dict[str, Callable[[int, int], Orders]] = {"zbv": zbv, "dualpipev": dualpipev}
+SPLITTING = ("zb_h1", "zb_h2", "zbv", "dualpipev")  # backward into the two halves, I and W
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev")
 
 
@@ -51,6 +52,14 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Table:
     if name in V_SHAPED:
         return _table(name, m, (*range(p), *reversed(range(p))), V_SHAPED[name](p, m))
     return _table(name, m, tuple(range(p)), ONE_STAGE[name](p, m))
+
+
+def actions_of(name: str, p: int, m: int, v: int) -> int:
+    """How many actions the schedule `name`, one of NAMES, has without sharding; of dualpipev, at most."""
+    stages = p * v
+    turn = 1 if name in V_SHAPED else 0  # of a V, where a result stays on its rank
+    moved = 0 if p == 1 else stages - 1 - turn
+    return m * (stages * (3 if name in SPLITTING else 2) + 4 * moved)
 
 
 def build_forward(placement: Sequence[int], m: int) -> Table:

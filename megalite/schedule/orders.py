@@ -53,10 +53,21 @@ def interleaved(p: int, m: int, v: int) -> Orders:
 
 def rounds_of(p: int, m: int) -> list[range]:
     """The micro-batches of every round of `interleaved`, the largest first."""
-    count = max(1, m // p)
-    size, larger = divmod(m, count)
+    count, size, larger = _rounds(p, m)
     starts = [k * size + min(k, larger) for k in range(count + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
+
+
+def first_rounds(p: int, m: int) -> tuple[int, ...]:
+    """How many micro-batches the first two rounds of `interleaved` have, or the only one."""
+    count, size, larger = _rounds(p, m)
+    return tuple(size + (at < larger) for at in range(min(count, 2)))
+
+
+def _rounds(p: int, m: int) -> tuple[int, int, int]:
+    """The number of rounds, the size of a smaller one, and how many have one micro-batch more."""
+    count = max(1, m // p)
+    return count, *divmod(m, count)
 
 
 def forward_only(placement: Sequence[int], m: int) -> Orders:

@@ -52,8 +52,10 @@ def place_sharding(table: Table, gather: bool, reduce_each: bool) -> Table:
 def _with_sharding(program: Program, order: Sequence[Action], gather: bool, reduce_each: bool) -> Program:
     before: defaultdict[Action, list[Action]] = defaultdict(list)
     after: defaultdict[Action, list[Action]] = defaultdict(list)
-    for stage in dict.fromkeys(action.stage for action in order):
-        uses = [index for index, action in enumerate(order) if action.stage == stage]
+    used: defaultdict[int, list[int]] = defaultdict(list)
+    for index, action in enumerate(order):
+        used[action.stage].append(index)
+    for uses in used.values():
         gradients = [order[index] for index in uses if order[index].makes_weight_gradients]
         for action in gradients if reduce_each else gradients[-1:]:
             after[action].append(action._replace(kind=Kind.REDUCE))

@@ -15,7 +15,7 @@ from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
 from megalite.plan.activations import Activations
-from megalite.plan.pipeline import tables_of
+from megalite.plan.pipeline import table_of, tables_of
 from megalite.plan.recompute import MODES, Cost, Mode, modes_by_stage
 from megalite.plan.split import split_of
 
@@ -23,15 +23,17 @@ log = logging.getLogger("megalite")
 
 
 def recompute_modes(config: Config, mesh: Mesh) -> dict[int, list[Mode]]:
-    """By stage of this rank: the mode of each of its layers. Collective where a budget is set.
+    """By stage: the mode of each of its layers. Collective where a budget is set.
 
     Raises InputError, on all ranks, for a budget that nothing fits.
     """
-    tables, pp = tables_of(config), mesh.coordinates["pp"]
-    outside = Activations(config).outside(tables[0].stages)
-    modes = modes_by_stage(config.train, tables, split_of(config), outside, pp, lambda: measured_costs(config, mesh))
+    split = split_of(config)
+    outside = Activations(config).outside(len(split))
+    modes = modes_by_stage(
+        config.train, lambda: tables_of(config), split, outside, lambda: measured_costs(config, mesh)
+    )
     if config.train.recompute == "budget":
-        chosen = [mode for stage in modes.values() for mode in stage]
+        chosen = [mode for stage in table_of(config).stages_of(mesh.coordinates["pp"]) for mode in modes[stage]]
         log.info("recompute of layers: %s", ", ".join(f"{chosen.count(mode)} {mode}" for mode in MODES))
     return modes
 

@@ -22,7 +22,9 @@ BAD = {
     ),
     "train.recompute_budget = null: is needed": Train(recompute="budget"),
     "train.recompute_budget = 0: must be greater than 0": Train(recompute="budget", recompute_budget=0),
-    "train.recompute_budget = 1e+308: must be at most 1,000,000 GiB": Train(recompute="budget", recompute_budget=1e308),
+    "train.recompute_budget = 1e+308: must be at most 1,000,000: these are GiB": Train(
+        recompute="budget", recompute_budget=1e308
+    ),
     "train.recompute_budget = 2.0: has no meaning with train.recompute = full": Train(
         recompute="full", recompute_budget=2.0
     ),

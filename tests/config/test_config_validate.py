@@ -174,7 +174,7 @@ def test_the_defaults_are_valid() -> None:
             "batch.global = 9: must be a multiple of batch.micro · data-parallel ranks = 1 · 2 = 2; use global 8 or 10",
         ),
         (["batch.micro=auto", "batch.memory=0"], "batch.memory = 0.0: must be greater than 0"),
-        (["batch.micro=auto", "batch.memory=1e300"], "batch.memory = 1e+300: must be at most 1,000,000 GiB"),
+        (["batch.micro=auto", "batch.memory=1e300"], "batch.memory = 1e+300: must be at most 1,000,000: these are GiB"),
         (
             ["batch.micro=2", "batch.memory=10"],
             "batch.memory = 10.0: has no meaning with batch.micro = 2; use null, or batch.micro=auto",

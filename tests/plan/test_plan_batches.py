@@ -167,7 +167,7 @@ def test_a_ramp_by_hand() -> None:
     config = Config(model=Model(sequence_length=10), batch=Batch(1, 8, rampup=Rampup(2, None, 120)))
     # 2, 4 and 6 samples a step for 40 tokens each; a step that begins within a share has its size
     assert [batch.samples for batch in take(config, 7)] == [2, 2, 4, 6, 8, 8, 8]
-    assert batch_sizes(config) == [2, 4, 6, 8]
+    assert list(batch_sizes(config)) == [2, 4, 6, 8]
     assert samples_after(config, 1_000_000) == 14 + 8 * (1_000_000 - 4)
 
 
@@ -187,5 +187,5 @@ def test_without_either_all_steps_are_alike() -> None:
 @pytest.mark.parametrize("tokens", [1, 80, 10**15])
 def test_a_ramp_that_starts_at_its_end_is_none(tokens: int) -> None:
     config = Config(batch=Batch(1, 8, rampup=Rampup(8, None, tokens)))
-    assert batch_sizes(config) == [8]
+    assert list(batch_sizes(config)) == [8]
     assert {batch.samples for batch in take(config, 5)} == {8}

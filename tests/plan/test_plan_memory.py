@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_cases import CASES, PIPELINE, SHARDED, Overrides, configured
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Batch, Rampup
+from megalite.plan import walk
 from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory, recompute_modes
@@ -78,7 +80,7 @@ def test_recompute_keeps_ever_less() -> None:
 @given(st.floats(0.04, 0.2))
 def test_a_budget_is_kept(budget: float) -> None:
     config = configured({"train.recompute": "budget", "train.recompute_budget": budget, "batch.micro": 4})
-    (modes,) = recompute_modes(config, 0).values()
+    (modes,) = recompute_modes(config).values()
     outside = sum(Activations(config).outside(stages=1).values())
     assert outside > 2**20
     assert outside + sum(Activations(config).layer_bytes(mode) for mode in modes) <= budget * 2**30
@@ -196,3 +198,51 @@ def test_a_longer_sequence_takes_more_of_what_depends_on_it() -> None:
     short, long = (rank_memory(configured({"model.sequence_length": length}), 0) for length in (2048, 4096))
     assert sum(long.of("activations").values()) == pytest.approx(2 * sum(short.of("activations").values()), rel=0.01)
     assert long.of("parameters") == short.of("parameters")
+
+
+LARGE = st.fixed_dictionaries(
+    {
+        "parallel.pipeline.schedule": st.sampled_from(
+            ["gpipe", "1f1b", "interleaved_1f1b", "zb_h2", "zbv", "dualpipev"]
+        ),
+        "parallel.data.mode": st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
+        "parallel.dp_shard": st.integers(1, 3),
+        "train.recompute": st.sampled_from(["none", "selective", "full"]),
+        "train.offload_activations": st.booleans(),
+        "model.tie_embeddings": st.booleans(),
+        "model.sequence_length": st.sampled_from([16, 512]),
+        "parallel.pp": st.integers(1, 3),
+    }
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(LARGE, st.integers(12, 30), st.integers(1, 4), st.data())
+def test_many_layers_alike_are_walked_as_one(large: Overrides, layers: int, every: int, data: st.DataObject) -> None:
+    every = 1 if large["train.recompute"] == "none" else every
+    config = configured({**large, "model.layers": layers, "train.recompute_every": every, "batch.global": 24})
+    pp = data.draw(st.integers(0, config.parallel.pp - 1))
+    found = rank_memory(config, pp)
+    with patch.object(walk, "condensed", lambda modes: [(mode, 1) for mode in modes]):
+        assert rank_memory(config, pp) == found
+
+
+@settings(deadline=None, max_examples=15)
+@given(LARGE, st.integers(1, 60), st.data())
+def test_few_micro_batches_are_walked_for_many(large: Overrides, m: int, data: st.DataObject) -> None:
+    config = configured({**large, "model.layers": 6, "batch.global": 6 * m})
+    pp, full = data.draw(st.integers(0, config.parallel.pp - 1)), 6 * m // config.parallel.dp_shard
+    assume(full >= config.parallel.pp)
+    modes = recompute_modes(config)
+    assert rank_memory(config, pp).bytes == {
+        **walk.Walk(config, table_of(config), pp, modes).run(),
+        ("activations", "inputs"): full * Activations(config).inputs,
+    }
+
+
+def test_modes_that_repeat_are_condensed_and_none_is_lost() -> None:
+    assert walk.condensed([]) == []
+    assert walk.condensed(["none"] * 4) == [("none", 1)] * 4
+    assert walk.condensed(["none"] * 9) == [("none", 1)] * 2 + [("none", 5)] + [("none", 1)] * 2
+    assert len(walk.condensed(["full", "none", "none"] * 3000)) == 14
+    assert sum(times for _, times in walk.condensed([*["full"] * 31, *["none"] * 47])) == 78

@@ -74,3 +74,14 @@ def test_every_layer_lives_on_one_stage_in_order(split: list[int]) -> None:
     stages = layers_of(split)
     assert [len(stage) for stage in stages] == split
     assert [layer for stage in stages for layer in stage] == list(range(sum(split)))
+
+
+@given(cases())
+def test_layers_go_one_by_one_to_the_stage_that_is_cheapest_so_far(case: tuple[Model, int]) -> None:
+    model, stages = case
+    split = [int(stage < stages - 1) for stage in range(stages)]
+    for _ in range(model.layers - sum(split)):
+        costs = [count * layer_forward_flops(model) for count in split]
+        costs[-1] += head_forward_flops(model)
+        split[min(range(stages), key=lambda stage: (costs[stage], -stage))] += 1
+    assert balance(model, stages) == split

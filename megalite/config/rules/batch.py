@@ -6,6 +6,8 @@ from megalite.config.errors import Problem, listing
 from megalite.config.rules.numbers import divisors, multiples
 from megalite.config.schema import Batch, Curriculum, Rampup
 
+SIZES = 1000  # of a growing batch; for each, every rank makes a pipeline of its own
+
 
 def batch_rules(batch: Batch, dp: int, sequence_length: int, sequence_parts: int) -> Iterator[Problem]:
     """Every broken rule, for `dp` data-parallel ranks and sequences that come in `sequence_parts` equal parts."""
@@ -37,6 +39,9 @@ def _rampup(rampup: Rampup, full: int, micro: int, dp: int) -> Iterator[Problem]
         rule = f"{as_start} must divide batch.global − batch.rampup.start = {full - start}".strip()
         fix = f"use increment {listing(fitting)}" if fitting else ""
         yield Problem("batch.rampup.increment", rule, fix, rampup.increment)
+    elif (full - start) // increment >= SIZES:
+        rule = f"makes {(full - start) // increment + 1:,} sizes of batches, of which {SIZES:,} are allowed"
+        yield Problem("batch.rampup.increment", rule, "use a larger increment", rampup.increment)
 
 
 def _whole_micro_batches(key: str, value: int, micro: int, dp: int) -> Iterator[Problem]:

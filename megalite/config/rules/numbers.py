@@ -1,6 +1,8 @@
 """What a number must divide by, and which ones near it would do."""
 
 from collections.abc import Iterator
+from functools import cache
+from math import isqrt
 
 from megalite.config.errors import Problem, listing
 
@@ -27,3 +29,10 @@ def divisors(value: int, near: int, unit: int = 1) -> list[int]:
     candidates = range(unit, min(value, 2 * max(near, unit), SEARCHED) + 1, unit)
     found = [number for number in candidates if value % number == 0]
     return sorted(sorted(found, key=lambda number: abs(number - near))[:4])
+
+
+@cache
+def every_divisor(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

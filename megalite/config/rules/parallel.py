@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.errors import Problem, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
+from megalite.config.rules.ranges import RANKS
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
 
 SCHEDULE_FILES = (".yaml", ".yml")
@@ -103,6 +104,9 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
 
 def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
     others, shard = _without_dp_shard(parallel), parallel.dp_shard
+    if others * shards(parallel, world_size) > RANKS:
+        rule = f"the layout makes {others * shards(parallel, world_size):,} ranks, and {RANKS:,} is the most"
+        yield Problem("parallel", rule, "use smaller sizes of its axes")
     if world_size is None or others < 1:
         return
     if shard == "auto" and world_size % others:

@@ -1,8 +1,10 @@
 """How small and how large the number of a key may be."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+from megalite.config.convert import keys, options
 from megalite.config.errors import Problem
 
 AT_LEAST = {
@@ -13,7 +15,7 @@ AT_LEAST = {
     "model.kv_heads": 1,
     "model.head_width": 1,
     "model.ffn": 1,
-    "model.vocab_size": 1,
+    "model.vocab_size": 2,
     "model.sequence_length": 1,
     "model.rope_scaling.original_length": 1,
     "parallel.pp": 1,
@@ -60,7 +62,39 @@ POSITIVE = (
     "optim.lr",
     "optim.eps",
 )
-MOST = {"batch.memory": 1e6, "train.recompute_budget": 1e6}  # GiB
+RANKS = 1 << 24
+ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"
+MOST: dict[str, tuple[int, str]] = {  # and why; numbers that are not here are bounded by MOST_OF_OTHERS
+    "model.layers": (10_000, ANY_MODEL),
+    "model.width": (1 << 20, ANY_MODEL),
+    "model.heads": (1 << 16, ANY_MODEL),
+    "model.kv_heads": (1 << 16, ANY_MODEL),
+    "model.head_width": (1 << 16, ANY_MODEL),
+    "model.ffn": (1 << 24, ANY_MODEL),
+    "model.vocab_size": (1 << 27, ANY_MODEL),
+    "model.sequence_length": (1 << 30, ANY_MODEL),
+    "model.norm_eps": (1, "it would drown the mean square that it is added to"),
+    "model.init_std": (10, "no training recovers from such weights"),
+    "parallel.pp": (512, "no pipeline is as deep"),
+    "parallel.pipeline.virtual_stages": (1000, "no pipeline is as deep"),
+    "parallel.dp_replicate": (RANKS, ANY_CLUSTER),
+    "parallel.dp_shard": (RANKS, ANY_CLUSTER),
+    "parallel.cp": (RANKS, ANY_CLUSTER),
+    "parallel.tp": (RANKS, ANY_CLUSTER),
+    "batch.micro": (1 << 20, "these are sequences, not tokens"),
+    "batch.global": (1 << 20, "these are sequences, not tokens"),
+    "batch.memory": (10**6, "these are GiB"),
+    "batch.rampup.start": (1 << 20, "these are sequences, not tokens"),
+    "batch.rampup.increment": (1 << 20, "these are sequences, not tokens"),
+    "batch.rampup.tokens": (1 << 60, ANY_RUN),
+    "batch.curriculum.tokens": (1 << 60, ANY_RUN),
+    "train.recompute_budget": (10**6, "these are GiB"),
+    "train.spike_window": (1_000_000, "losses as old as that tell nothing"),
+    "train.timeout": (10**7, "these are seconds, and it would never end a hang"),
+    "optim.lr": (100, "AdamW moves weights by as much in a step"),
+    "optim.eps": (1, "it would drown the gradients that it is added to"),
+}
+MOST_OF_OTHERS = 10**12
 
 
 def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
@@ -68,15 +102,22 @@ def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
     for key, least in AT_LEAST.items():
         value = _at(plain, key)
         if isinstance(value, int | float) and value < least:
-            yield Problem(key, f"must be at least {least}", value=value)
+            alone = ": one token alone leaves nothing to predict" if key == "model.vocab_size" else ""
+            yield Problem(key, f"must be at least {least}{alone}", value=value)
     for key in POSITIVE:
         value = _at(plain, key)
         if value is not None and value <= 0:
             yield Problem(key, "must be greater than 0", value=value)
-    for key, most in MOST.items():
-        value = _at(plain, key)
-        if value is not None and value > 0 and not value <= most:
-            yield Problem(key, f"must be at most {most:,.0f} GiB", value=value)
+    for key in _bounded():
+        value, (most, reason) = _at(plain, key), MOST.get(key, (MOST_OF_OTHERS, ANY_RUN))
+        if isinstance(value, int | float) and not value <= most:
+            yield Problem(key, f"must be at most {most:,}: {reason}", value=value)
+
+
+@cache
+def _bounded() -> tuple[str, ...]:
+    """Keys of numbers that have an upper bound: all whole ones, and those of MOST."""
+    return tuple(key for key, hint in keys().items() if "[]" not in key and (key in MOST or int in options(hint)))
 
 
 def _at(plain: dict[str, Any], key: str) -> Any:

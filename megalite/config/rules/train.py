@@ -5,11 +5,17 @@ from collections.abc import Iterator
 from megalite.config.errors import Problem
 from megalite.config.schema import Config, Train
 
+TOKENS = (1 << 63) - 1
+
 
 def train_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the train section."""
     yield from _recompute(config.train)
     yield from _rollback(config)
+    tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
+    if tokens > TOKENS:
+        rule = f"with batch.global and model.sequence_length makes {tokens:,} tokens, more than 64 bits can count"
+        yield Problem("train.steps", rule, "use fewer steps", config.train.steps)
 
 
 def _recompute(train: Train) -> Iterator[Problem]:

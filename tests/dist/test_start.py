@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import InputError
+from megalite.dist.last_words import OUTCOME, note_outcome
 from megalite.dist.local import MEETING, launch, log_file
 from megalite.dist.ranks import Place
 from megalite.dist.start import start
@@ -32,6 +33,13 @@ sys.exit(run_rank(main, find_place()))
 """
 
 
+@pytest.fixture(autouse=True)
+def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file for the exit code of the first rank to fail."""
+    monkeypatch.setenv(OUTCOME, str(tmp_path / "outcome"))
+    return tmp_path / "outcome"
+
+
 def run(program: Program, folder: Path, *body: str) -> int:
     """Two ranks that meet, and then do what `body` says."""
     module = program(JOB.format(body="\n".join(f"    {line}" for line in body)))
@@ -47,6 +55,7 @@ def test_a_failing_rank_is_shown_and_not_its_peers_that_lost_it(
     assert "ValueError: boom\n" in shown
     assert "lost a peer" not in shown
     assert "rank 0:" not in shown
+    assert (tmp_path / "outcome").read_text() == "1\n"
 
 
 def test_bad_input_is_one_message_without_a_traceback(
@@ -70,8 +79,19 @@ def test_a_verdict_is_no_failure_and_waits_for_every_rank(
     assert run(program, tmp_path, slow, "return 4") == 4
     shown = capfd.readouterr()
     assert shown.out == "last words\n"
+    assert (tmp_path / "outcome").read_text() == "4\n"
     assert "megalite" not in shown.err
     assert log_file(tmp_path / "logs", 1).exists()
+
+
+def test_the_first_outcome_stays_and_a_folder_that_is_gone_does_not_matter(
+    outcome: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code in (4, 5):
+        note_outcome(code)
+    assert outcome.read_text() == "4\n"
+    monkeypatch.setenv(OUTCOME, str(outcome / "there" / "is none"))
+    note_outcome(4)
 
 
 def test_an_interrupt_that_was_held_up_is_one_line(

@@ -1,7 +1,11 @@
 """launch/local.sh: the ranks under torchrun."""
 
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "local.sh"
 
@@ -37,7 +41,33 @@ def test_there_are_as_many_ranks_as_gpus(work: SimpleNamespace) -> None:
     assert "the job's 3; start 4 ranks" in done.stderr
 
 
-def test_what_only_ranks_can_find_is_told_once(work: SimpleNamespace) -> None:
+def test_bad_data_is_told_once_before_torchrun_could_add_a_traceback(work: SimpleNamespace) -> None:
     done = work.run(SCRIPT, "config.yaml", "run.name=lost", "data.train=[{path: lost}]", NPROC="4")
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert done.stderr.count("no such file: lost.bin and lost.idx") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("prefix", "handled"), [([], True), (["nohup"], False)], ids=["", "nohup"])
+def test_arguments_signals_and_the_exit_code_pass_through(
+    prefix: list[str], handled: bool, work: SimpleNamespace, tmp_path: Path
+) -> None:
+    for name, text in {"megalite": "echo ranks 3", "torchrun": 'printf "%s\\n" "$@"; exit 7'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = work.run(*prefix, SCRIPT, "a config.yaml", "run.name=$(x) *", PATH=f"{tmp_path}:{work.environment['PATH']}")
+    assert done.returncode == 7
+    *options, command, mode, config, name = done.stdout.splitlines()
+    assert (command, mode, config, name) == ("megalite", "train", "a config.yaml", "run.name=$(x) *")
+    assert "--nproc-per-node=3" in options
+    (signals,) = (option for option in options if option.startswith("--signals-to-handle="))
+    assert {"SIGTERM", "SIGINT", "SIGUSR1"} < set(signals.partition("=")[2].split(","))
+    assert ("SIGHUP" in signals) == handled
+
+
+@pytest.mark.parametrize("script", ["local.sh", "quickstart.sh", "slurm.sbatch"])
+def test_scripts_are_well_formed(script: str) -> None:
+    path = SCRIPT.with_name(script)
+    assert subprocess.run(["bash", "-n", path], capture_output=True, check=False).stderr == b""
+    if shellcheck := shutil.which("shellcheck"):
+        assert subprocess.run([shellcheck, path], capture_output=True, text=True, check=False).stdout == ""

@@ -65,9 +65,10 @@ def test_bad_configuration_is_told_once(work, cluster, submit) -> None:
     assert log.count("model.heads = 3: must be divisible by parallel.tp = 2") == 1
 
 
-def test_what_only_ranks_can_find_is_told_once(work, cluster, submit) -> None:
+def test_missing_data_is_told_once(work, cluster, submit) -> None:
     job = submit("data.train=[{path: lost}]")
-    assert cluster.wait(job)["JobState"] == "FAILED"
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0")
     assert (work.folder / f"{job}.log").read_text().count("no such file: lost.bin and lost.idx") == 1
 
 

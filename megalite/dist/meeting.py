@@ -69,7 +69,10 @@ def meet(place: Place, timeout: float, facts: Mapping[str, Any] | None = None) -
         _refuse_another_job(place.rank, json.loads(json.dumps(mine)), json.loads(read("job")), keeper)
         if store.add("arrived", 1) == place.world_size:
             store.set("complete", str(_deputy(hosts, place.world_size)))
-        return Meeting(store, hosts, host, keeper, int(read("complete")))
+        deputy = int(read("complete"))
+        if place.local_rank == 0 and hosts.get("0") != hosts.get(str(deputy)):
+            _warn_of_hidden_host(host)
+        return Meeting(store, hosts, host, keeper, deputy)
     except dist.DistError as error:
         raise LostPeer(f"the job's key-value store, kept by {keeper}, is lost: {reason(error)}") from None
 
@@ -164,6 +167,21 @@ def _reach(host: str, port: int, keeper: str, waiting: _Waiting) -> None:
 
     somebody_of_each_node = waiting.place.local_rank < 2
     waiting.until(reached, lambda: f"{keeper} did not answer ({problem})", somebody_of_each_node)
+
+
+def _warn_of_hidden_host(host: str) -> None:
+    """Say so where gloo, which goes by the address of this host's name, will offer one that others cannot use."""
+    try:
+        address = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        address = error.strerror or str(error)
+    else:
+        if not address.startswith("127.") and address != "::1":
+            return
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        text = f"other hosts cannot reach this one by its name {host} ({address}): set GLOO_SOCKET_IFNAME, as in eth0"
+        log.warning(text)
+        print(f"megalite: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _job(environment: Mapping[str, str] = os.environ) -> str:

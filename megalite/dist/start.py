@@ -35,8 +35,9 @@ LOST_PEER = (
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error of a collective tells that another rank is gone."""
-    signs = any(sign in str(error).lower() for sign in LOST_PEER)
-    return isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError) or (isinstance(error, RuntimeError) and signs)
+    if isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)
 
 
 def start(

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
         port = int(probe.getsockname()[1])
     for name in (MEETING, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    environment = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return port
@@ -107,10 +108,29 @@ def test_the_absent_are_named_while_and_after_the_others_wait(
     assert capfd.readouterr().err.count("waits: rank 1, 3 did not come within 0.1 s; it gives up after 0.7 s") == 1
 
 
+@pytest.mark.parametrize(
+    ("interface", "found", "warned"), [("", "127.0.1.1", True), ("", "10.0.0.7", False), ("eth0", "127.0.1.1", False)]
+)
+def test_a_host_that_others_cannot_reach_by_its_name_is_told(
+    interface: str, found: str, warned: bool, port: int, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    names, resolve = count(), socket.getaddrinfo
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node{next(names)}")
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest: resolve(found if host.startswith("node") else host, *rest)
+    )
+    if not interface:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    ranks = outcomes(*(partial(meet, Place(rank, 2, 0), 20.0) for rank in (0, 1)))
+    assert ranks[0].deputy == 1
+    assert capfd.readouterr().err.count("set GLOO_SOCKET_IFNAME, as in eth0") == 2 * warned
+
+
 @pytest.mark.parametrize("text", ["", "0", "-1", "65536", "x", "1e3", "29500.0"])
 def test_a_port_is_a_number_that_can_be_one(text: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", text)
-    with pytest.raises(InputError, match="^MASTER_PORT"):
+    with pytest.raises(InputError, match=r"^MASTER_PORT"):
         meet(Place(0, 1, 0), 1.0)
 
 

@@ -23,7 +23,15 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
         (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, Place(0, 1, 0)),
     ],
-    ids=["nothing", "salloc", "a batch script of Slurm", "torchrun", "srun", "srun of one task", "torchrun of one rank"],
+    ids=[
+        "nothing",
+        "salloc",
+        "a batch script of Slurm",
+        "torchrun",
+        "srun",
+        "srun of one task",
+        "torchrun of one rank",
+    ],
 )
 def test_the_place_is_what_the_launcher_says(environment: dict[str, str], place: Place | None) -> None:
     assert find_place(environment) == place

@@ -8,7 +8,7 @@ set -euo pipefail
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 ranks=${NPROC:-${gpus/#0/}}
 plan=$(megalite train --check ${ranks:+--world-size "$ranks"} "$@")
-ranks=$(awk '$1 == "ranks" { print $2 }' <<<"$plan")
+ranks=$(awk '$1 == "ranks" { print $2; exit }' <<<"$plan")
 
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from megalite import __version__
 from megalite.config.errors import InputError
-from megalite.dist.last_words import log
 from megalite.dist.local import MEETING
 from megalite.dist.ranks import Place
+from megalite.output import warn
 
 QUIET = 30.0  # seconds of waiting before people are told what for
 CONNECTED = 60.0  # seconds that PyTorch may take to connect to a port on which somebody listens
@@ -109,9 +109,8 @@ class _Waiting:
             pause = min(1.5 * pause, 1.0)
 
     def _tell(self, missing: str) -> None:
-        text = f"rank {self.place.rank} waits: {missing} within {QUIET:g} s; it gives up after {self.timeout:g} s"
-        log.warning(text)
-        print(f"megalite: {text} (train.timeout)", file=sys.stderr, flush=True)
+        patience = f"gives up after {self.timeout:g} s (train.timeout)"
+        warn(f"rank {self.place.rank} waits: {missing} within {QUIET:g} s; it {patience}")
 
 
 def _open_store(place: Place, waiting: _Waiting) -> tuple[dist.Store, str]:
@@ -179,9 +178,8 @@ def _warn_of_hidden_host(host: str) -> None:
         if not address.startswith("127.") and address != "::1":
             return
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        text = f"other hosts cannot reach this one by its name {host} ({address}): set GLOO_SOCKET_IFNAME, as in eth0"
-        log.warning(text)
-        print(f"megalite: warning: {text}", file=sys.stderr, flush=True)
+        remedy = "set GLOO_SOCKET_IFNAME to the network interface, such as eth0"
+        warn(f"other hosts cannot reach this one by its name {host} ({address}): {remedy}")
 
 
 def _job(environment: Mapping[str, str] = os.environ) -> str:

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,22 +82,19 @@ def test_ranks_of_other_versions_are_refused(
         assert isinstance(first.exception(), LostPeer)
 
 
-@pytest.mark.parametrize(
-    ("address", "told"),
-    [
-        ("127.0.0.1", r"Connection refused"),
-        ("no-such-host.invalid", r"Name or service not known|[Nn]odename nor servname|Temporary failure|No address"),
-    ],
-)
+@pytest.mark.parametrize("told", ["Connection refused", "Name or service not known"])
 def test_people_are_told_what_a_rank_waits_for(
-    address: str, told: str, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    told: str, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(meeting, "QUIET", 0.1)
-    monkeypatch.setenv("MASTER_ADDR", address)
-    problem = rf"rank 0 at {address}:{port} did not answer \(({told}).*\) within "
-    with pytest.raises(LostPeer, match=rf"^{problem}0.5 s \(train.timeout\)$"):
+    if told.startswith("Name"):  # a real look-up may take long
+        monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, told)))
+    with pytest.raises(LostPeer) as caught:
         meet(Place(1, 2, 1), 0.5)
-    assert capfd.readouterr().err.startswith("megalite: rank 1 waits: rank 0 at ")
+    problem = f"rank 0 at 127.0.0.1:{port} did not answer ({told}) within "
+    assert str(caught.value) == f"{problem}0.5 s (train.timeout)"
+    waits = f"{problem}0.1 s; it gives up after 0.5 s (train.timeout)"
+    assert capfd.readouterr().err == f"megalite: warning: rank 1 waits: {waits}\n"
 
 
 def test_the_absent_are_named_while_and_after_the_others_wait(
@@ -124,7 +122,7 @@ def test_a_host_that_others_cannot_reach_by_its_name_is_told(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
     ranks = outcomes(*(partial(meet, Place(rank, 2, 0), 20.0) for rank in (0, 1)))
     assert ranks[0].deputy == 1
-    assert capfd.readouterr().err.count("set GLOO_SOCKET_IFNAME, as in eth0") == 2 * warned
+    assert capfd.readouterr().err.count("set GLOO_SOCKET_IFNAME to the network interface") == 2 * warned
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "65536", "x", "1e3", "29500.0"])

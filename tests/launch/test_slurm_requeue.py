@@ -106,6 +106,14 @@ def test_attempts_that_save_nothing_new_are_counted_and_progress_forgives_them(r
     assert requeues(tmp_path) == 0
 
 
+@pytest.mark.parametrize("text", ["", "a[$(touch hurt)]", "-1", "08", "9" * 40])
+def test_what_is_no_number_in_a_file_is_none(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "text").write_text(text)
+    done = run(f'cp text "$MEGALITE_OUTCOME"; cp text "a run/logs/progress-7"; {FAIL}', 1)
+    assert (done.returncode, requeues(tmp_path)) == (9, 1), done.stderr
+    assert not list(tmp_path.rglob("hurt"))
+
+
 @pytest.mark.parametrize(
     ("variables", "requeued", "words"),
     [

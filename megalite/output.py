@@ -53,7 +53,7 @@ class Outlet:
         self,
         name: str,
         answer: Callable[[str, Exception], None] = go_on,
-        failures: type[Exception] = OSError,
+        failures: type[Exception] | tuple[type[Exception], ...] = OSError,
     ) -> None:
         self.name, self.answer, self.failures = name, answer, failures
         self.lost = False

@@ -24,6 +24,7 @@ from megalite.entry import exit_code
 from megalite.model.decoder import Decoder
 from megalite.model.generate import sample
 from megalite.train.build import build_stage
+from megalite.train.starts import kept_tokenizer
 
 COMMAND = "megalite-generate"
 
@@ -50,7 +51,7 @@ def _generate(options: argparse.Namespace) -> None:
         raise InputError("--tokens must be at least 1, --temperature and --top-k at least 0")
     folder, checkpoint = find_checkpoint(options.run)
     config = load([str(folder / "config.yaml")], [])
-    path = options.tokenizer or config.data.tokenizer
+    path = options.tokenizer or kept_tokenizer(folder) or config.data.tokenizer
     if path is None:
         raise InputError(f"{folder / 'config.yaml'}: data.tokenizer is not set; give --tokenizer")
     tokenizer = load_tokenizer(path)
@@ -63,6 +64,7 @@ def _generate(options: argparse.Namespace) -> None:
     if not prompt and tokenizer.eod is None:
         raise InputError(f"{path}: has no end-of-document token to start from; give --prompt")
     decoder = load_decoder(config, checkpoint)
+    print(f"tokenizer: {path}", file=sys.stderr)
     print(options.prompt, end="", flush=True)
     _write(decoder, tokenizer, prompt or [tokenizer.eod], options)
 

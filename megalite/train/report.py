@@ -2,15 +2,9 @@
 
 import json
 import math
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.output import Outlet, append
 from megalite.train.board import Board
@@ -137,36 +130,3 @@ class Report:
 def _finite(value: object) -> bool:
     """Whether JSON can say it."""
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def write_environment(folder: Path, config: Config, ranks: int, device: str) -> None:
-    """Leave in the run folder what is needed to know what was run: config.yaml and environment.json."""
-    (folder / "config.yaml").write_text(dump(config))
-    packages = ("megalite", "torch", "numpy", "triton", "sentencepiece", "omegaconf")
-    environment = {
-        "command": sys.orig_argv,
-        "commit": _commit(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
-        "platform": platform.platform(),
-        "device": device,
-        "ranks": ranks,
-        "layout": asdict(config.parallel.layout),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-    }
-    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except ImportError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the source tree that runs, marked if it was edited; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,6 +1,7 @@
 """One rank of `megalite train`: from start-up to the end of the run."""
 
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -35,8 +36,9 @@ from megalite.train.build import Job, build
 from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
-from megalite.train.report import Report, write_environment
+from megalite.train.report import Report
 from megalite.train.sources import as_remembered, open_samples, same_everywhere
+from megalite.train.starts import record_start
 
 PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
 
@@ -96,10 +98,11 @@ def _train(
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)
     with Saver(state, config, data, folder.checkpoints, together, job.activity.tick, check_owner) as saver:
+        places = gather_places(mesh)
         if place.rank != 0:
             return train(job, batches, progress, saver, reload, None)
-        with Outlet(str(folder.path)):
-            write_environment(folder.path, config, place.world_size, _device_name(device))
+        with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
+            record_start(folder.path, config, places, progress)
         with Report(folder.path, config, progress.step) as report:
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
@@ -183,5 +186,9 @@ def _parameters_here(job: Job) -> int:
     return sum(param.to_local().numel() for _, param in job.named_parameters() if isinstance(param, DTensor))
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+def gather_places(mesh: Mesh) -> list[tuple[str, str]]:
+    """Host and device of every rank. Collective."""
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    places = [("", "")] * mesh.layout.world_size
+    dist.all_gather_object(places, (socket.gethostname(), device), group=mesh.world)
+    return places

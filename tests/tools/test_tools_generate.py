@@ -16,6 +16,7 @@ from megalite.config.load import dump
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.tokenizer import load_tokenizer
 from megalite.model.generate import sample
+from megalite.train.starts import keep_tokenizer
 from megalite_tools.generate import find_checkpoint, main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
@@ -59,13 +60,29 @@ def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
     return call
 
 
-def test_the_text_begins_with_the_prompt_and_is_the_same_every_time(generate: Generate, run: Path) -> None:
+def test_the_text_begins_with_the_prompt_and_is_the_same_every_time(
+    generate: Generate, run: Path, tokenizer_file: Path
+) -> None:
     code, text, errors = generate(run, "--prompt", PROMPT, "--tokens", 12)
-    assert (code, errors) == (0, "")
+    assert (code, errors) == (0, f"tokenizer: {tokenizer_file}\n")
     assert text.startswith(PROMPT)
     assert len(text) > len(PROMPT) + 1
     assert text.endswith("\n")
     assert generate(run, "--prompt", PROMPT, "--tokens", 12)[1] == text
+
+
+def test_the_tokenizers_copy_in_the_run_folder_is_found_from_anywhere(
+    generate: Generate, run: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(run, "--prompt", PROMPT, "--tokens", 3)[1]
+    shutil.copytree(run, tmp_path / "run")
+    config = (run / "config.yaml").read_text().replace(str(tokenizer_file), "data/moved.model")
+    (tmp_path / "run/config.yaml").write_text(config)
+    keep_tokenizer(tokenizer_file, tmp_path / "run", tmp_path / "run/starts/001.tokenizer")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, text, errors = generate("../run", "--prompt", PROMPT, "--tokens", 3)
+    assert (code, text, errors) == (0, expected, f"tokenizer: ../run/tokenizer/{tokenizer_file.name}\n")
 
 
 def test_seeds_draw_different_texts(generate: Generate, run: Path) -> None:
@@ -97,9 +114,9 @@ def test_a_prompt_longer_than_the_models_sequence(generate: Generate, run: Path)
     assert text.startswith(PROMPT * 10)
 
 
-def test_no_prompt_starts_a_document(generate: Generate, run: Path) -> None:
+def test_no_prompt_starts_a_document(generate: Generate, run: Path, tokenizer_file: Path) -> None:
     code, _, errors = generate(run, "--tokens", 3)
-    assert (code, errors) == (0, "")
+    assert (code, errors) == (0, f"tokenizer: {tokenizer_file}\n")
 
 
 def test_the_text_ends_with_its_document(

@@ -7,11 +7,11 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -102,10 +102,10 @@ def test_the_run_folder_has_everything(place: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "config.yaml",
-        "environment.json",
         "lock",
         "logs",
         "metrics.jsonl",
+        "starts",
         "tensorboard",
     }
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank_000{rank}.log" for rank in range(4)]
@@ -118,12 +118,13 @@ def test_the_configuration_loads_back(place: Path) -> None:
     assert load([str(place / "runs/base/config.yaml")]) == expected
 
 
-def test_the_environment_tells_layout_and_command(place: Path) -> None:
-    environment = json.loads((place / "runs/base/environment.json").read_text())
-    assert environment["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
-    assert environment["ranks"] == 4
-    assert environment["command"][-len(BASE) :] == BASE
-    assert environment["versions"]["torch"] == version("torch")
+def test_a_start_tells_layout_command_and_devices(place: Path) -> None:
+    start = json.loads((place / "runs/base/starts/001.json").read_text())
+    assert start["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert start["ranks"] == 4
+    assert start["command"][-len(BASE) :] == BASE
+    assert start["devices"] == {socket.gethostname(): {"cpu": 4}}
+    assert start["resumed"] is None
 
 
 def test_the_loss_starts_at_chance_and_falls(place: Path) -> None:
@@ -149,6 +150,7 @@ def test_a_resumed_run_repeats_every_bit(place: Path, interrupted: Path) -> None
     done = train(place, *BASE, f"run.name={interrupted.name}")
     assert done.returncode == 0, done.stderr
     assert "resuming at step 4, sample 32" in done.stdout
+    assert json.loads((interrupted / "starts/001.json").read_text())["resumed"]["step"] == 4
     for name in ("loss", "grad_norm", "valid_loss"):
         expected = {step: value for step, value in curve(place / "runs/base", name).items() if step > 4}
         assert curve(interrupted, name) == expected

@@ -3,20 +3,16 @@
 import errno
 import json
 import math
-import sys
 import time
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import megalite
-from megalite.config.load import load
-from megalite.config.schema import Config, Log, Parallel, Run, Source, Train
+from megalite.config.schema import Config, Log, Parallel, Run, Train
 from megalite.train.records import read_lines, read_records
-from megalite.train.report import FORMATS, Report, write_environment
+from megalite.train.report import FORMATS, Report
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
 RECORDS = {
@@ -202,23 +198,3 @@ def test_tensorboard_shows_events_as_text(tmp_path: Path) -> None:
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
     write(tmp_path, replace(CONFIG, log=Log(tensorboard=False)), RECORDS)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_config_and_environment_tell_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    config = replace(CONFIG, data=replace(CONFIG.data, train=[Source("a${b}", 2.0)]))
-    write_environment(tmp_path, config, 6, "cpu")
-    assert load([str(tmp_path / "config.yaml")]) == config
-    found = json.loads((tmp_path / "environment.json").read_text())
-    assert (found["ranks"], found["device"], found["slurm_job"]) == (6, "cpu", "12")
-    assert found["layout"] == asdict(config.parallel.layout)
-    assert found["command"] == sys.orig_argv
-    assert found["versions"]["torch"] == version("torch")
-    assert found["versions"]["megalite"] == megalite.__version__
-    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-
-
-def test_the_commit_is_null_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.train.report.__file__", str(tmp_path / "report.py"))
-    write_environment(tmp_path, CONFIG, 1, "cpu")
-    assert json.loads((tmp_path / "environment.json").read_text())["commit"] is None

@@ -1,0 +1,158 @@
+"""What is known of every start of a run: `starts/001.json` and so on, and the tokenizer's copy; nothing is overwritten.
+
+A start has its configuration in `starts/NNN.yaml` and what the code had changed since its commit in `starts/NNN.diff`;
+`config.yaml` is the configuration of the first one.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.progress import Progress
+from megalite.config.load import dump
+from megalite.config.schema import Config
+from megalite.data.tokenizer import tokenizer_hash
+
+SOURCE = Path(__file__).parents[2]  # of the code that runs, where that is a checkout
+DIFF_LIMIT = 2**20  # bytes
+VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "SLURM_", "MASTER_", "GLOO_", "TRITON_", "PYTORCH_")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def record_start(folder: Path, config: Config, places: Sequence[tuple[str, str]], progress: Progress) -> Path:
+    """Leave the record of this start in the run folder `folder`; its path. Raises OSError.
+
+    places: host and device of every rank. progress: where the run goes on.
+    """
+    text, tokenizer = dump(config), config.data.tokenizer
+    record = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.orig_argv,
+        "working_directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "ranks": len(places),
+        "layout": asdict(config.parallel.layout),
+        "devices": _devices(places),
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": dict(sorted((found.name, found.version) for found in distributions())),
+        "environment": relevant(os.environ),
+        "commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip() or None,
+        "configuration_hash": hashlib.sha256(text.encode()).hexdigest(),
+        "tokenizer": tokenizer and {"path": tokenizer, "hash": tokenizer_hash(tokenizer)},
+        "resumed": _resumed(folder, config, progress),
+    }
+    path = _create(folder / "starts", json.dumps(record, indent=2) + "\n")
+    path.with_suffix(".yaml").write_text(text)
+    if changes := _changes():
+        path.with_suffix(".diff").write_bytes(changes)
+    if not (folder / "config.yaml").exists():
+        (folder / "config.yaml").write_text(text)
+    if tokenizer is not None:
+        keep_tokenizer(Path(tokenizer), folder, path.with_suffix(".tokenizer"))
+    return path
+
+
+def relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    """What decides how a job runs, and is no secret."""
+    names = sorted(name for name in environment if name.startswith(VARIABLES))
+    return {name: environment[name] for name in names if not any(secret in name.upper() for secret in SECRETS)}
+
+
+def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
+    """Copy a tokenizer and its settings into the run folder `run`, or where that has another to the folder `later`."""
+    if (kept := kept_tokenizer(run)) is not None and tokenizer_hash(kept) == tokenizer_hash(tokenizer):
+        return
+    folder = run / "tokenizer" if kept is None else later
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = tokenizer.with_name("tokenizer_config.json")
+    for source in (settings, tokenizer):  # the tokenizer last: where it is, its settings are
+        if source.exists():
+            partial = folder / f"{source.name}.partial"
+            shutil.copyfile(source, partial)
+            partial.replace(folder / source.name)
+
+
+def kept_tokenizer(folder: Path) -> Path | None:
+    """The copy in the run folder `folder` of the tokenizer that its last start was given."""
+    later = sorted((folder / "starts").glob("*.tokenizer"), key=lambda path: (len(path.name), path.name))
+    return next(filter(None, map(_tokenizer_in, [*reversed(later), folder / "tokenizer"])), None)
+
+
+def _tokenizer_in(folder: Path) -> Path | None:
+    found = [path for path in folder.glob("*") if path.suffix in (".model", ".json")]
+    return next((path for path in found if path.name != "tokenizer_config.json"), None)
+
+
+def _create(folder: Path, text: str) -> Path:
+    """A file in `folder` whose name is a number that no file had; whole, or not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = {path.name.partition(".")[0] for path in folder.iterdir()}
+    path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
+    with path.open("x") as file:  # there is one job in a run folder; this holds even if there were two
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
+    return path
+
+
+def _devices(places: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """How many ranks have which device, by host."""
+    found: dict[str, dict[str, int]] = {}
+    for host, device in places:
+        devices = found.setdefault(host, {})
+        devices[device] = devices.get(device, 0) + 1
+    return found
+
+
+def _resumed(folder: Path, config: Config, progress: Progress) -> dict[str, Any] | None:
+    if progress.step == 0:
+        return None
+    auto = config.checkpoint.resume == "auto"
+    path = folder / f"checkpoints/step-{progress.step:08d}" if auto else config.checkpoint.resume
+    return {"step": progress.step, "from": str(path)}
+
+
+def _driver() -> str | None:
+    try:
+        return DRIVER.read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def _changes() -> bytes:
+    """What the code that runs has changed since its commit."""
+    changes = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", "megalite", "kernels")
+    cut = f"\n… cut off here: {len(changes):,} bytes in all\n".encode()
+    return changes if len(changes) <= DIFF_LIMIT else changes[:DIFF_LIMIT] + cut
+
+
+def _git(*arguments: str) -> bytes:
+    """What git says about the source tree that runs; nothing outside a checkout."""
+    if not (SOURCE / ".git").exists():
+        return b""
+    try:
+        command = ["git", "-C", str(SOURCE), *arguments]
+        return subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return b""

@@ -1,0 +1,104 @@
+"""What a run folder keeps of every start."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import megalite
+from megalite.checkpoint.progress import Progress
+from megalite.config.load import load
+from megalite.config.schema import Config, Data, Parallel, Source, Train
+from megalite.train import starts
+from megalite.train.starts import keep_tokenizer, kept_tokenizer, record_start, relevant
+
+CONFIG = Config(parallel=Parallel(pp=2, dp_shard=3), data=Data(train=[Source("a${b}", 2.0)]))
+PLACES = [("east", "H100"), ("east", "H100"), ("west", "A100")]
+
+
+def record(folder: Path, config: Config = CONFIG, progress: Progress | None = None) -> dict[str, object]:
+    path = record_start(folder, config, PLACES, progress or Progress())
+    return json.loads(path.read_text())
+
+
+def test_a_start_tells_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    found = record(tmp_path)
+    assert (found["ranks"], found["devices"]) == (3, {"east": {"H100": 2}, "west": {"A100": 1}})
+    assert found["layout"] == asdict(CONFIG.parallel.layout)
+    assert (found["command"], found["working_directory"]) == (sys.orig_argv, os.getcwd())
+    assert found["environment"]["SLURM_JOB_ID"] == "12"  # type: ignore[index]
+    versions = {"torch": version("torch"), "megalite": megalite.__version__}
+    assert versions.items() <= found["packages"].items()  # type: ignore[attr-defined]
+    written = (tmp_path / "starts/001.yaml").read_bytes()
+    assert found["configuration_hash"] == hashlib.sha256(written).hexdigest()
+    assert load([str(tmp_path / "starts/001.yaml")]) == load([str(tmp_path / "config.yaml")]) == CONFIG
+
+
+def test_a_later_start_overwrites_nothing(tmp_path: Path) -> None:
+    record(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    found = record(tmp_path, replace(CONFIG, train=Train(steps=7)), Progress(step=5))
+    assert found["resumed"] == {"step": 5, "from": str(tmp_path / "checkpoints/step-00000005")}
+    assert {path: path.read_bytes() for path in before} == before
+    assert load([str(tmp_path / "starts/002.yaml")]).train.steps == 7
+
+
+def test_secrets_stay_out() -> None:
+    kept = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "MASTER_ADDR": "east", "PYTORCH_CUDA_ALLOC_CONF": "x"}
+    left_out = {"HOME": "/", "WANDB_API_KEY": "1", "SLURM_JWT_TOKEN": "2", "TORCH_password": "3", "OMP_SECRET": "4"}
+    assert relevant(kept | left_out) == kept
+
+
+def test_what_the_code_changed_since_its_commit_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    (source / "megalite").mkdir(parents=True)
+    git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (source / "megalite/code.py").write_text("before = 1\n")
+    (source / "notes").write_text("private\n")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    monkeypatch.setattr(starts, "SOURCE", source)
+    assert len(str(record(tmp_path)["commit"])) == 40
+    (source / "megalite/code.py").write_text("after = 1\n")
+    (source / "notes").write_text("more private\n")
+    assert str(record(tmp_path)["commit"]).endswith("-dirty")
+    changes = (tmp_path / "starts/002.diff").read_text()
+    assert "-before = 1\n+after = 1\n" in changes
+    assert "private" not in changes
+    monkeypatch.setattr(starts, "DIFF_LIMIT", 20)
+    record(tmp_path)
+    assert (tmp_path / "starts/003.diff").read_text().endswith(f"cut off here: {len(changes)} bytes in all\n")
+    monkeypatch.setattr(starts, "SOURCE", tmp_path)
+    assert record(tmp_path)["commit"] is None
+    assert sorted(path.name for path in (tmp_path / "starts").glob("*.diff")) == ["002.diff", "003.diff"]
+
+
+def test_a_tokenizer_is_copied_once_and_another_beside_it(tmp_path: Path) -> None:
+    given, run = tmp_path / "given", tmp_path / "run"
+    given.mkdir()
+    (given / "tokenizer.json").write_text("one")
+    (given / "tokenizer_config.json").write_text("settings")
+    config = replace(CONFIG, data=Data(tokenizer=str(given / "tokenizer.json")))
+    assert kept_tokenizer(run) is None
+    first = record(run, config)
+    assert first["tokenizer"] == {
+        "path": str(given / "tokenizer.json"),
+        "hash": hashlib.sha256(b"one").hexdigest(),
+    }
+    record(run, config)
+    assert kept_tokenizer(run) == run / "tokenizer/tokenizer.json"
+    assert (run / "tokenizer/tokenizer_config.json").read_text() == "settings"
+    (given / "tokenizer.json").write_text("two")
+    record(run, config)
+    assert kept_tokenizer(run) == run / "starts/003.tokenizer/tokenizer.json"
+    assert (run / "tokenizer/tokenizer.json").read_text() == "one"
+    (given / "tokenizer.json").write_text("one")
+    keep_tokenizer(given / "tokenizer.json", run, run / "starts/1000.tokenizer")
+    assert kept_tokenizer(run) == run / "starts/1000.tokenizer/tokenizer.json"

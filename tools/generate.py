@@ -60,13 +60,14 @@ def _generate(options: argparse.Namespace) -> None:
             f"{path}: has {tokenizer.vocab_size} tokens, but the model of {folder} knows {config.model.vocab_size}; "
             "give the tokenizer that it was trained with"
         )
+    end = tokenizer.eod if config.data.end_of_document is None else config.data.end_of_document
     prompt = tokenizer.encode(options.prompt)
-    if not prompt and tokenizer.eod is None:
+    if not prompt and end is None:
         raise InputError(f"{path}: has no end-of-document token to start from; give --prompt")
     decoder = load_decoder(config, checkpoint)
     print(f"tokenizer: {path}", file=sys.stderr)
     print(options.prompt, end="", flush=True)
-    _write(decoder, tokenizer, prompt or [tokenizer.eod], options)
+    _write(decoder, tokenizer, prompt or [end], end, options)
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
@@ -90,14 +91,16 @@ def load_decoder(config: Config, checkpoint: Path) -> Decoder:
     return decoder
 
 
-def _write(decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> None:
+def _write(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], end: int | None, options: argparse.Namespace
+) -> None:
     """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole."""
     new: list[int] = []
     shown = ""
     drawn = sample(
         decoder, prompt, options.tokens, tokenizer.vocab_size, options.temperature, options.top_k, options.seed
     )
-    for token in takewhile(lambda token: token != tokenizer.eod, drawn):
+    for token in takewhile(lambda token: token != end, drawn):
         new.append(token)
         text = tokenizer.decode(new)
         if text.startswith(shown) and not text.endswith("\ufffd"):

@@ -1,5 +1,7 @@
 import hashlib
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def sentence_piece_model(eos_id: int) -> bytes:
+def sentence_piece_model(eos_id: int, **options: object) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 5),
@@ -55,6 +57,7 @@ def sentence_piece_model(eos_id: int) -> bytes:
         hard_vocab_limit=False,
         eos_id=eos_id,
         minloglevel=2,
+        **options,
     )
     return model.getvalue()
 
@@ -72,15 +75,88 @@ def test_text_survives(tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_in_text_stay_text(tokenizer: Tokenizer) -> None:
-    assert tokenizer.eod not in tokenizer.encode("a<|endoftext|>b</s>c")
+    assert not {0, 1, 2} & set(tokenizer.encode("a<|endoftext|>b</s>c<s>"))
 
 
 def test_end_of_document(hugging_face: Path, sentence_piece: Path) -> None:
-    assert load_tokenizer(hugging_face).eod == 2
+    assert load_tokenizer(hugging_face, eod="<|endoftext|>").eod == 2
     assert load_tokenizer(hugging_face, eod="</s>").eod == 1
     assert load_tokenizer(sentence_piece).eod == 2
     assert load_tokenizer(sentence_piece, eod="<s>").eod == 1
     assert load_tokenizer(sentence_piece).name == "tokenizer.model"
+
+
+def rewritten(source: Path, folder: Path, *special: str, ordinary: tuple[str, ...] = ()) -> Path:
+    """A copy of a tokenizer.json whose added tokens are these."""
+    fields = json.loads(source.read_text())
+    names = fields["added_tokens"]
+    fields["added_tokens"] = [token for token in names if token["content"] in special + ordinary]
+    for token in fields["added_tokens"]:
+        token["special"] = token["content"] in special
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def test_an_ordinary_added_token_ends_no_document(hugging_face: Path, tmp_path: Path) -> None:
+    path = rewritten(hugging_face, tmp_path, "<|endoftext|>", ordinary=("</s>",))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eod == 2
+    assert 1 in tokenizer.encode("a </s> b")  # as the file says
+    assert load_tokenizer(rewritten(hugging_face, tmp_path, "<s>", ordinary=("</s>", "<|endoftext|>"))).eod is None
+
+
+def test_where_several_could_end_documents_one_must_be_named(hugging_face: Path, tmp_path: Path) -> None:
+    path = rewritten(hugging_face, tmp_path, "</s>", "<|endoftext|>")
+    tokenizer = load_tokenizer(path)  # is good for all that needs no end
+    with pytest.raises(InputError, match=r"</s> and <\|endoftext\|> could each .*--eod-token"):
+        _ = tokenizer.eod
+    assert load_tokenizer(path, eod="</s>").eod == 1
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("token", ["</s>", {"content": "</s>", "special": True}])
+def test_the_files_beside_name_the_end(hugging_face: Path, tmp_path: Path, name: str, token: object) -> None:
+    path = rewritten(hugging_face, tmp_path, "<|endoftext|>", ordinary=("</s>",))
+    (tmp_path / name).write_text(json.dumps({"eos_token": token}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eod == 1
+    assert 1 not in tokenizer.encode("a </s> b</s>")  # once it is the end, text cannot forge it
+    assert tokenizer.decode(tokenizer.encode("a </s> b</s>")) == "a </s> b</s>"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token": "<|nope|>"}', "no token '<|nope|>'"),
+        ("[1]", "holds list where a JSON object"),
+        ("{" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"eos_token": ' + "1" * 5000 + "}", "is no JSON"),
+        (" " * ((16 << 20) + 1), "is larger than"),
+    ],
+    ids=["unknown", "list", "junk", "deep", "digits", "large"],
+)
+def test_a_bad_file_beside_hurts_only_who_needs_the_end(
+    hugging_face: Path, tmp_path: Path, content: str, message: str
+) -> None:
+    path = rewritten(hugging_face, tmp_path, "<|endoftext|>")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    tokenizer = load_tokenizer(path)
+    assert load_tokenizer(path, eod="<|endoftext|>").eod == 2
+    with pytest.raises(InputError, match=re.escape(message)):
+        _ = tokenizer.eod
+
+
+def test_what_text_is_encoded_as_cannot_end_documents(hugging_face: Path, sentence_piece: Path, tmp_path: Path) -> None:
+    for path, token in ((hugging_face, "a"), (sentence_piece, "<unk>"), (sentence_piece, "<0x0A>")):
+        with pytest.raises(InputError, match=r"text can hold .* so it cannot end documents"):
+            load_tokenizer(path, eod=token)
+    path = tmp_path / "t.model"
+    path.write_bytes(sentence_piece_model(eos_id=2, user_defined_symbols=["</s>"]))
+    tokenizer = load_tokenizer(path)
+    assert 2 in tokenizer.encode("a</s>")
+    assert tokenizer.eod is None
 
 
 def test_a_model_without_eos_has_no_end_of_document(tmp_path: Path) -> None:

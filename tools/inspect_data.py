@@ -36,8 +36,8 @@ def _inspect(options: argparse.Namespace) -> None:
     for name, value in _facts(store):
         table.add_row(name, value)
     if options.verify:
-        largest = store.verify(tokenizer.vocab_size if tokenizer else None)
-        table.add_row("verified", f"everything read; largest token id {largest:,}")
+        scan = store.verify(tokenizer.vocab_size if tokenizer else None)
+        table.add_row("verified", f"everything read; largest token id {scan.largest_id:,}")
     Console(markup=False, highlight=False).print(table)
     count = min(options.samples, store.documents)
     for index in np.linspace(0, store.documents - 1, count, dtype=int):

@@ -1,23 +1,29 @@
 """Token stores: Megatron-Core's IndexedDataset, a `.bin` of raw tokens beside an `.idx` of lengths.
 
-The `.idx`, little-endian and unpadded: 9 bytes magic · u64 version · u8 dtype code · u64 sequences S ·
-u64 boundaries D · i32[S] lengths in tokens · i64[S] byte offsets · i64[D] document boundaries, in sequences.
+megalite writes a `.json` with them, see `description`. The `.idx` is little-endian and unpadded: 9 bytes magic · u64
+version · u8 dtype code · u64 sequences S · u64 boundaries D · i32[S] lengths in tokens · i64[S] byte offsets · i64[D]
+document boundaries, in sequences.
 """
 
 import hashlib
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megalite.config.errors import InputError
+from megalite.data.claim import claim
+from megalite.data.description import MOST_SOURCES, Description, SourceFile, TokenizerFile, description_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -36,6 +42,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def store_files(prefix: str | Path) -> tuple[Path, Path]:
     """The `.bin` and the `.idx` of a store; the prefix may contain dots."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What reading a whole store has found."""
+
+    largest_id: int  # −1: there is no token
+    end_of_document: int | None  # the last token of every document, if that is one and the same
 
 
 class TokenStore:
@@ -66,30 +80,44 @@ class TokenStore:
         """All tokens of one document."""
         if not 0 <= index < self.documents:
             raise ValueError(f"{self.prefix}: document {index} of a store of {self.documents}")
-        start, end = (self._token_of_sequence(int(self._boundaries[at])) for at in (index, index + 1))
+        first, last = (int(self._boundaries[at]) for at in (index, index + 1))
+        if not 0 <= first <= last <= self.sequences:
+            raise self._broken(self._idx, f"document {index} from sequence {first} to {last}", "boundaries that ascend")
+        start, end = self._token_of_sequence(first), self._token_of_sequence(last)
+        if not 0 <= start <= end <= self.tokens:
+            raise self._broken(self._idx, f"document {index} from token {start} to {end}", "offsets that ascend")
         return self.read(start, end - start)
 
-    def fingerprint(self) -> str:
-        """Tells this store from others, wherever it lies: a hash of both files' sizes and of pages spread over them."""
-        digest = hashlib.sha256()
-        for path in (self._bin, self._idx):
-            size = path.stat().st_size
-            digest.update(size.to_bytes(8, "little"))
-            with path.open("rb") as file:
-                for page in range(_PAGES):
-                    file.seek(max(0, size - _PAGE) * page // (_PAGES - 1))
-                    digest.update(file.read(_PAGE))
-        return digest.hexdigest()
+    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+        """Where documents begin in the `count` tokens from `start`, counted from there and without the first of them.
 
-    def verify(self, vocab_size: int | None = None) -> int:
-        """Read everything; return the largest token id (−1 if empty).
+        Costs two binary searches. Raises InputError where the tables found are out of order.
+        """
+        # No searchsorted: the tables are not aligned to their numbers, so it would copy them whole.
+        size = self.dtype.itemsize
+        low, high = (bisect_left(self._offsets, at * size) for at in (start + 1, start + max(1, count)))
+        first, last = (bisect_left(self._boundaries, at) for at in (low, high))
+        sequences = self._boundaries[first:last] - low
+        offsets = self._offsets[low:high]
+        if low <= high and first <= last and ((sequences >= 0) & (sequences < len(offsets))).all():
+            found = offsets[sequences] // size - start
+            if not len(found) or (found[0] > 0 and found[-1] < count and (np.diff(found) >= 0).all()):
+                return np.unique(found)
+        raise self._broken(self._idx, f"tables out of order around token {start}", "offsets and boundaries that ascend")
+
+    def fingerprint(self) -> str:
+        """Tells this store from others, wherever it lies."""
+        return fingerprint(self._bin, self._idx)
+
+    def verify(self, vocab_size: int | None = None, advanced: Callable[[int], None] = lambda _: None) -> Scan:
+        """Read everything; `advanced` hears of tokens read.
 
         Raises InputError unless the sequences lie back to back, the boundaries ascend, and every id is at least 0
         and, if `vocab_size` is given, below it.
         """
         self._verify_sequences()
         self._verify_boundaries()
-        return self._verify_ids(vocab_size)
+        return self._verify_ids(vocab_size, advanced)
 
     def _open(self) -> None:
         self.dtype, self.sequences, boundaries = self._header()
@@ -123,16 +151,22 @@ class TokenStore:
                 found = f"document {at + bad} from sequence {boundaries[bad]} to {boundaries[bad + 1]}"
                 raise self._broken(self._idx, found, "boundaries that ascend")
 
-    def _verify_ids(self, vocab_size: int | None) -> int:
+    def _verify_ids(self, vocab_size: int | None, advanced: Callable[[int], None]) -> Scan:
         limit = vocab_size if vocab_size is not None else np.iinfo(np.int64).max
         largest = -1
+        last_of_documents: set[int] = set()
         for at in range(0, self.tokens, _CHUNK):
             ids = self.read(at, min(_CHUNK, self.tokens - at))
             largest = max(largest, int(ids.max()))
             if ids.min() < 0 or largest >= limit:
                 bad = int(np.argmax((ids < 0) | (ids >= limit)))
                 raise InputError(f"{self._bin}: token {at + bad} is {ids[bad]}, outside a vocabulary of {limit}")
-        return largest
+            if len(last_of_documents) < 2:
+                last_of_documents.update(np.unique(ids[self.begins(at, len(ids) + 1) - 1])[:2].tolist())
+            advanced(len(ids))
+        if self.tokens:
+            last_of_documents.add(int(self._stream[-1]))
+        return Scan(largest, last_of_documents.pop() if len(last_of_documents) == 1 else None)
 
     def _header(self) -> tuple[np.dtype, int, int]:
         with self._idx.open("rb") as file:
@@ -186,19 +220,34 @@ class StoreWriter:
     """Writes a store document by document; it appears under its name only when complete.
 
     Use as a context manager: leaving it normally publishes the store, leaving it by an exception removes every
-    trace. Raises InputError for an existing store and for what the file system refuses, such as a full disk.
-    Memory: 4 bytes per document.
+    trace. A killed process leaves hidden files, which the next one that writes the same store takes over. Raises
+    InputError for an existing store, for one that another process is writing, and for what the file system refuses,
+    such as a full disk. Memory: 4 bytes per document.
+
+    What is known of where the tokens come from goes into the store's description; `end_of_document` is the id that
+    every document is given with.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        end_of_document: int | None = None,
+        tokenizer: TokenizerFile | None = None,
+        sources: Iterable[SourceFile] = (),
+    ) -> None:
         self.prefix = Path(prefix)
         self.tokens = 0
+        self.largest_id = -1
+        self._end_of_document, self._tokenizer, self._sources = end_of_document, tokenizer, tuple(sources)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._lengths = array("i")
+        self._open = 0  # tokens of the document that has not ended
         if not self.prefix.name:
             raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
-        self._final = store_files(self.prefix)
-        self._temporary = store_files(self.prefix.with_name(f".{self.prefix.name}.tmp-{os.getpid()}"))
+        self._final = (*store_files(self.prefix), description_file(self.prefix))
+        hidden = self.prefix.with_name(f".{self.prefix.name}.partial")
+        self._temporary = (*store_files(hidden), description_file(hidden))
         self._sealed = False
 
     @property
@@ -208,27 +257,44 @@ class StoreWriter:
     @property
     def files(self) -> tuple[Path, Path]:
         """The `.bin` and the `.idx`, as they are called once published."""
-        return self._final
+        return self._final[:2]
 
     def __enter__(self) -> Self:
-        for path in self._final:
-            if path.exists():
-                raise InputError(f"{path}: exists already; remove it or choose another name")
         with self._explained():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._tokens = self._temporary[0].open("wb", buffering=1 << 20)
+            self._tokens = claim(self._temporary[0], str(self.prefix))
+        for path in self._final:
+            if path.exists() or path.is_symlink():
+                self._discard()
+                raise InputError(f"{path}: exists already; remove it or choose another name")
         return self
 
     def add(self, document: ArrayLike) -> None:
         """Append one document: a one-dimensional array of token ids that fit the store's dtype."""
-        tokens = np.asarray(document)
+        self.extend(document)
+        self.end_document()
+
+    def extend(self, tokens: ArrayLike) -> None:
+        """Append tokens to the document that is open."""
+        tokens = np.asarray(tokens)
         limits = np.iinfo(self._dtype)
-        if tokens.size and (tokens.min() < 0 or tokens.max() > limits.max):
-            raise ValueError(f"token ids {tokens.min()} to {tokens.max()} in a store of {self._dtype.name}")
+        if tokens.size:
+            if tokens.min() < 0 or tokens.max() > limits.max:
+                raise ValueError(f"token ids {tokens.min()} to {tokens.max()} in a store of {self._dtype.name}")
+            self.largest_id = max(self.largest_id, int(tokens.max()))
         with self._explained():
             self._tokens.write(tokens.astype(self._dtype, copy=False).tobytes())
-        self._lengths.append(tokens.size)
+        self._open += tokens.size
         self.tokens += tokens.size
+
+    def end_document(self) -> None:
+        """The open document is complete. Raises InputError where it has more tokens than the format can count."""
+        if self._open >= 1 << 31:
+            raise InputError(
+                f"{self.prefix}: document {self.documents} has {self._open:,} tokens; 2**31 − 1 can be stored"
+            )
+        self._lengths.append(self._open)
+        self._open = 0
 
     def seal(self) -> None:
         """Put everything on disk without publishing it, so that several stores can appear together."""
@@ -236,12 +302,18 @@ class StoreWriter:
         offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
         with self._explained():
-            _durable_close(self._tokens)
+            self._tokens.flush()
+            os.fsync(self._tokens.fileno())
             with self._temporary[1].open("wb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
                 for table in (lengths, offsets, np.arange(len(lengths) + 1, dtype="<i8")):
                     index.write(table.tobytes())
-                _durable_close(index)
+                index.flush()
+                os.fsync(index.fileno())
+            with self._temporary[2].open("w", encoding="utf-8", errors="backslashreplace") as description:
+                description.write(self._describe().render())
+                description.flush()
+                os.fsync(description.fileno())
         self._sealed = True
 
     def __exit__(
@@ -255,15 +327,36 @@ class StoreWriter:
         finally:
             self._discard()
 
+    def _describe(self) -> Description:
+        return Description(
+            version("megalite"),
+            fingerprint(*self._temporary[:2]),
+            self.documents,
+            self.tokens,
+            self.largest_id,
+            self._end_of_document,
+            self._tokenizer,
+            self._sources[:MOST_SOURCES],
+            len(self._sources),
+        )
+
     def _publish(self) -> None:
-        with self._explained():
-            for temporary, final in zip(self._temporary, self._final, strict=True):  # .idx last: readers need it
-                temporary.replace(final)
-            folder = os.open(self.prefix.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        tokens, index, description = zip(self._temporary, self._final, strict=True)
+        published: list[Path] = []
+        try:
+            with self._explained():
+                for temporary, final in (tokens, description, index):  # .idx last: readers need it
+                    published.append(final)
+                    temporary.replace(final)
+                folder = os.open(self.prefix.parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+        except BaseException:
+            for path in published:
+                path.unlink(missing_ok=True)
+            raise
 
     def _discard(self) -> None:
         for temporary in self._temporary:
@@ -279,10 +372,17 @@ class StoreWriter:
             raise InputError(f"{self.prefix}: cannot write the store: {error.strerror}") from error
 
 
-def _durable_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
+def fingerprint(*paths: Path) -> str:
+    """Tells files from others, wherever they lie: a hash of their sizes and of pages spread over them."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for page in range(_PAGES):
+                file.seek(max(0, size - _PAGE) * page // (_PAGES - 1))
+                digest.update(file.read(_PAGE))
+    return digest.hexdigest()
 
 
 def _first_false(holds: NDArray[np.bool_]) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megalite.config.errors import InputError
-from megalite.data.store import StoreWriter, TokenStore, token_dtype
+from megalite.data.store import Scan, StoreWriter, TokenStore, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10], [65_499, 0, 11, 12]]
 CODES = {"<u2": (8, "H"), "<i4": (4, "i")}
@@ -47,7 +47,7 @@ def test_writes_the_format(tmp_path: Path, dtype: str) -> None:
     tokens, index = packed(DOCUMENTS, dtype)
     assert (tmp_path / "new.v1.bin").read_bytes() == tokens
     assert (tmp_path / "new.v1.idx").read_bytes() == index
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.v1.bin", "new.v1.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.v1.bin", "new.v1.idx", "new.v1.json"]
     assert (writer.documents, writer.tokens) == (4, 10)
 
 
@@ -67,14 +67,14 @@ def test_reads_the_format(tmp_path: Path, dtype: str) -> None:
     assert store.lengths.tolist() == [3, 1, 2, 4]
     assert store.read(2, 5).tolist() == [7, 8, 9, 10, 65_499]
     assert [store.document(i).tolist() for i in range(3)] == [[5, 6, 7], [], [8, 9, 10, 65_499, 0, 11, 12]]
-    assert store.verify(vocab_size=65_500) == 65_499
+    assert store.verify(vocab_size=65_500) == Scan(65_499, None)
 
 
 def test_an_empty_store_is_valid(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "empty", "uint16"):
         pass
     store = TokenStore(tmp_path / "empty")
-    assert (store.tokens, store.documents, store.verify()) == (0, 0, -1)
+    assert (store.tokens, store.documents, store.verify()) == (0, 0, Scan(-1, None))
     assert (tmp_path / "empty.idx").read_bytes() == packed([])[1]
 
 
@@ -152,7 +152,7 @@ def test_verify_finds_what_opening_does_not_read(
 def test_verify_checks_ids_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr("megalite.data.store._CHUNK", chunk)
     store = TokenStore(put(tmp_path, *packed(DOCUMENTS)))
-    assert store.verify() == 65_499
+    assert store.verify() == Scan(65_499, None)
     with pytest.raises(InputError, match=r"store\.bin: token 6 is 65499, outside a vocabulary of 65499"):
         store.verify(vocab_size=65_499)
     negative = TokenStore(put(tmp_path, *packed([[1, 2], [3, -4]], "<i4")))
@@ -228,7 +228,7 @@ def test_a_folder_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_name_ending_in_a_slash_names_no_hidden_file(tmp_path: Path) -> None:
     with StoreWriter(f"{tmp_path}/store/", "uint16") as writer:
         writer.add([1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store.bin", "store.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store.bin", "store.idx", "store.json"]
     with pytest.raises(InputError, match="not a name for a token store"):
         StoreWriter("/", "uint16")
 

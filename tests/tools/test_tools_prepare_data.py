@@ -57,7 +57,7 @@ def test_every_document_is_there_in_order(
     assert main([*inputs, "--tokenizer", str(tokenizer_file), "--out", str(out / "all"), "--workers", "1"]) == 0
     expected = ["a.txt\n\tbody\n", "b.txt\n\tbody\n", *corpus_texts()]
     assert decoded(out / "all", tokenizer_file) == expected
-    assert names(out) == ["all.bin", "all.idx"]
+    assert names(out) == ["all.bin", "all.idx", "all.json"]
     assert f"302 documents, {TokenStore(out / 'all').tokens:,} tokens" in capsys.readouterr().out
 
 
@@ -241,7 +241,7 @@ def test_an_interruption_leaves_nothing(
     assert main(arguments) == 130
     assert "interrupted" in capsys.readouterr().err
     assert len(seen) == 1
-    assert [name.startswith(".p.tmp-") for name in seen[0]] == [True]
+    assert [name.startswith(".p.partial") for name in seen[0]] == [True]
     assert names(out) == []
 
 

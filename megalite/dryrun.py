@@ -26,11 +26,11 @@ from megalite.config.errors import InputError
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
 from megalite.parallel.offload import to_host
-from megalite.parallel.sequence import Documents
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import Modes, enough_micro_batches, rank_memory, recompute_modes
@@ -49,8 +49,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     """
     layout, full = config.parallel.layout, rank_memory(config, pp).micro_batches
     m = enough_micro_batches(config, pp, full)
-    data = replace(config.data, end_of_document=0)  # in place of the tokenizer's: no token has a value here
-    config = replace(config, data=data, train=replace(config.train, compile=False), kernels="torch")
+    config = replace(config, train=replace(config.train, compile=False), kernels="torch")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(layout.rank(pp=pp), layout.world_size):
         mesh = Mesh.build(layout, CPU, config.parallel.data.sharded)
@@ -58,13 +57,14 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
         job = build(config, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode
         with fake:
             _materialize(job, mesh)
-            batch = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
-            found = count_step(job, batch, fake)
+            tokens = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
+            # A document each: masks and positions take what they take for several.
+            found = count_step(job, Micros.cut_at(tokens, None), fake)
     found["activations"] += (full - m) * Activations(config).inputs
     return found
 
 
-def count_step(job: Job, batch: Tensor, fake: FakeTensorMode | None = None) -> dict[str, int]:
+def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> dict[str, int]:
     """Bytes of every kind of `plan.memory.KINDS` that a training step holds at its peak, optimizer states made before.
 
     batch: as for `train_step`. fake: the mode of the job's tensors, if they have no data.
@@ -75,7 +75,7 @@ def count_step(job: Job, batch: Tensor, fake: FakeTensorMode | None = None) -> d
     live.add(params, "parameters")
     states = (value for state in job.optimizer.state.values() for value in state.values())
     live.add(states, HOST if job.config.optim.offload else "optimizer states")
-    live.add([batch], "activations")
+    live.add([batch.tokens], "activations")
     sharded = {id(param) for param in params}
 
     def see_gathered(module: torch.nn.Module, _: object) -> None:
@@ -134,7 +134,6 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
             _swapped(_sharding_prop, "detect_fake_mode", lambda *_: own),
             _swapped(FakeWork, "is_completed", lambda _: True),
             _swapped(train.build, "recompute_modes", _modes),
-            _swapped(train.inputs, "documents_of", _one_document_each),
         ):
             yield
     finally:
@@ -144,11 +143,6 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
 def _modes(config: Config, _: Mesh) -> Modes:
     """What layers recompute; nothing can be measured here."""
     return recompute_modes(config)
-
-
-def _one_document_each(batch: Tensor, _: int) -> list[list[Documents]]:
-    """Tokens without data end no document; masks and positions take what they take for several."""
-    return [[(0, batch.shape[2] - 1)] * batch.shape[1]] * batch.shape[0]
 
 
 @contextmanager

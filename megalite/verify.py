@@ -25,6 +25,7 @@ from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
 from megalite.config.schema import SCHEDULES, Batch, Config, Model, Parallel
 from megalite.config.validate import check
+from megalite.data.loader import Micros
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
@@ -123,15 +124,15 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     return Trace(losses, norms, initial, first, _parameters(job))
 
 
-def random_batch(job: Job, step: int) -> Tensor:
-    """This rank's micro-batches `[m, b, s + 1]` of tokens that depend on nothing but the step; documents are short."""
+def random_batch(job: Job, step: int) -> Micros:
+    """This rank's micro-batches of tokens that depend on nothing but the step; documents are short."""
     model, batch = job.config.model, job.config.batch
     generator = torch.Generator().manual_seed(step)
     everything = torch.randint(model.vocab_size, (batch.global_, model.sequence_length + 1), generator=generator)
     if job.config.data.mask_documents:
         everything[everything % 8 == 0] = END_OF_DOCUMENT
     mine = everything.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
-    return mine.unflatten(0, (-1, batch.micro_size))
+    return Micros.cut_at(mine.unflatten(0, (-1, batch.micro_size)), END_OF_DOCUMENT)
 
 
 def _parameters(job: Job) -> Parts:
@@ -195,7 +196,6 @@ def shrink(config: Config) -> Config:
     return replace(
         config,
         model=_shrink_model(config.model, layers, parallel),
-        data=replace(config.data, end_of_document=END_OF_DOCUMENT),
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
         batch=Batch(micro, micro * dp * micro_batches),
         train=replace(config.train, precision="fp64", compile=False),

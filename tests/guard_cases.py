@@ -16,6 +16,7 @@ from toy_runs import Notes, RandomSamples, run
 from megalite.checkpoint.progress import Progress
 from megalite.config.errors import Unhealthy
 from megalite.config.schema import Config
+from megalite.data.loader import Micros
 from megalite.train import loop, step
 from megalite.train.build import Job
 from megalite.train.loop import train_step
@@ -41,11 +42,11 @@ class Outcome:
 def troubled(trouble: str, sample: int, name: str = "", rank: int = 0) -> Iterator[None]:
     """Whenever a step takes `sample`, make the gradient of parameter `name` NaN on one rank, or the loss a spike."""
 
-    def faulty(job: Job, batch: torch.Tensor) -> torch.Tensor:
+    def faulty(job: Job, batch: Micros) -> torch.Tensor:
         loss = gradients(job, batch)
         model = job.config.model
-        tokens = torch.from_numpy(RandomSamples(model.sequence_length, model.vocab_size)[sample])
-        here = (batch.flatten(0, -2) == tokens).all(1).any().float()
+        tokens = torch.from_numpy(RandomSamples(model.sequence_length, model.vocab_size)[sample].tokens)
+        here = (batch.tokens.flatten(0, -2) == tokens).all(1).any().float()
         dist.all_reduce(here, dist.ReduceOp.MAX, group=job.mesh.world)
         if here and trouble == SPIKE:
             return loss * 2
@@ -62,7 +63,7 @@ def troubled(trouble: str, sample: int, name: str = "", rank: int = 0) -> Iterat
 def signalled(number: int, at: int, rank: int) -> Iterator[None]:
     """One rank is sent a signal during step `at`."""
 
-    def interrupted(job: Job, batch: torch.Tensor, index: int, asked: set[int]) -> object:
+    def interrupted(job: Job, batch: Micros, index: int, asked: set[int]) -> object:
         signs = train_step(job, batch, index, asked)
         if index + 1 == at and job.mesh.rank == rank:
             os.kill(os.getpid(), number)

@@ -5,12 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from toy_jobs import make, restorer, saver
 
 from megalite.checkpoint.progress import Progress
 from megalite.config.schema import Config
+from megalite.data.documents import document_begins
 from megalite.data.loader import Loader
+from megalite.data.samples import Sample
 from megalite.plan.batches import GlobalBatch
 from megalite.train.build import Job
 from megalite.train.loop import Batches, train
@@ -22,8 +23,9 @@ class RandomSamples:
     def __init__(self, sequence_length: int, vocab_size: int) -> None:
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        return np.random.default_rng(index).integers(self.vocab_size, size=self.sequence_length + 1)
+    def __getitem__(self, index: int) -> Sample:
+        tokens = np.random.default_rng(index).integers(self.vocab_size, size=self.sequence_length + 1)
+        return Sample(tokens, document_begins(tokens[:-1], None))
 
 
 class Notebook(Loader):

@@ -34,6 +34,7 @@ from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
 from megalite.entry import exit_code
@@ -188,7 +189,7 @@ def _serve(name: str, config: Config, pipe: Connection) -> None:
 
 def _ours(job: Job) -> Step:
     def step(batch: Tensor, number: int) -> tuple[float, float]:
-        reading = train_step(job, batch, number).read()
+        reading = train_step(job, Micros.cut_at(batch, None), number).read()
         return reading.loss, reading.norm
 
     return step

@@ -3,31 +3,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.errors import InputError
-from megalite.config.schema import Data
-from megalite.data.tokenizer import load_tokenizer
+
+def document_begins(tokens: NDArray[np.int64], end_of_document: int | None) -> NDArray[np.int64]:
+    """Where documents begin in `tokens` `[s]`, 0 left out: after every end-of-document token, if there is one."""
+    if end_of_document is None:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(tokens[:-1] == end_of_document) + 1
 
 
-def boundaries(tokens: NDArray[np.int64], end_of_document: int) -> tuple[int, ...]:
-    """Where the documents in `tokens` `[s]` begin, and s at last: one begins after every end-of-document token."""
-    begins = np.flatnonzero(tokens[:-1] == end_of_document) + 1
-    return (0, *begins.tolist(), len(tokens))
+def documents_within(begins: NDArray[np.int64], start: int, length: int) -> tuple[int, ...]:
+    """Where documents begin in the `length` tokens from `start`, counted from there, and `length` at last.
 
-
-def end_of_document(data: Data, vocab_size: int) -> int:
-    """The id of the token that ends documents, as configured or as the tokenizer says. Raises InputError."""
-    if data.end_of_document is not None:
-        return data.end_of_document
-    if data.tokenizer is None:
-        raise InputError("data.end_of_document: is missing; give the id of the token, or set data.tokenizer")
-    end = load_tokenizer(data.tokenizer).eod
-    if end is None:
-        raise InputError(
-            f"data.tokenizer = {data.tokenizer}: knows no end-of-document token; set data.end_of_document to its id"
-        )
-    if end >= vocab_size:
-        raise InputError(
-            f"data.tokenizer = {data.tokenizer}: its end-of-document token {end} is outside model.vocab_size = "
-            f"{vocab_size}; was the store made with another tokenizer?"
-        )
-    return end
+    begins: where they do in the whole, ascending. What the first tokens belong to begins at 0.
+    """
+    first, last = np.searchsorted(begins, (start + 1, start + length))
+    return (0, *(begins[first:last] - start).tolist(), length)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -10,10 +11,36 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import InputError
+from megalite.data.documents import document_begins, documents_within
 from megalite.data.samples import Samples
+from megalite.parallel.sequence import Documents
 from megalite.plan.batches import GlobalBatch
 
 AHEAD = 2  # batches
+
+
+@dataclass(frozen=True)
+class Micros:
+    """One rank's micro-batches of a step, on the CPU."""
+
+    tokens: Tensor  # int64 [m, b, s + 1]; the targets are the tokens that follow
+    documents: list[list[Documents]]  # of every micro-batch and sample, in its first s tokens
+
+    @staticmethod
+    def cut_at(tokens: Tensor, end_of_document: int | None) -> "Micros":
+        """Micro-batches `[m, b, s + 1]` in which documents end with that token, or never."""
+        length, flat = tokens.shape[2] - 1, tokens.flatten(0, 1)
+        if end_of_document is None:
+            documents: list[Documents] = [(0, length)] * len(flat)
+        else:
+            begins = (document_begins(sample[:-1], end_of_document) for sample in flat.numpy())
+            documents = [documents_within(each, 0, length) for each in begins]
+        return Micros(tokens, _grouped(documents, tokens.shape[1]))
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[m, b, s + 1]`."""
+        return self.tokens.shape
 
 
 class Loader:
@@ -30,8 +57,8 @@ class Loader:
         self.dp_rank = dp_rank
         self._pin_memory = pin_memory
 
-    def read(self, batch: GlobalBatch) -> Tensor:
-        """The rank's share of a global batch: int64 `[m, b · pieces, s / pieces + 1]` on the CPU.
+    def read(self, batch: GlobalBatch) -> Micros:
+        """The rank's share of a global batch: `[m, b · pieces, s / pieces + 1]`.
 
         A shorter sequence's last target is the first token of the next, so every token stays a target once.
         """
@@ -41,17 +68,19 @@ class Loader:
                 f" times {self.dp} data-parallel ranks"
             )
         count = batch.samples // self.dp
-        mine = batch.ids[self.dp_rank * count :][:count]
-        tokens = torch.from_numpy(np.stack([self.samples[index] for index in mine]))
+        mine = [self.samples[index] for index in batch.ids[self.dp_rank * count :][:count]]
         length = self.samples.sequence_length // batch.pieces
-        micros = tokens.unfold(1, length + 1, length).reshape(-1, self.micro_batch * batch.pieces, length + 1)
-        return micros.pin_memory() if self._pin_memory else micros
+        tokens = torch.from_numpy(np.stack([sample.tokens for sample in mine])).unfold(1, length + 1, length)
+        micros = tokens.reshape(-1, self.micro_batch * batch.pieces, length + 1)
+        pieces = range(0, self.samples.sequence_length, length)
+        documents = [documents_within(sample.begins, start, length) for sample in mine for start in pieces]
+        return Micros(micros.pin_memory() if self._pin_memory else micros, _grouped(documents, micros.shape[1]))
 
-    def batches(self, wanted: Iterable[GlobalBatch]) -> Iterator[tuple[GlobalBatch, Tensor]]:
+    def batches(self, wanted: Iterable[GlobalBatch]) -> Iterator[tuple[GlobalBatch, Micros]]:
         """Every wanted batch with the rank's share of it; an error surfaces at the batch it belongs to."""
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         submitted = ((batch, reader.submit(self.read, batch)) for batch in wanted)
-        ahead: deque[tuple[GlobalBatch, Future[Tensor]]] = deque()
+        ahead: deque[tuple[GlobalBatch, Future[Micros]]] = deque()
         try:
             ahead.extend(islice(submitted, AHEAD))
             while ahead:
@@ -61,3 +90,7 @@ class Loader:
                 yield batch, micros
         finally:
             reader.shutdown(cancel_futures=True)
+
+
+def _grouped(documents: list[Documents], size: int) -> list[list[Documents]]:
+    return [documents[at : at + size] for at in range(0, len(documents), size)]

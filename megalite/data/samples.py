@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Source
+from megalite.data.documents import document_begins
 from megalite.data.order import integer_weights, mixture, mixture_counts, order_key, permute
 from megalite.data.store import TokenStore
 
@@ -23,37 +24,56 @@ class Part:
     unused: int  # tokens at the tail that no sample reaches
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A stretch of a token stream."""
+
+    tokens: NDArray[np.int64]  # [s + 1]; inputs and targets are shifted by one
+    begins: NDArray[np.int64]  # where documents begin in the first s tokens, ascending, without 0
+
+
 class Samples:
     """A weighted mixture of token stores as an endless sequence of samples.
 
     Every epoch of a source visits each of its samples once, in a fresh order. Sources are drawn in exact proportion
-    to their weights, counted in tokens. Raises InputError for a source too small for one sample, for weights that
-    are no proportions and, when a sample is read, for a token outside the vocabulary.
+    to their weights, counted in tokens. Documents begin where a source's index says so, and after every
+    `end_of_document` token in a source whose index tells of a single document. Raises InputError for a source too small
+    for one sample, for weights that are no proportions and, when a sample is read, for a token outside the vocabulary.
     """
 
-    def __init__(self, sources: Sequence[Source], seed: int, sequence_length: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        seed: int,
+        sequence_length: int,
+        vocab_size: int,
+        end_of_document: int | None = None,
+    ) -> None:
         self.seed = seed
+        self.end_of_document = end_of_document
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self._weights = integer_weights(_checked_weights(sources))
         self._stores = [TokenStore(source.path) for source in sources]
         self.parts = tuple(self._cut(store) for store in self._stores)
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index`, from 0 without end: [sequence_length + 1]; inputs and targets are shifted by one."""
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`, from 0 without end."""
         source, nth = mixture(index, self._weights)
         samples = self.parts[source].samples
         epoch, within = divmod(nth, samples)
         position = permute(within, samples, order_key(self.seed, source, epoch))
-        start = position * self.sequence_length
-        tokens = self._stores[source].read(start, self.sequence_length + 1).astype(np.int64)
+        store, start = self._stores[source], position * self.sequence_length
+        tokens = store.read(start, self.sequence_length + 1).astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             raise InputError(
                 f"{self.parts[source].path}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
                 f" is outside model.vocab_size = {self.vocab_size}; was the store made with another tokenizer?"
             )
-        return tokens
+        if store.documents > 1:
+            return Sample(tokens, store.begins(start, self.sequence_length))
+        return Sample(tokens, document_begins(tokens[:-1], self.end_of_document))
 
     def epochs(self, count: int) -> list[float]:
         """How many times each source is read by the first `count` samples."""

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
+from megalite.data.loader import Micros
 from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
@@ -42,12 +43,12 @@ class Job:
     activity: Activity  # where this rank notes what it is doing
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
-    def training(self, batch: Tensor) -> Pipeline:
-        """The runner of a training step on `batch` `[m, b, s + 1]`."""
+    def training(self, batch: Micros) -> Pipeline:
+        """The runner of a training step on `batch`."""
         return self._pipeline("training", batch.shape)
 
-    def evaluation(self, batch: Tensor) -> Pipeline:
-        """The runner of a forward pass of `batch` `[m, b, s + 1]`."""
+    def evaluation(self, batch: Micros) -> Pipeline:
+        """The runner of a forward pass of `batch`."""
         return self._pipeline("evaluation", batch.shape)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,6 +12,7 @@ from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
+from megalite.data.check import check_data
 from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
@@ -72,6 +73,7 @@ def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
 
 def _first_step(config: Config, folder: Folder) -> int:
     """The step that training goes on from, if data and checkpoint are what every rank will need."""
+    check_data(config.data, config.model.vocab_size, folder.data)
     train = open_samples(config, config.data.train)
     if config.data.valid:
         open_samples(config, config.data.valid)

@@ -45,6 +45,11 @@ class Folder:
         return self.path / "logs"
 
     @property
+    def data(self) -> Path:
+        """What scans of the data have found."""
+        return self.path / "data.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -14,7 +14,8 @@ OF_A_NODE = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where
 
 def open_samples(config: Config, sources: Sequence[Source]) -> Samples:
     """The samples of these sources. Raises InputError where a store is missing, damaged or too small."""
-    return Samples(sources, config.run.seed, config.model.sequence_length, config.model.vocab_size)
+    model, end = config.model, config.data.end_of_document
+    return Samples(sources, config.run.seed, model.sequence_length, model.vocab_size, end)
 
 
 def as_remembered(sources: Sequence[Source], samples: Samples) -> tuple[SourceRead, ...]:

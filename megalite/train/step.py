@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.data.loader import Micros
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
 from megalite.parallel.gradients import clip, counted_norms, finish
@@ -16,16 +17,16 @@ from megalite_kernels import FusedAdamW
 from megalite_kernels.grad_norm import clip_coefficient
 
 
-def train_step(job: Job, batch: Tensor, step: int, asked: Collection[int] = ()) -> Signs:
+def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) -> Signs:
     """Optimizer step number `step`, counted from 0: its vital signs.
 
-    batch `[m, b, s + 1]`: this rank's micro-batches. asked: signals by which this rank was asked to stop, for all to
+    batch: this rank's micro-batches. asked: signals by which this rank was asked to stop, for all to
     know. Where the loss or the gradient norm is not finite, nothing changes. Nothing here waits for the device.
     """
     return update(job, gradients(job, batch), step, asked)
 
 
-def gradients(job: Job, batch: Tensor) -> Tensor:
+def gradients(job: Job, batch: Micros) -> Tensor:
     """Accumulate the complete gradients of the mean loss; this rank's part of it."""
     scale = 1 / target_tokens(job, batch)
     loss = job.training(batch).run(inputs(job, batch, scale))
@@ -56,7 +57,7 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
 
 
 @torch.no_grad()
-def evaluate(job: Job, batches: Iterable[Tensor]) -> float:
+def evaluate(job: Job, batches: Iterable[Micros]) -> float:
     """Mean loss per token over whole global batches."""
     total, tokens = torch.zeros((), dtype=torch.float64, device=job.mesh.device), 0
     for batch in batches:
@@ -76,6 +77,6 @@ def _counts_loss(job: Job) -> bool:
     return at["pp"] == job.placement[-1] and at["tp"] == 0  # tp ranks hold the same sum
 
 
-def target_tokens(job: Job, batch: Tensor) -> int:
+def target_tokens(job: Job, batch: Micros) -> int:
     """Target tokens of all ranks in a step; samples are packed, so every position has a target."""
-    return batch[..., 1:].numel() * job.mesh.layout.dp
+    return batch.tokens[..., 1:].numel() * job.mesh.layout.dp

@@ -19,7 +19,7 @@ from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
-from megalite.data.documents import end_of_document
+from megalite.data.check import check_data
 from megalite.data.loader import Loader
 from megalite.dist.activity import Activity
 from megalite.dist.local import log_file
@@ -79,9 +79,14 @@ def _train(
     if config.batch.micro == "auto":
         config = fit_micro(config, device_memory(device))
     check_attention(config, device)
+    together = Together()
+    activity("checking the data")  # rank 0 does; a local launcher has refused what it could before there were ranks
+    checked = together.once(partial(check_data, config.data, config.model.vocab_size, folder.data, activity.tick))
     if config.data.mask_documents:
-        end = end_of_document(config.data, config.model.vocab_size)
-        config = replace(config, data=replace(config.data, end_of_document=end))
+        config = replace(config, data=replace(config.data, end_of_document=checked.end_of_document))
+    if place.rank == 0:
+        for text in checked.warnings:
+            warn(text)
     activity("connecting to the other ranks")
     patience = timedelta(seconds=PATIENCE * config.train.timeout)
     mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, patience)
@@ -93,7 +98,6 @@ def _train(
     log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
     batches = open_data(job)
     data, state = as_remembered(config.data.train, batches.train.samples), State(job.stages, job.optimizer)
-    together = Together()
     restorer = Restorer(state, config, data, together, job.activity.tick, check_owner)
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)

@@ -91,11 +91,6 @@ def test_the_defaults_are_valid() -> None:
             "share a position; set data.mask_documents=true",
         ),
         (
-            ["data.mask_documents=true"],
-            "data.mask_documents = true: needs to know which token ends a document; "
-            "set data.end_of_document or data.tokenizer",
-        ),
-        (
             ["kernels=triton", "optim.offload=true"],
             'kernels.adamw = "triton": runs on a GPU, but optim.offload updates on the host; use kernels.adamw=auto, '
             "or no optim.offload",

@@ -1,18 +1,17 @@
 import threading
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup, Source
 from megalite.data.loader import Loader
-from megalite.data.samples import Samples
+from megalite.data.samples import Sample, Samples
 from megalite.plan.batches import GlobalBatch, global_batches
 
 GLOBAL = 12
@@ -34,9 +33,11 @@ def batches(consumed: int, steps: int, size: int = GLOBAL) -> list[GlobalBatch]:
 def test_a_step_reads_the_same_tokens_in_every_layout(samples: Samples, dp: int, micro: int) -> None:
     batch = GlobalBatch(5 * GLOBAL, GLOBAL)
     ranks = [Loader(samples, micro, dp, rank).read(batch) for rank in range(dp)]
-    assert {(tuple(read.shape), read.dtype) for read in ranks} == {((GLOBAL // dp // micro, micro, 5), torch.int64)}
-    together = torch.cat([read.flatten(0, 1) for read in ranks])
-    expected = np.stack([samples[index] for index in range(batch.first, batch.end)])
+    assert {(tuple(read.shape), read.tokens.dtype) for read in ranks} == {
+        ((GLOBAL // dp // micro, micro, 5), torch.int64)
+    }
+    together = torch.cat([read.tokens.flatten(0, 1) for read in ranks])
+    expected = np.stack([samples[index].tokens for index in range(batch.first, batch.end)])
     assert torch.equal(together, torch.from_numpy(expected))
 
 
@@ -47,17 +48,33 @@ def test_shorter_sequences_hold_the_same_tokens_and_targets(samples: Samples, dp
     ranks = [Loader(samples, micro, dp, rank).read(batch) for rank in range(dp)]
     shape = (GLOBAL // dp // micro, micro * pieces, 4 // pieces + 1)
     assert {tuple(read.shape) for read in ranks} == {shape}
-    together = torch.cat([read.flatten(0, 1) for read in ranks])
-    whole = torch.from_numpy(np.stack([samples[index] for index in range(batch.first, batch.end)]))
+    together = torch.cat([read.tokens.flatten(0, 1) for read in ranks])
+    whole = torch.from_numpy(np.stack([samples[index].tokens for index in range(batch.first, batch.end)]))
     assert torch.equal(together[:, :-1].flatten(), whole[:, :-1].flatten())
     assert torch.equal(together[:, 1:].flatten(), whole[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize(("dp", "micro"), [(1, 4), (2, 3), (4, 1)])
+def test_documents_come_with_the_tokens_they_are_of(
+    write_store: Callable[..., str], dp: int, micro: int, pieces: int
+) -> None:
+    """Every document holds one number of its own, so that the tokens tell where it begins."""
+    prefix = write_store([[number] * length for number, length in enumerate([1, 2, 5, 3, 9, 1, 1, 4, 6, 30] * 4)])
+    samples = Samples([Source(prefix)], 0, 8, 40)
+    for rank in range(dp):
+        read = Loader(samples, micro, dp, rank).read(GlobalBatch(2, GLOBAL, pieces))
+        assert len(read.documents) == read.shape[0]
+        for tokens, documents in zip(read.tokens[..., :-1].flatten(0, 1), chain(*read.documents), strict=True):
+            changes = (tokens[1:] != tokens[:-1]).nonzero().flatten() + 1
+            assert documents == (0, *changes.tolist(), 8 // pieces)
 
 
 def test_left_out_samples_are_not_read(samples: Samples) -> None:
     batch = GlobalBatch(3, GLOBAL, left_out=((5, 9), (13, 14)))
     ranks = [Loader(samples, 2, dp=3, dp_rank=rank).read(batch) for rank in range(3)]
-    expected = np.stack([samples[index] for index in (3, 4, 9, 10, 11, 12, *range(14, 20))])
-    assert torch.equal(torch.cat([read.flatten(0, 1) for read in ranks]), torch.from_numpy(expected))
+    expected = np.stack([samples[index].tokens for index in (3, 4, 9, 10, 11, 12, *range(14, 20))])
+    assert torch.equal(torch.cat([read.tokens.flatten(0, 1) for read in ranks]), torch.from_numpy(expected))
 
 
 def test_batches_come_as_wanted_and_beside_what_was_read(samples: Samples) -> None:
@@ -65,7 +82,7 @@ def test_batches_come_as_wanted_and_beside_what_was_read(samples: Samples) -> No
     wanted = [GlobalBatch(0, 4), GlobalBatch(4, 8, 2), GlobalBatch(12, 12, 4), GlobalBatch(24, 12)]
     found = list(loader.batches(iter(wanted)))
     assert [batch for batch, _ in found] == wanted
-    assert all(torch.equal(read, loader.read(batch)) for batch, read in found)
+    assert all(torch.equal(read.tokens, loader.read(batch).tokens) for batch, read in found)
 
 
 class Counting:
@@ -73,8 +90,8 @@ class Counting:
 
     sequence_length = 4
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        return np.arange(4 * index, 4 * index + 5)
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(np.arange(4 * index, 4 * index + 5), np.empty(0, np.int64))
 
 
 LAYOUTS = [(dp, micro) for dp in (1, 2, 3, 6) for micro in (1, 2, 3) if 6 % (dp * micro) == 0]
@@ -92,8 +109,8 @@ def test_kills_and_other_layouts_repeat_and_drop_nothing_while_batches_grow(
         for batch in islice(global_batches(GROWING, consumed), steps):
             for rank in range(dp):
                 read = Loader(Counting(), micro, dp, rank).read(batch)
-                tokens.append(read[..., :-1].flatten())
-                targets.append(read[..., 1:].flatten())
+                tokens.append(read.tokens[..., :-1].flatten())
+                targets.append(read.tokens[..., 1:].flatten())
             consumed = batch.end
     assert torch.equal(torch.cat(tokens), torch.arange(4 * consumed))
     assert torch.equal(torch.cat(targets), torch.arange(4 * consumed) + 1)

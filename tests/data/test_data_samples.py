@@ -30,7 +30,7 @@ def test_every_epoch_visits_every_sample_once_in_a_fresh_order(write_store: Writ
     for epoch in range(3):
         starts = []
         for index in range(epoch * 50, (epoch + 1) * 50):
-            sample = samples[index]
+            sample = samples[index].tokens
             assert sample.dtype == np.int64
             assert sample.tolist() == list(range(sample[0], sample[0] + LENGTH + 1))
             starts.append(int(sample[0]))
@@ -49,8 +49,8 @@ def test_a_sample_depends_on_seed_and_index_alone(write_store: WriteStore) -> No
     source = Source(write_store(counting(400)))
     first, again, other = samples_of(source), samples_of(source), samples_of(source, seed=1)
     order = [7, 3, 250, 3, 0]
-    assert all(np.array_equal(first[index], again[index]) for index in order)
-    assert [first[index][0] for index in range(20)] != [other[index][0] for index in range(20)]
+    assert all(np.array_equal(first[index].tokens, again[index].tokens) for index in order)
+    assert [first[index].tokens[0] for index in range(20)] != [other[index].tokens[0] for index in range(20)]
 
 
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.1, 0.2), (5.0, 0.5)])
@@ -58,7 +58,7 @@ def test_sources_are_mixed_in_exact_proportion(write_store: WriteStore, weights:
     paths = write_store(counting(41), "small"), write_store([range(1000, 1081)], "large")
     samples = samples_of(*map(Source, paths, weights))
     total = round(sum(weights) * 10)
-    drawn = Counter(int(samples[index][0]) >= 1000 for index in range(10 * total))
+    drawn = Counter(int(samples[index].tokens[0]) >= 1000 for index in range(10 * total))
     assert [drawn[False], drawn[True]] == [round(100 * weight) for weight in weights]
     assert samples.epochs(10 * total) == [drawn[False] / 10, drawn[True] / 20]
 
@@ -68,7 +68,7 @@ def test_the_order_within_a_source_does_not_depend_on_its_weight(write_store: Wr
     orders = []
     for weight in (1.0, 4.0):
         samples = samples_of(Source(paths[0], 1.0), Source(paths[1], weight))
-        starts = [int(samples[index][0]) for index in range(200)]
+        starts = [int(samples[index].tokens[0]) for index in range(200)]
         orders.append([start for start in starts if start >= 1000][:40])
     assert orders[0] == orders[1]
 
@@ -94,7 +94,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(write_store: WriteStore, tok
 
 def test_the_largest_token_of_a_vocabulary_is_fine(write_store: WriteStore) -> None:
     samples = samples_of(Source(write_store([[1, 2, 3, 4, 299]])), vocab_size=300)
-    assert samples[0].tolist() == [1, 2, 3, 4, 299]
+    assert samples[0].tokens.tolist() == [1, 2, 3, 4, 299]
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -107,3 +107,25 @@ def test_weights_must_be_positive(write_store: WriteStore, weight: float) -> Non
 def test_no_source_is_an_error() -> None:
     with pytest.raises(InputError, match="no data"):
         samples_of()
+
+
+def test_documents_begin_where_the_index_says_and_tokens_do_not(write_store: WriteStore) -> None:
+    documents = [[1, 2, 9], [3], [4, 5, 6, 9, 9], [7, 8, 1, 1, 1, 1, 1]]
+    prefix = write_store(documents)
+    samples = Samples([Source(prefix)], 0, LENGTH, 10, end_of_document=9)
+    stream = [token for document in documents for token in document]
+    starts = {0, 3, 4, 9}
+    for index in range(samples.parts[0].samples):
+        sample = samples[index]
+        at = next(at for at in range(0, 16, LENGTH) if stream[at : at + LENGTH + 1] == sample.tokens.tolist())
+        assert sample.begins.tolist() == [start - at for start in sorted(starts) if at < start < at + LENGTH]
+
+
+def test_without_an_index_of_documents_they_begin_after_the_end_token(write_store: WriteStore) -> None:
+    prefix = write_store([[1, 9, 2, 9, 9, 3, 3, 3, 9]])
+    begins = {
+        tuple(sample.tokens.tolist()): sample.begins.tolist()
+        for sample in map(Samples([Source(prefix)], 0, LENGTH, 10, end_of_document=9).__getitem__, range(2))
+    }
+    assert begins == {(1, 9, 2, 9, 9): [2], (9, 3, 3, 3, 9): [1]}
+    assert not len(Samples([Source(prefix)], 0, LENGTH, 10)[0].begins)

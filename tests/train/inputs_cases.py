@@ -16,7 +16,7 @@ from megalite.train.step import evaluate
 from megalite.verify import random_batch
 
 CPU = torch.device("cpu")
-DOCUMENTS = Data(mask_documents=True, reset_positions=True, end_of_document=0)
+DOCUMENTS = Data(mask_documents=True, reset_positions=True)
 
 
 def configuration(layout: Layout, method: Method) -> Config:
@@ -36,7 +36,7 @@ def tokens_are_in_order(method: Method) -> bool:
         parts = [torch.empty_like(given) for _ in range(8)]
         dist.all_gather(parts, given, group=mesh.cp)
         found.append(unsplit([part.transpose(0, 1) for part in parts], method).permute(1, 2, 0))
-    return torch.equal(found[0], batch[..., :-1]) and torch.equal(found[1], batch[..., 1:])
+    return torch.equal(found[0], batch.tokens[..., :-1]) and torch.equal(found[1], batch.tokens[..., 1:])
 
 
 def validation_losses(layout: Layout, method: Method) -> list[float]:

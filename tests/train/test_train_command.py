@@ -210,6 +210,23 @@ def test_training_outlives_everything_that_reports(place: Path) -> None:
     assert curve(folder, "loss") == {}
 
 
+def test_data_that_does_not_fit_is_refused_before_any_rank_starts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("ranks were started"))
+    Path("junk.model").write_text("junk")
+    write_store(Path("data/bare"), 2000, high=17)
+    Path("data/bare.json").unlink()
+    for override, message in (
+        ("data.tokenizer=junk.model", "junk.model: not a SentencePiece model"),
+        ("data.train=[{path: data/bare}]", "data/bare.bin holds token id 16, outside model.vocab_size = 16"),
+    ):
+        assert main(["train", "toy.yaml", "run.name=unfit", override]) == 2
+        assert message in capsys.readouterr().err
+    assert not Path("runs/unfit").exists()
+
+
 def test_growing_batches_and_a_fitted_micro_batch(place: Path) -> None:
     ramp = ["batch.rampup={start: 4, tokens: 256}", "batch.curriculum={start: 4, tokens: 512}"]
     done = train(place, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp)

@@ -13,7 +13,7 @@ from toy_jobs import make, one_rank
 
 from megalite.config.layout import Layout
 from megalite.config.schema import Data
-from megalite.data.documents import boundaries
+from megalite.data.loader import Micros
 from megalite.parallel.sequence import Method
 from megalite.train.build import Job
 from megalite.train.inputs import inputs, positions_in_documents
@@ -24,14 +24,21 @@ PACKED = [5, 6, 7, 0, 8, 9, 0, 0, 4, 3]  # documents of 4, 3, 1 and 2 tokens; 0 
 
 @given(TOKENS)
 def test_positions_start_anew_where_documents_begin(tokens: list[int]) -> None:
-    bounds = boundaries(torch.tensor(tokens).numpy(), 0)
-    positions = positions_in_documents(torch.tensor(tokens), 0).tolist()
+    documents = Micros.cut_at(torch.tensor([[[*tokens, 1]]]), 0).documents
+    positions = positions_in_documents(documents, torch.device("cpu")).flatten().tolist()
+    bounds = documents[0][0]
     assert positions == [position for begin, end in pairwise(bounds) for position in range(end - begin)]
+    assert bounds == (0, *(at + 1 for at, token in enumerate(tokens[:-1]) if token == 0), len(tokens))
+
+
+def packed(samples: list[list[int]]) -> Micros:
+    """One micro-batch, in which 0 ends documents."""
+    return Micros.cut_at(torch.tensor([samples]), 0)
 
 
 def logits(job: Job, tokens: list[int]) -> torch.Tensor:
     """Of one sequence, `[s, v]`."""
-    step = inputs(job, torch.tensor([[[*tokens, 1]]]))
+    step = inputs(job, packed([[*tokens, 1]]))
     with torch.no_grad():
         return job.stages[0](step.tokens[0], step.places[0])[:, 0]
 
@@ -51,7 +58,7 @@ def test_a_document_comes_out_as_if_it_were_alone(reset: bool) -> None:
 
 
 def test_angles_are_those_of_the_positions() -> None:
-    batch = torch.tensor([[[*PACKED, 1], [*reversed(PACKED), 1]]])
+    batch = packed([[*PACKED, 1], [*reversed(PACKED), 1]])
     with one_rank():
         config = configuration(Layout(), "ring")
         restarted = inputs(make(config), batch).places[0].angles()
@@ -65,7 +72,7 @@ def test_angles_are_those_of_the_positions() -> None:
 def test_without_documents_all_micro_batches_share_their_places() -> None:
     with one_rank():
         job = make(replace(configuration(Layout(), "ring"), data=Data()))
-        places = inputs(job, torch.zeros(3, 2, 9, dtype=torch.int64)).places
+        places = inputs(job, Micros.cut_at(torch.zeros(3, 2, 9, dtype=torch.int64), 0)).places
     assert len(places) == 3
     assert {(id(each.cos), id(each.sin), each.attention, each.positions) for each in places} == {
         (id(places[0].cos), id(places[0].sin), places[0].attention, None)

@@ -18,9 +18,6 @@ def _documents(data: Data, vocab_size: int) -> Iterator[Problem]:
     if data.reset_positions and not data.mask_documents:
         rule = "needs data.mask_documents = true, or tokens of different documents would share a position"
         yield Problem("data.reset_positions", rule, "set data.mask_documents=true", True)
-    if data.mask_documents and end is None and data.tokenizer is None:
-        rule = "needs to know which token ends a document"
-        yield Problem("data.mask_documents", rule, "set data.end_of_document or data.tokenizer", True)
     if end is not None and not 0 <= end < vocab_size:
         rule = f"must be a token id, from 0 to model.vocab_size − 1 = {vocab_size - 1}"
         yield Problem("data.end_of_document", rule, value=end)

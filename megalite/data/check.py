@@ -1,0 +1,195 @@
+"""What training asks of its data before the first step, so that no step can end it for a token or a document."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalite.config.errors import InputError, Problem
+from megalite.config.files import read_object, write_whole
+from megalite.config.schema import Data
+from megalite.data.description import Description, description_file
+from megalite.data.store import Scan, TokenStore, store_files
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
+
+LOOKED_AT = 64  # documents of a described store whose last token is read
+SILENT = 10.0  # seconds between two words on a scan
+MOST_REMEMBERED = 16 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found out about the data of a run."""
+
+    end_of_document: int | None
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of one store."""
+
+    scan: Scan
+    description: Description | None
+
+
+def check_data(data: Data, vocab_size: int, memory: Path, tick: Callable[[], None] = lambda: None) -> Checked:
+    """Refuse tokenizers and stores that do not belong together or to a model of `vocab_size`.
+
+    A store without a description is read whole, once: what is found is kept in the file `memory`. tick: called as
+    that goes on. Raises InputError with every problem.
+    """
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    remembered = _Memory(memory)
+    lists = {"data.train": data.train, "data.valid": data.valid}
+    sources = [(f"{key}[{i}].path", source.path) for key, listed in lists.items() for i, source in enumerate(listed)]
+    stores = {path: TokenStore(path) for _, path in sources}
+    known = {path: _know(store, remembered, tick) for path, store in stores.items()}
+    end = _end_of_document(data, known, tokenizer)
+    problems = [*_tokenizer_problems(data, tokenizer, vocab_size), *_end_problems(data, end, stores, vocab_size)]
+    for key, path in sources:
+        problems += _problems(key, path, known[path], data, vocab_size)
+    if problems:
+        raise InputError(problems)
+    remembered.write()
+    return Checked(end, tuple(_warnings(data, end, stores, known)))
+
+
+def describe(store: TokenStore) -> Description | None:
+    """The description of a store that has one. Raises InputError where the two contradict each other."""
+    found, path = Description.read(store.prefix), description_file(store.prefix)
+    if found is None:
+        return None
+    said, there = (
+        (found.documents, found.tokens, found.fingerprint),
+        (store.documents, store.tokens, store.fingerprint()),
+    )
+    if said != there:
+        rule = f"describes another store, of {found.documents:,} documents and {found.tokens:,} tokens"
+        raise InputError(f"{path}: {rule}; megalite-inspect-data {store.prefix} --describe writes it anew")
+    if found.end_of_document is not None:
+        for index in (
+            np.unique(np.linspace(0, store.documents - 1, LOOKED_AT, dtype=np.int64)) if store.documents else ()
+        ):
+            document = store.document(int(index))
+            if len(document) and document[-1] != found.end_of_document:
+                rule = f"says that documents end with token {found.end_of_document}"
+                raise InputError(f"{path}: {rule}, but document {index} of the .idx ends with {document[-1]}")
+    return found
+
+
+def _know(store: TokenStore, memory: "_Memory", tick: Callable[[], None]) -> Known:
+    description = describe(store)
+    if description is not None:
+        return Known(Scan(description.largest_id, description.end_of_document), description)
+    return Known(memory.scan(store, tick), None)
+
+
+def _end_of_document(data: Data, known: dict[str, Known], tokenizer: Tokenizer | None) -> int | None:
+    """As configured, else as the stores say, else as the tokenizer does where somebody asks."""
+    if data.end_of_document is not None:
+        return data.end_of_document
+    described = (found.description.end_of_document for found in known.values() if found.description is not None)
+    told = next((end for end in described if end is not None), None)
+    return tokenizer.eod if told is None and tokenizer is not None and data.mask_documents else told
+
+
+def _tokenizer_problems(data: Data, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[Problem]:
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        rule = f"has {tokenizer.vocab_size:,} tokens, more than model.vocab_size = {vocab_size:,}"
+        yield Problem("data.tokenizer", rule, f"use model.vocab_size={tokenizer.vocab_size} or more", data.tokenizer)
+
+
+def _end_problems(data: Data, end: int | None, stores: dict[str, TokenStore], vocab_size: int) -> Iterator[Problem]:
+    unmarked = [path for path, store in stores.items() if store.documents <= 1]
+    if data.mask_documents and end is None and unmarked:
+        rule = f"{unmarked[0]}.idx tells of no documents, and which token ends one is not known"
+        yield Problem("data.mask_documents", rule, "set data.end_of_document to its id, or data.tokenizer", True)
+    if data.mask_documents and end is not None and end >= vocab_size:
+        rule = f"the end-of-document token {end} is outside model.vocab_size = {vocab_size}"
+        yield Problem("data.mask_documents", rule, "was the store made with another tokenizer?", True)
+
+
+def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) -> Iterator[Problem]:
+    """Why a store cannot be trained on."""
+    largest, description = known.scan.largest_id, known.description
+    if largest >= vocab_size:
+        rule = f"{path}.bin holds token id {largest}, outside model.vocab_size = {vocab_size}"
+        yield Problem(key, rule, f"use model.vocab_size={largest + 1} or more; was another tokenizer meant?", path)
+    if description is None:
+        return
+    made_with, end = description.tokenizer, description.end_of_document
+    if data.tokenizer is not None and made_with is not None and tokenizer_hash(data.tokenizer) != made_with.sha256:
+        rule = f"was made with another tokenizer, {made_with.file}, than data.tokenizer = {data.tokenizer}"
+        yield Problem(key, rule, f"use the tokenizer whose SHA-256 begins with {made_with.sha256[:12]}", path)
+    if data.end_of_document is not None and end is not None and end != data.end_of_document:
+        rule = f"its documents end with token {end}, not with data.end_of_document = {data.end_of_document}"
+        yield Problem(key, rule, "use null there: the store knows its own", path)
+
+
+def _warnings(data: Data, end: int | None, stores: dict[str, TokenStore], known: dict[str, Known]) -> Iterator[str]:
+    """What is odd about documents, where training looks at them."""
+    for path, store in stores.items():
+        theirs = known[path].scan.end_of_document
+        if not data.mask_documents or end is None or theirs == end or not store.tokens:
+            continue
+        if store.documents > 1:
+            found = "with several tokens" if theirs is None else f"with token {theirs}"
+            yield f"{path}: documents end {found}, not with {end}; where they begin is taken from {path}.idx"
+        else:
+            yield f"{path}: does not end with the end-of-document token {end}; is it the right one?"
+
+
+class _Memory:
+    """What scans have found, in a file, by the store's fingerprint. A file that is no good is as none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.changed = False
+        try:
+            self.stores: dict[str, Any] = dict(read_object(path, MOST_REMEMBERED)["stores"])
+        except (InputError, KeyError, TypeError, ValueError):
+            self.stores = {}
+
+    def scan(self, store: TokenStore, tick: Callable[[], None]) -> Scan:
+        """Read `store`, unless that has been done and it was not changed since."""
+        modified = [path.stat().st_mtime_ns for path in store_files(store.prefix)]
+        key = store.fingerprint()
+        entry = self.stores.get(key)
+        if isinstance(entry, dict) and entry.get("modified") == modified:
+            largest, end = entry.get("largest_id"), entry.get("end_of_document")
+            if type(largest) is int and (end is None or type(end) is int):
+                return Scan(largest, end)
+        scan = store.verify(advanced=_Telling(store, tick))
+        self.stores[key] = {"modified": modified} | asdict(scan)
+        self.changed = True
+        return scan
+
+    def write(self) -> None:
+        if self.changed:
+            write_whole(self.path, json.dumps({"stores": self.stores}, indent=2) + "\n")
+
+
+class _Telling:
+    """Says on stderr how far a scan is, if it takes long."""
+
+    def __init__(self, store: TokenStore, tick: Callable[[], None]) -> None:
+        self.store, self.tick = store, tick
+        self.done = 0  # tokens
+        self.began = self.told = time.monotonic()
+
+    def __call__(self, tokens: int) -> None:
+        self.tick()
+        self.done += tokens
+        now = time.monotonic()
+        if now - self.told >= SILENT:
+            self.told = now
+            left = (now - self.began) * (self.store.tokens - self.done) / self.done
+            share = f"{self.done / self.store.tokens:.0%} done, {left:,.0f} s left"
+            what = "once for its largest token id, which no .json beside it tells"
+            print(f"megalite: reading {self.store.prefix}.bin {what}: {share}", file=sys.stderr)

@@ -1,35 +1,73 @@
 """Documents from text, JSON Lines and Parquet files, plain or compressed."""
 
+import argparse
 import codecs
-import gzip
 import io
 import json
+import lzma
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from megalite.config.errors import InputError
+from megalite_tools.opened import Format, check_encoding, format_of, open_utf8
 
 try:
     import pyarrow
     import pyarrow.parquet
 except ImportError:  # optional: pip install megalite[data]
     pyarrow = None
-try:
-    import zstandard
-except ImportError:  # optional: pip install megalite[data]
-    zstandard = None  # type: ignore[assignment]
 
-ZSTD = (".zst", ".zstd")
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET_ROWS = 1024  # rows decoded at a time
+PARQUET_ROWS = 64  # rows decoded at a time
+BLOCK = 1 << 20  # bytes of text looked at at a time
+MOST = 256 << 20  # bytes of a document, unless told otherwise
 
 EMPTY = "empty document"
 UNREADABLE = "unreadable file"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read."""
+
+    key: str = "text"  # the JSON field or Parquet column with the text; dots lead into nested ones
+    format: Format | None = None  # None: as the suffix says
+    encoding: str = "utf-8"  # of text and JSON Lines
+    separator: str | None = None  # between the documents of a text file; None: the file is one
+    most: int = MOST  # bytes of a document
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
+    """What programs that read documents are told about them."""
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory that --glob selects from")
+    parser.add_argument("--glob", default="**/*.txt", help="files to take from a directory (default: %(default)s)")
+    parser.add_argument("--format", choices=("text", "jsonl", "parquet"), help="of all files (default: by suffix)")
+    parser.add_argument("--encoding", default="utf-8", help="of text and JSON Lines (default: %(default)s)")
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="field or column with the text, as meta.text (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-document", type=int, default=MOST, metavar="BYTES", help="of text in one document (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at a document or file that cannot be used: stop and leave nothing, or leave it out and count it",
+    )
+
+
+def reading_of(options: argparse.Namespace, separator: str | None = None) -> Reading:
+    """The options of `add_reading_options`. Raises InputError."""
+    check_encoding(options.encoding)
+    if options.max_document < 1:
+        raise InputError(f"--max-document {options.max_document} is not at least 1")
+    if separator == "":
+        raise InputError("--separator is empty; give the text that stands between documents")
+    return Reading(options.json_key, options.format, options.encoding, separator, options.max_document)
 
 
 @dataclass(frozen=True)
@@ -49,37 +87,47 @@ class Reject:
         return f"{self.origin}: {self.reason}" + (f": {self.detail}" if self.detail else "")
 
 
-def find_files(inputs: Iterable[str], pattern: str) -> list[Path]:
+def find_files(
+    inputs: Iterable[str], pattern: str, reading: Reading, on_error: Literal["stop", "skip"], skipped: "Skipped"
+) -> list[Path]:
     """The files named by `inputs`, in order; a directory stands for what `pattern` matches in it, sorted.
 
-    Raises InputError for a missing path, a directory without a match, and a file that is named twice.
+    A file that was there before, under whatever name, is added to `skipped` if `on_error` is "skip". Raises InputError
+    for it otherwise, for a missing path, a directory without a match, and a file whose format is not known.
     """
-    files: dict[Path, Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in map(Path, inputs):
         for file in _matches(path, pattern) if path.is_dir() else [path]:
             if not file.is_file():
                 raise InputError(f"{file}: no such file or directory")
-            if file.resolve() in files:
-                raise InputError(f"{file}: given twice; its documents would be repeated")
-            files[file.resolve()] = file
+            format_of(file, reading.format)
+            status = file.stat()
+            first = files.setdefault((status.st_dev, status.st_ino), file)
+            if first is not file:
+                reject = Reject(str(file), "given twice", f"it is {first}, whose documents would be repeated")
+                _refuse(reject, on_error, skipped)
     return list(files.values())
 
 
-def read_documents(path: Path, key: str) -> Iterator[Document | Reject]:
-    """Every document of one file; `key` names the JSON field or Parquet column that holds the text.
+def read_documents(
+    path: Path, reading: Reading, advanced: Callable[[int], None] = lambda _: None
+) -> Iterator[Document | Reject]:
+    """Every document of one file; `advanced` hears of bytes read from it.
 
-    `.jsonl`, `.ndjson`, `.json`: one JSON object per line. `.parquet`: one row. Anything else: UTF-8 text, one
-    document per file. All but Parquet may be compressed (`.gz`, `.zst`, `.zstd`). Memory: one document, or 1,024
-    rows. What cannot be used comes as a Reject; only a missing optional package raises InputError.
+    A document is a JSON object on a line, a row of Parquet, a text file, or what stands between separators in one.
+    Memory: one document of at most `reading.most` bytes, or 64 rows. What cannot be used comes as a Reject; only a
+    missing optional package raises InputError.
     """
-    suffix = Path(path.stem).suffix if path.suffix in (".gz", *ZSTD) else path.suffix
+    form = format_of(path, reading.format)
     try:
-        if suffix == ".parquet":
-            yield from _parquet(path, key)
+        if form == "parquet":
+            yield from _parquet(path, reading, advanced)
         else:
-            with _open(path) as file:
-                yield from _json_lines(path, file, key) if suffix in JSON_LINES else _text(path, file)
-    except (OSError, EOFError, zlib.error) as error:
+            with open_utf8(path, reading.encoding, advanced) as file:
+                yield from _json_lines(path, file, reading) if form == "jsonl" else _text(path, file, reading)
+    except UnicodeDecodeError as error:
+        yield Reject(str(path), f"not valid {reading.encoding}", str(error)[:200])
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         yield Reject(str(path), UNREADABLE, str(error))
 
 
@@ -103,19 +151,38 @@ class Skipped:
         return [f"{count:,} × {reason}, first {self.first[reason].origin}" for reason, count in self.counts.items()]
 
 
-def read_texts(files: Iterable[Path], key: str, on_error: Literal["stop", "skip"], skipped: Skipped) -> Iterator[str]:
+def read_texts(
+    files: Iterable[Path],
+    reading: Reading,
+    on_error: Literal["stop", "skip"],
+    skipped: Skipped,
+    advanced: Callable[[int], None] = lambda _: None,
+) -> Iterator[str]:
     """The text of every usable document of `files`, in order; the others are added to `skipped`.
 
-    Raises InputError at the first unusable document if `on_error` is "stop". Empty documents are always skipped.
+    advanced: hears of bytes that are done with, which come to the sizes of all files. Raises InputError at the first
+    unusable document if `on_error` is "stop". Empty documents are always skipped.
     """
     for path in files:
-        for document in read_documents(path, key):
+        left = path.stat().st_size
+
+        def read(count: int) -> None:
+            nonlocal left
+            left -= count
+            advanced(count)
+
+        for document in read_documents(path, reading, read):
             if isinstance(document, Document):
                 yield document.text
-            elif on_error == "skip" or document.reason == EMPTY:
-                skipped.add(document)
             else:
-                raise InputError(f"{document}; --on-error skip leaves such documents out")
+                _refuse(document, "skip" if document.reason == EMPTY else on_error, skipped)
+        advanced(left)  # a damaged file is not read to its end
+
+
+def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped) -> None:
+    if on_error == "stop":
+        raise InputError(f"{reject}; --on-error skip leaves such out")
+    skipped.add(reject)
 
 
 def _matches(folder: Path, pattern: str) -> list[Path]:
@@ -128,113 +195,125 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
     return matches
 
 
-def _text(path: Path, file: io.BufferedIOBase) -> Iterator[Document | Reject]:
-    raw = file.read()
-    try:
-        yield _checked(str(path), raw.removeprefix(codecs.BOM_UTF8).decode())
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        yield Reject(f"{path}:{line}", "not valid UTF-8", f"byte 0x{error.object[error.start]:02x}")
+def _text(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterator[Document | Reject]:
+    whole = reading.separator is None
+    for number, raw in enumerate(_between(file, (reading.separator or "").encode(), reading.most), 1):
+        origin = str(path) if whole else f"{path}:{number}"
+        if raw is None:
+            yield _too_long(origin, reading)
+            continue
+        if reading.separator == "\n":
+            raw = raw.removesuffix(b"\r")
+        try:
+            yield _checked(origin, raw.decode(), reading)
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            yield Reject(f"{path}:{line}" if whole else origin, "not valid UTF-8", f"byte 0x{raw[error.start]:02x}")
 
 
-def _json_lines(path: Path, file: io.BufferedIOBase, key: str) -> Iterator[Document | Reject]:
-    for number, line in enumerate(file, 1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.isspace():
-            yield _json_document(f"{path}:{number}", line, key)
+def _json_lines(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterator[Document | Reject]:
+    for number, line in enumerate(_between(file, b"\n", reading.most), 1):
+        if line is None:
+            yield _too_long(f"{path}:{number}", reading)
+        elif line and not line.isspace():
+            yield _json_document(f"{path}:{number}", line, reading)
 
 
-def _json_document(origin: str, line: bytes, key: str) -> Document | Reject:
+def _between(file: io.BufferedIOBase, separator: bytes, most: int) -> Iterator[bytes | None]:
+    """What stands between separators; None where that is longer than `most`. Without one, the whole file.
+
+    The mark of UTF-8 at the beginning is left out, and so is what follows the last separator if it is nothing.
+    """
+    held, looked_at, dropping = bytearray(), 0, False
+    first = True
+    while block := file.read(BLOCK):
+        held += block
+        if first:
+            first = False
+            held = held.removeprefix(codecs.BOM_UTF8)
+        start = 0
+        while separator and (at := held.find(separator, max(start, looked_at))) >= 0:
+            yield None if dropping or at - start > most else bytes(held[start:at])
+            start, dropping = at + len(separator), False
+        del held[:start]
+        if len(held) > most + len(separator):
+            dropping = True
+        if dropping:
+            del held[: len(held) - max(0, len(separator) - 1)]
+        looked_at = max(0, len(held) - len(separator) + 1)
+    if held or dropping:
+        yield None if dropping or len(held) > most else bytes(held)
+
+
+def _too_long(origin: str, reading: Reading) -> Reject:
+    fix = "--lines or --separator cut text files into documents; --max-document allows more, and takes the memory"
+    return Reject(origin, "document too long", f"more than {reading.most:,} bytes; {fix}")
+
+
+def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Reject:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         return Reject(origin, "not valid UTF-8", f"byte 0x{line[error.start]:02x}")
     except (ValueError, RecursionError) as error:
-        return Reject(origin, "not valid JSON", f"{error}; expected one object per line")
+        return Reject(origin, "not valid JSON", f"{str(error)[:200]}; expected one object per line")
     if not isinstance(record, dict):
         return Reject(origin, "not a JSON object", type(record).__name__)
-    if key not in record:
-        return Reject(origin, f"no field {key!r}", f"the fields are {', '.join(record) or 'none'}")
-    return _checked(origin, record[key], key)
+    return _checked(origin, _inside(record, reading.key), reading)
 
 
-def _parquet(path: Path, key: str) -> Iterator[Document | Reject]:
+def _inside(record: dict[str, Any], key: str) -> object:
+    """The field `key`, or else what its dots lead to; a Missing tells where they lead no further."""
+    value: object = record
+    for name in (key,) if key in record else key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return Missing(tuple(value) if isinstance(value, dict) else ())
+        value = value[name]
+    return value
+
+
+@dataclass(frozen=True)
+class Missing:
+    """There is no such field among these."""
+
+    fields: tuple[str, ...]
+
+
+def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> Iterator[Document | Reject]:
     if pyarrow is None:
         raise InputError(f"{path}: reading it needs the package `pyarrow`: pip install megalite[data]")
+    key, size = reading.key, path.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if key not in file.schema_arrow.names:
-                yield Reject(str(path), f"no field {key!r}", f"the columns are {', '.join(file.schema_arrow.names)}")
+            names = file.schema_arrow.names
+            column = key if key in names else key.partition(".")[0]
+            if column not in names:
+                yield Reject(str(path), f"no field {key!r}", f"the columns are {', '.join(names)}")
                 return
-            batches = file.iter_batches(PARQUET_ROWS, columns=[key])
-            values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-            for row, value in enumerate(values, 1):
-                yield _checked(f"{path}:{row}", value, key)
+            row = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield _checked(f"{path}:{row}", _inside({column: value}, key), reading)
+                advanced(size * row // file.metadata.num_rows - size * (row - len(batch)) // file.metadata.num_rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         yield Reject(str(path), UNREADABLE, str(error))
 
 
-def _checked(origin: str, text: object, key: str = "") -> Document | Reject:
+def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
+    if isinstance(text, Missing):
+        return Reject(origin, f"no field {reading.key!r}", f"the fields are {', '.join(text.fields)[:500] or 'none'}")
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            return Reject(origin, "not valid UTF-8", f"byte 0x{text[error.start]:02x}")
     if not isinstance(text, str):
-        return Reject(origin, f"field {key!r} is not a string", f"{type(text).__name__}")
+        return Reject(origin, f"field {reading.key!r} is not a string", f"{type(text).__name__}")
     if not text or text.isspace():
         return Reject(origin, EMPTY)
     try:
-        text.encode()
+        size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair
         return Reject(origin, "not valid Unicode", f"lone surrogate {text[error.start]!a}")
-    return Document(text)
-
-
-def _open(path: Path) -> io.BufferedIOBase:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(path)
-    if path.suffix in ZSTD:
-        if zstandard is None:
-            raise InputError(f"{path}: reading it needs the package `zstandard`: pip install megalite[data]")
-        return io.BufferedReader(_ZstdFile(path), 1 << 20)
-    return path.open("rb")
-
-
-class _ZstdFile(io.RawIOBase):
-    """All frames of a compressed file, one after the other.
-
-    zstandard's own reader takes a truncated file for a short one; here that is an EOFError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._inside = False  # a frame has begun and not ended
-        self._compressed = b""
-        self._plain = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._plain:
-            chunk = self._compressed or self._file.read(1 << 16)
-            if not chunk:
-                if self._inside:
-                    raise EOFError("the compressed file is truncated")
-                return 0
-            try:
-                self._plain = memoryview(self._frame.decompress(chunk))
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
-            self._inside = not self._frame.eof
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed = self._frame.unused_data
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-        target = memoryview(buffer)
-        count = min(len(target), len(self._plain))
-        target[:count] = self._plain[:count]
-        self._plain = self._plain[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    return Document(text) if size <= reading.most else _too_long(origin, reading)

@@ -9,7 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import InputError
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite_tools.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
@@ -27,26 +29,29 @@ class Encoding:
     """What a worker needs to know to tokenize a document."""
 
     tokenizer: str  # path
-    eod: int | None  # id to append to every document, if any
+    eod_token: str | None = None  # what ends documents, where the tokenizer does not say
+    ends: bool = True  # whether every document is given its end
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents end to end, and how many tokens each has."""
+    """Pieces of documents end to end, how many tokens each has, and whether its document ends with it."""
 
     tokens: NDArray[np.integer]
     lengths: list[int]
+    last: list[bool]
 
-    def documents(self) -> Iterator[NDArray[np.integer]]:
-        return iter(np.split(self.tokens, np.cumsum(self.lengths)[:-1]))
+    def pieces(self) -> Iterator[tuple[NDArray[np.integer], bool]]:
+        return zip(np.split(self.tokens, np.cumsum(self.lengths)[:-1]), self.last, strict=True)
 
 
 def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Generator[Encoded]:
     """Tokenized batches of `texts`, in their order whatever `workers` is; 1 runs in this process.
 
-    Raises InputError if a worker dies.
+    Long texts are cut, so that memory does not grow with them and all workers share them. Raises InputError if a worker
+    dies.
     """
-    batches = _batches(texts)
+    batches = _batches(texts, _tokenizer(encoding))
     encode = partial(encode_batch, encoding)
     if workers == 1:
         yield from map(encode, batches)
@@ -64,36 +69,53 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(encoding: Encoding, texts: list[str]) -> Encoded:
-    """Tokenize `texts` in one go, each followed by the end-of-document id if there is one."""
-    tokenizer = _tokenizer(encoding.tokenizer)
-    documents = tokenizer.encode_batch(texts)
-    if encoding.eod is not None:
-        for document in documents:
-            document.append(encoding.eod)
-    lengths = [len(document) for document in documents]
-    tokens = np.fromiter(chain.from_iterable(documents), token_dtype(tokenizer.vocab_size), sum(lengths))
-    return Encoded(tokens, lengths)
+def encode_batch(encoding: Encoding, batch: list[tuple[str, bool]]) -> Encoded:
+    """Tokenize texts in one go; one that is the last of its document is followed by the end-of-document id."""
+    tokenizer = _tokenizer(encoding)
+    texts, last = zip(*batch, strict=True)
+    found = tokenizer.encode_batch(texts)
+    if encoding.ends:
+        for tokens, ends in zip(found, last, strict=True):
+            if ends:
+                assert tokenizer.eod is not None, "the caller has asked"
+                tokens.append(tokenizer.eod)
+    lengths = [len(tokens) for tokens in found]
+    joined = np.fromiter(chain.from_iterable(found), token_dtype(tokenizer.vocab_size), sum(lengths))
+    return Encoded(joined, lengths, list(last))
 
 
 @cache
-def _tokenizer(path: str) -> Tokenizer:
-    return load_tokenizer(path)
+def _tokenizer(encoding: Encoding) -> Tokenizer:
+    return load_tokenizer(encoding.tokenizer, encoding.eod_token)
 
 
 def _start_worker() -> None:
+    Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _die_with_parent() -> None:
+    """However that ends: a killed one can tell nobody."""
+    parent = parent_process()
+    assert parent is not None, "workers are started by another process"
+    parent.join()
+    os._exit(1)
+
+
+def _batches(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of texts, and whether they are the last of their text."""
+    batch: list[tuple[str, bool]] = []
     characters = 0
     for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
+        cut = pieces(text, tokenizer)
+        held = next(cut)
+        for following in chain(cut, [None]):
+            batch.append((held, following is None))
+            characters += len(held)
+            held = following or ""
+            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, characters = [], 0
     if batch:
         yield batch

@@ -6,17 +6,20 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from hashlib import blake2b
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megalite.config.errors import InputError
-from megalite.data.store import StoreWriter, token_dtype
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.description import SourceFile, TokenizerFile
+from megalite.data.store import StoreWriter, sweep, token_dtype
+from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite.entry import exit_code
-from megalite_tools.documents import Skipped, find_files, read_texts
+from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 from megalite_tools.encode import Encoding, encode_texts
+from megalite_tools.opened import format_of
 
 COMMAND = "megalite-prepare-data"
 
@@ -37,15 +40,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=COMMAND,
         description=__doc__,
-        epilog="Formats, by extension: .jsonl, .ndjson and .json hold one JSON object per line; .parquet one document"
-        " per row; anything else is UTF-8 text, one document per file. All but Parquet may end in .gz, .zst or .zstd."
-        " The output does not depend on --workers.",
+        epilog="Formats, by suffix: .jsonl, .ndjson and .json hold one JSON object per line; .parquet one document"
+        " per row; .txt, .md, .py and the like one document per file. All but Parquet may end in .gz, .bz2, .xz, .zst"
+        " or .zstd. The output does not depend on --workers. See docs/data.md.",
     )
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory that --glob selects from")
+    add_reading_options(parser)
+    parser.add_argument("--lines", action="store_true", help="every line of a text file is a document")
+    parser.add_argument("--separator", metavar="TEXT", help="what stands between the documents of a text file")
     parser.add_argument("--tokenizer", required=True, help="SentencePiece .model or Hugging Face tokenizer.json")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--glob", default="**/*.txt", help="files to take from a directory (default: %(default)s)")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="field or column with the text (%(default)s)")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     parser.add_argument(
         "--valid-fraction",
         type=float,
@@ -56,12 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
     parser.add_argument("--eod-token", metavar="TOKEN", help="that token, where the tokenizer's usual one is wrong")
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="at a document that cannot be used: stop and leave nothing, or leave it out and count it",
-    )
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes (%(default)s)")
     return parser
 
@@ -71,46 +68,59 @@ def _prepare(options: argparse.Namespace) -> None:
         raise InputError(f"--valid-fraction {options.valid_fraction} is not in [0, 1)")
     if options.workers < 1:
         raise InputError(f"--workers {options.workers} is not at least 1")
+    if options.lines and options.separator is not None:
+        raise InputError("--lines and --separator exclude each other: a line ends with a newline")
+    reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
     tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
-    if tokenizer.eod is None and not options.no_eod:
+    end = None if options.no_eod else tokenizer.eod
+    if end is None and not options.no_eod:
         raise InputError(f"{options.tokenizer}: no end-of-document token; name it with --eod-token, or use --no-eod")
-    files = find_files(options.inputs, options.glob)
-    encoding = Encoding(options.tokenizer, None if options.no_eod else tokenizer.eod)
-    skipped = Skipped()
+    made_with = TokenizerFile(tokenizer.name, tokenizer_hash(options.tokenizer))
+    files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
+    if reading.separator is not None and not any(format_of(file, reading.format) == "text" for file in files):
+        raise InputError("--lines and --separator are for text files, and none was given")
+    sources = [SourceFile(str(file), file.stat().st_size) for file in files]
+    splits = ("_train", "_valid") if options.valid_fraction else ("",)
+    for leftover in {"", "_train", "_valid"}.difference(splits):
+        sweep(f"{options.out}{leftover}")
     with ExitStack() as stack:
+        dtype = token_dtype(tokenizer.vocab_size)
         writers = [
-            stack.enter_context(StoreWriter(f"{options.out}{suffix}", token_dtype(tokenizer.vocab_size)))
-            for suffix in (("_train", "_valid") if options.valid_fraction else ("",))
+            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources))
+            for split in splits
         ]
         progress = stack.enter_context(_progress())
-        task = progress.add_task("", total=len(files), documents=0, tokens=0, rate=0.0)
-        texts = read_texts(progress.track(files, task_id=task), options.json_key, options.on_error, skipped)
+        task = progress.add_task("", total=sum(source.bytes for source in sources), documents=0, tokens=0)
+        texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
+        encoding = Encoding(options.tokenizer, options.eod_token, end is not None)
         batches = stack.enter_context(closing(encode_texts(texts, encoding, options.workers)))
         documents = 0
         for batch in batches:
-            for tokens in batch.documents():
-                held_out = in_validation(documents, options.seed, options.valid_fraction)
-                writers[held_out].add(tokens)
-                documents += 1
-            total = sum(writer.tokens for writer in writers)
-            rate = total / (progress.tasks[task].elapsed or 1)
-            progress.update(task, documents=documents, tokens=total, rate=rate)
+            for tokens, last in batch.pieces():
+                writer = writers[in_validation(documents, options.seed, options.valid_fraction)]
+                writer.extend(tokens)
+                if last:
+                    writer.end_document()
+                    documents += 1
+            progress.update(task, documents=documents, tokens=sum(writer.tokens for writer in writers))
         if not writers[0].documents:
             if not documents:
                 raise InputError(skipped.nothing_kept())
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
         for writer in writers:  # all that can fail happens before the first store appears
             writer.seal()
+        for number in (signal.SIGINT, signal.SIGTERM):  # too late: all stores appear, or none
+            signal.signal(number, signal.SIG_IGN)
     _report(writers, skipped)
 
 
 def _progress() -> Progress:
     return Progress(
         BarColumn(bar_width=10),
-        MofNCompleteColumn(),
-        TextColumn("· {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens"),
-        TextColumn("· {task.fields[rate]:,.0f}/s"),
-        TimeElapsedColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("· {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
+        TimeRemainingColumn(),
         console=Console(stderr=True),
     )
 
@@ -128,11 +138,13 @@ def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM like Ctrl-C, so that temporary files are removed."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

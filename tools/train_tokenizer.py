@@ -4,17 +4,18 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import sentencepiece
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megalite.config.errors import InputError
 from megalite.entry import exit_code
-from megalite_tools.documents import Skipped, find_files, read_texts
+from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
@@ -72,22 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=COMMAND,
         description=__doc__,
-        epilog="Inputs are read as by megalite-prepare-data: text, JSON Lines or Parquet files, by extension.",
+        epilog="Inputs are read as by megalite-prepare-data: text, JSON Lines or Parquet files, by suffix.",
     )
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory that --glob selects from")
+    add_reading_options(parser)
     parser.add_argument("--out", required=True, metavar="FILE.model", help="the tokenizer to write")
     parser.add_argument("--vocab-size", type=int, required=True, help="pieces, 259 of which are bytes and specials")
     parser.add_argument("--type", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: %(default)s)")
-    parser.add_argument("--glob", default="**/*.txt", help="files to take from a directory (default: %(default)s)")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="field or column with the text (%(default)s)")
     parser.add_argument(
         "--lines", type=int, default=2_000_000, help="lines to learn from, sampled from all (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="at a document that cannot be used: stop, or leave it out and count it",
     )
     return parser
 
@@ -100,15 +93,17 @@ def _train(options: argparse.Namespace) -> None:
         raise InputError(f"{out}: exists already; remove it or choose another name")
     if options.lines < LEAST_LINES:
         raise InputError(f"--lines {options.lines}: SentencePiece wants at least {LEAST_LINES}")
-    files = find_files(options.inputs, options.glob)
-    skipped = Skipped()
+    reading, skipped = reading_of(options), Skipped()
+    files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
     with _progress() as progress:
-        reading = progress.track(files, description="reading", task_id=progress.add_task("reading"))
-        texts = read_texts(reading, options.json_key, options.on_error, skipped)
+        task = progress.add_task("reading", total=sum(file.stat().st_size for file in files))
+        texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
         first = next(texts, None)
         if first is None:
             raise InputError(skipped.nothing_kept())
-        model = train_model(chain([first], texts), options.vocab_size, options.type, options.lines)
+        told = _then(chain([first], texts), lambda: progress.reset(task, total=None, description="learning"))
+        model = train_model(told, options.vocab_size, options.type, options.lines)
+        progress.update(task, total=1, completed=1)
     _write(out, model)
     print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {len(files):,} files")
     for line in skipped.lines():
@@ -127,12 +122,16 @@ def _lines(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]
         raise
 
 
+def _then(texts: Iterable[str], call: Callable[[], None]) -> Iterator[str]:
+    yield from texts
+    call()
+
+
 def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("files"),
+        BarColumn(),  # moves to and fro while there is no telling how long learning takes
+        DownloadColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )

@@ -246,8 +246,8 @@ class StoreWriter:
         if not self.prefix.name:
             raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
         self._final = (*store_files(self.prefix), description_file(self.prefix))
-        hidden = self.prefix.with_name(f".{self.prefix.name}.partial")
-        self._temporary = (*store_files(hidden), description_file(hidden))
+        partial = self.prefix.with_name(f".{self.prefix.name}.partial")
+        self.hidden = (*store_files(partial), description_file(partial))  # where it is until it is complete
         self._sealed = False
 
     @property
@@ -262,7 +262,7 @@ class StoreWriter:
     def __enter__(self) -> Self:
         with self._explained():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._tokens = claim(self._temporary[0], str(self.prefix))
+            self._tokens = claim(self.hidden[0], str(self.prefix))
         for path in self._final:
             if path.exists() or path.is_symlink():
                 self._discard()
@@ -304,13 +304,13 @@ class StoreWriter:
         with self._explained():
             self._tokens.flush()
             os.fsync(self._tokens.fileno())
-            with self._temporary[1].open("wb") as index:
+            with self.hidden[1].open("wb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
                 for table in (lengths, offsets, np.arange(len(lengths) + 1, dtype="<i8")):
                     index.write(table.tobytes())
                 index.flush()
                 os.fsync(index.fileno())
-            with self._temporary[2].open("w", encoding="utf-8", errors="backslashreplace") as description:
+            with self.hidden[2].open("w", encoding="utf-8", errors="backslashreplace") as description:
                 description.write(self._describe().render())
                 description.flush()
                 os.fsync(description.fileno())
@@ -330,7 +330,7 @@ class StoreWriter:
     def _describe(self) -> Description:
         return Description(
             version("megalite"),
-            fingerprint(*self._temporary[:2]),
+            fingerprint(*self.hidden[:2]),
             self.documents,
             self.tokens,
             self.largest_id,
@@ -341,7 +341,7 @@ class StoreWriter:
         )
 
     def _publish(self) -> None:
-        tokens, index, description = zip(self._temporary, self._final, strict=True)
+        tokens, index, description = zip(self.hidden, self._final, strict=True)
         published: list[Path] = []
         try:
             with self._explained():
@@ -359,7 +359,7 @@ class StoreWriter:
             raise
 
     def _discard(self) -> None:
-        for temporary in self._temporary:
+        for temporary in self.hidden:
             temporary.unlink(missing_ok=True)
         with suppress(OSError):  # a full disk refuses the buffered tokens once more
             self._tokens.close()
@@ -370,6 +370,15 @@ class StoreWriter:
             yield
         except OSError as error:
             raise InputError(f"{self.prefix}: cannot write the store: {error.strerror}") from error
+
+
+def sweep(prefix: str | Path) -> None:
+    """Remove what a killed writer of the store `prefix` has left, if none is at work."""
+    writer = StoreWriter(prefix, token_dtype(1))
+    if writer.hidden[0].exists():
+        with suppress(InputError, OSError), claim(writer.hidden[0], str(prefix)):
+            for path in writer.hidden:
+                path.unlink(missing_ok=True)
 
 
 def fingerprint(*paths: Path) -> str:

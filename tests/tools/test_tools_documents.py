@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from megalite.config.errors import InputError
-from megalite_tools.documents import Document, Skipped, find_files, read_documents, read_texts
+from megalite_tools.documents import Document, Reading, Skipped, find_files, read_documents, read_texts
 
 TEXTS = ["first\n", "sécond ☃\r\n", "third"]
 LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
@@ -28,8 +28,8 @@ def in_two(compress: Callable[[bytes], bytes]) -> bytes:
     return compress(LINES[:20]) + compress(LINES[20:])
 
 
-def texts(path: Path, key: str = "text") -> list[str]:
-    return list(read_texts([path], key, "stop", Skipped()))
+def texts(path: Path, key: str = "text", **reading: object) -> list[str]:
+    return list(read_texts([path], Reading(key, **reading), "stop", Skipped()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_parquet(tmp_path: Path, string: pyarrow.DataType) -> None:
     assert texts(tmp_path / "d.parquet", "body") == [f"row {i}" for i in range(3000)]
 
 
-@pytest.mark.parametrize("name", ["d.txt", "d.py", "README", "d.md.gz"])
+@pytest.mark.parametrize("name", ["d.txt", "d.py", "d.TXT", "d.md.gz", "d.Md.GZ"])
 def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
     raw = "a\r\n\tb ☃\n\n".encode()
-    (tmp_path / name).write_bytes(gz(raw) if name.endswith(".gz") else raw)
+    (tmp_path / name).write_bytes(gz(raw) if name.lower().endswith(".gz") else raw)
     assert texts(tmp_path / name) == [raw.decode()]
 
 
@@ -101,12 +101,12 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes,
     with pytest.raises(InputError) as caught:
         texts(path)
     assert str(caught.value).startswith(f"{tmp_path}/{message}")
-    rejects = [item for item in read_documents(path, "text") if not isinstance(item, Document)]
+    rejects = [item for item in read_documents(path, Reading()) if not isinstance(item, Document)]
     skipped = Skipped()
-    kept = list(read_texts([path], "text", "skip", skipped))
+    kept = list(read_texts([path], Reading(), "skip", skipped))
     assert skipped.counts.total() == len(rejects) > 0
     assert "first " + rejects[0].origin in skipped.lines()[0]
-    assert len(kept) == len(list(read_documents(path, "text"))) - len(rejects)
+    assert len(kept) == len(list(read_documents(path, Reading()))) - len(rejects)
 
 
 def test_parquet_without_the_text(tmp_path: Path) -> None:
@@ -122,25 +122,25 @@ def test_empty_documents_are_always_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": ""}\n{"text": "a"}\n{"text": " \\n"}\n')
     skipped = Skipped()
-    assert list(read_texts([path], "text", "stop", skipped)) == ["a"]
+    assert list(read_texts([path], Reading(), "stop", skipped)) == ["a"]
     assert skipped.lines() == [f"2 × empty document, first {path}:1"]
 
 
-@pytest.mark.parametrize(("name", "module"), [("d.zst", "zstandard"), ("d.parquet", "pyarrow")])
+@pytest.mark.parametrize(("name", "module"), [("d.txt.zst", "opened.zstandard"), ("d.parquet", "documents.pyarrow")])
 def test_a_missing_optional_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     (tmp_path / name).touch()
-    monkeypatch.setattr(f"megalite_tools.documents.{module}", None)
-    with pytest.raises(InputError, match=rf"{module}.*pip install megalite\[data\]"):
-        list(read_texts([tmp_path / name], "text", "skip", Skipped()))
+    monkeypatch.setattr(f"megalite_tools.{module}", None)
+    with pytest.raises(InputError, match=rf"{module.partition('.')[2]}.*pip install megalite\[data\]"):
+        list(read_texts([tmp_path / name], Reading(), "skip", Skipped()))
 
 
 def test_files_are_found_in_order(tmp_path: Path) -> None:
     for name in ("b/z.txt", "b/a.txt", "b/deep/m.txt", "b/x.md", "a.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = find_files([str(tmp_path / "b"), str(tmp_path / "a.md")], "**/*.txt")
+    found = find_files([str(tmp_path / "b"), str(tmp_path / "a.md")], "**/*.txt", Reading(), "stop", Skipped())
     assert [str(path.relative_to(tmp_path)) for path in found] == ["b/a.txt", "b/deep/m.txt", "b/z.txt", "a.md"]
 
 
@@ -161,4 +161,4 @@ def test_bad_inputs_are_named(
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "a.txt").touch()
     with pytest.raises(InputError, match=message):
-        find_files(inputs, pattern)
+        find_files(inputs, pattern, Reading(), "stop", Skipped())

@@ -1,0 +1,53 @@
+"""Long texts in pieces that can be tokenized apart, with the same tokens.
+
+A tokenizer may merge across any place, so none is taken on trust. A cut is made only where it changes no token within
+WINDOW characters on either side; where none of the tries does, the piece goes on. Beginnings of lines and of words are
+tried first: there, few tokenizers look further back than the word before.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+from megalite.data.tokenizer import Tokenizer
+
+PIECE = 1 << 18  # characters, at least
+WINDOW = 1 << 11
+SPAN = 1 << 14  # characters in which to try one kind of place before the next
+TRIES = 4  # of each kind
+PLACES = tuple(map(re.compile, (r"(?<=\S)\n(?=\w)", r"(?<=\S) (?=\w)", r"(?<=\W)(?=\w)", "")))
+
+
+def pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """`text` in pieces whose tokens, end to end, are its own."""
+    start = 0
+    while (place := _next_cut(text, start + PIECE, tokenizer)) is not None:
+        end, following = place
+        yield text[start:end]
+        start = following
+    yield text[start:]
+
+
+def _next_cut(text: str, begin: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """Where a piece can end from `begin` on, and the next begin; a space that stands between may be left out."""
+    while begin < len(text) - WINDOW:
+        for place in PLACES:
+            for match in islice(place.finditer(text, begin, min(begin + SPAN, len(text) - WINDOW)), TRIES):
+                first, last = match.span()
+                # A tokenizer that puts a space before every text brings the one back that is left out.
+                for cut in dict.fromkeys(((last, last), (first, first), (first, last))):
+                    if (match.group() != "\n" or cut[0] == cut[1]) and _changes_nothing(text, *cut, tokenizer):
+                        return cut
+        begin += SPAN
+    return None
+
+
+def _changes_nothing(text: str, end: int, following: int, tokenizer: Tokenizer) -> bool:
+    # Two lengths before the cut, as a run may be merged by twos or threes counted from where it begins.
+    after = text[following : following + WINDOW]
+    for length in (WINDOW, WINDOW - 1):
+        before = text[max(0, end - length) : end]
+        whole = text[max(0, end - length) : following + WINDOW]
+        if tokenizer.encode(before) + tokenizer.encode(after) != tokenizer.encode(whole):
+            return False
+    return True

@@ -1,18 +1,28 @@
-"""Show what a token store holds, and check it."""
+"""Show what a token store holds, check it, and describe one that megalite has not written."""
 
 import argparse
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megalite.data.store import TokenStore, store_files
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.config.errors import InputError
+from megalite.config.files import write_whole
+from megalite.data.check import describe
+from megalite.data.description import Description, TokenizerFile, description_file
+from megalite.data.store import Scan, TokenStore, store_files
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 from megalite.entry import exit_code
+from megalite_tools.terminal import bar
 
 COMMAND = "megalite-inspect-data"
 SHOWN_TOKENS = 64  # of each sample document
+SHOWN_SOURCES = 3
+PART = 1 << 22  # lengths looked at at a time
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,23 +35,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prefix", metavar="PREFIX", help="the store is PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", help="decode the samples with it; with --verify, check ids against it")
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="documents to show, spread over the store")
+    parser.add_argument(
+        "--describe", action="store_true", help="read everything and write PREFIX.json anew; --tokenizer is named in it"
+    )
     parser.add_argument("--verify", action="store_true", help="read every length, offset, boundary and token")
     return parser
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    if options.samples < 0:
+        raise InputError(f"--samples {options.samples} is not at least 0")
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     store = TokenStore(options.prefix)
     table = Table(title=store.prefix, show_header=False, title_justify="left")
     for name, value in _facts(store):
         table.add_row(name, value)
-    if options.verify:
-        scan = store.verify(tokenizer.vocab_size if tokenizer else None)
+    if options.describe or options.verify:
+        with bar("reading", store.tokens * store.dtype.itemsize) as advanced:
+            limit = tokenizer.vocab_size if tokenizer else None
+            scan = store.verify(limit, lambda tokens: advanced(tokens * store.dtype.itemsize))
         table.add_row("verified", f"everything read; largest token id {scan.largest_id:,}")
+        if options.describe:
+            _describe(store, scan, options.tokenizer)
+    for name, value in _described(store):
+        table.add_row(name, value)
     Console(markup=False, highlight=False).print(table)
     count = min(options.samples, store.documents)
-    for index in np.linspace(0, store.documents - 1, count, dtype=int):
-        _show(store, int(index), tokenizer)
+    for nth in range(count):
+        _show(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer)
 
 
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
@@ -53,10 +74,39 @@ def _facts(store: TokenStore) -> list[tuple[str, str]]:
         ("sequences", f"{store.sequences:,}"),
     ]
     if store.sequences:
-        low, middle, high = np.min(store.lengths), np.median(store.lengths), np.max(store.lengths)
-        mean = np.mean(store.lengths)
+        parts = [store.lengths[at : at + PART] for at in range(0, store.sequences, PART)]
+        low, high = min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+        middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # of many, those of an even choice
+        mean = store.tokens / store.sequences
         facts.append(("sequence lengths", f"min {low:,} · median {middle:,.0f} · mean {mean:,.1f} · max {high:,}"))
     return facts
+
+
+def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
+    made_with = TokenizerFile(Path(tokenizer).name, tokenizer_hash(tokenizer)) if tokenizer else None
+    Description.read(store.prefix)  # refuses to write over a file that is none
+    end = scan.end_of_document if store.documents > 1 else None
+    counts = store.documents, store.tokens, scan.largest_id
+    found = Description(version("megalite"), store.fingerprint(), *counts, end, made_with)
+    write_whole(description_file(store.prefix), found.render())
+
+
+def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
+    found = describe(store)
+    if found is None:
+        yield "description", f"none; --describe writes {description_file(store.prefix).name}"
+        return
+    end = "not known" if found.end_of_document is None else f"token {found.end_of_document}"
+    made_with = found.tokenizer
+    yield "largest token id", f"{found.largest_id:,}"
+    yield "documents end with", end
+    yield "tokenizer", f"{made_with.file}, SHA-256 {made_with.sha256[:12]}…" if made_with else "not known"
+    if found.source_files:
+        size = sum(source.bytes for source in found.sources)
+        shown = ", ".join(ascii(source.path) for source in found.sources[:SHOWN_SOURCES])
+        rest = ", …" if found.source_files > SHOWN_SOURCES else ""
+        yield "made from", f"{found.source_files:,} files ({size:,} bytes in those listed): {shown}{rest}"
+    yield "written by", f"megalite {ascii(found.megalite)[1:-1]}"
 
 
 def _show(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> None:

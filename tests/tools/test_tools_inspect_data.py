@@ -3,8 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.data.description import Description, TokenizerFile
 from megalite.data.store import StoreWriter
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite_tools.inspect_data import main
 
 
@@ -63,6 +64,7 @@ def test_verify_finds_damage_in_the_middle(prefix: str, capsys: pytest.CaptureFi
     lengths = np.memmap(prefix + ".idx", "<i4", "r+", 34, (3,))
     lengths[1] += 1
     lengths.flush()
+    Path(prefix + ".json").unlink()  # it would tell that the store has changed
     assert main([prefix]) == 0
     assert main([prefix, "--verify"]) == 2
     assert "offset" in capsys.readouterr().err
@@ -77,3 +79,49 @@ def test_verify_with_a_tokenizer_checks_ids(
     assert main(arguments) == 0
     assert main([*arguments, "--tokenizer", str(tokenizer_file)]) == 2
     assert "token 2 is 60000, outside a vocabulary of 320" in capsys.readouterr().err
+
+
+def test_the_description_is_shown(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix]) == 0
+    assert "written by" in (printed := capsys.readouterr().out)
+    assert "documents end with" in printed
+    Path(prefix + ".json").unlink()
+    assert main([prefix]) == 0
+    assert "--describe writes store.json" in capsys.readouterr().out
+
+
+def test_a_bare_store_can_be_described(prefix: str, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StoreWriter(Path(prefix).with_name("ended"), "uint16") as writer:
+        writer.add([5, 2])
+        writer.add([6, 2])
+    path = Path(prefix).with_name("ended.json")
+    arguments = [str(path.with_suffix("")), "--describe", "--tokenizer", str(tokenizer_file)]
+    path.write_text('{"text": "a line of a corpus"}')
+    assert main(arguments) == 2  # it is not ours to write over
+    assert path.read_text() == '{"text": "a line of a corpus"}'
+    path.unlink()
+    assert main(arguments) == 0
+    found = Description.read(path.with_suffix(""))
+    assert found is not None
+    assert (found.largest_id, found.end_of_document, found.documents) == (6, 2, 2)
+    assert found.tokenizer == TokenizerFile("tokenizer.model", tokenizer_hash(tokenizer_file))
+    assert "tokenizer.model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("samples", ["-1", "-9999999999999999999"])
+def test_a_number_of_samples_below_0_is_refused(prefix: str, samples: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix, "--samples", samples]) == 2
+    assert f"--samples {samples} is not at least 0" in capsys.readouterr().err
+
+
+def test_more_samples_than_documents_show_all(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix, "--samples", "99999999999999999999"]) == 0
+    assert capsys.readouterr().out.count("tokens): ") == 3
+
+
+def test_a_store_damaged_inside_is_told_when_samples_are_shown(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(prefix + ".json").unlink()
+    index = Path(prefix + ".idx").read_bytes()
+    Path(prefix + ".idx").write_bytes(index[:-16] + (2**40).to_bytes(8, "little") + index[-8:])
+    assert main([prefix, "--samples", "3"]) == 2
+    assert "expected boundaries that ascend" in capsys.readouterr().err

@@ -1,5 +1,9 @@
+import bz2
 import gzip
+import io
 import json
+import lzma
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,9 +11,21 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
-from megalite_tools.documents import Document, Reading, Skipped, find_files, read_documents, read_texts
+from megalite_tools.documents import (
+    Document,
+    Reading,
+    Reject,
+    Skipped,
+    _between,
+    find_files,
+    read_documents,
+    read_texts,
+)
+from megalite_tools.opened import check_encoding
 
 TEXTS = ["first\n", "sécond ☃\r\n", "third"]
 LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
@@ -116,6 +132,145 @@ def test_parquet_without_the_text(tmp_path: Path) -> None:
         texts(path)
     with pytest.raises(InputError, match=r"d\.parquet: no field 'body': the columns are text, n"):
         texts(path, "body")
+
+
+def test_lines_and_separators_cut_text(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\nthree <|end|> four<|end|>\n")
+    skipped = Skipped()
+    assert list(read_texts([path], Reading(separator="\n"), "stop", skipped)) == [
+        "one",
+        "two",
+        "three <|end|> four<|end|>",
+    ]
+    assert skipped.lines() == [f"1 × empty document, first {path}:3"]
+    assert texts(path, separator="<|end|>") == ["one\r\ntwo\n\nthree ", " four"]
+    path.write_bytes("ä \xff".encode("latin-1") + b"\nb\n")
+    with pytest.raises(InputError, match=r"d\.txt:1: not valid UTF-8: byte 0xe4"):
+        texts(path, separator="\n")
+    assert list(read_texts([path], Reading(separator="\n"), "skip", Skipped())) == ["b"]
+
+
+@given(st.lists(st.text("ab<|>\n", max_size=6), max_size=8), st.sampled_from(["\n", "<|", "aab"]), st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_what_is_between_separators_is_what_split_finds(parts: list[str], separator: str, block: int) -> None:
+    raw = separator.join(parts).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite_tools.documents.BLOCK", block)
+        found = list(_between(io.BytesIO(raw), separator.encode(), 5))
+    expected = raw.split(separator.encode())
+    if not expected[-1]:
+        expected.pop()
+    assert found == [part if len(part) <= 5 else None for part in expected]
+
+
+@pytest.mark.parametrize("name", ["d.txt", "d.jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1", "UTF8", "cp1252"])
+def test_other_encodings(tmp_path: Path, name: str, encoding: str) -> None:
+    text = "naïve\n" * 30_000
+    raw = (text if name == "d.txt" else json.dumps({"text": text}, ensure_ascii=False)).encode(encoding)
+    (tmp_path / name).write_bytes(gz(raw) if name.endswith(".gz") else raw)
+    assert texts(tmp_path / name, encoding=encoding) == [text]
+
+
+def test_text_in_another_encoding_than_told_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_bytes(b"\xff\xfea\0b")
+    with pytest.raises(InputError, match=r"d\.txt: not valid utf-16: .*truncated"):
+        texts(tmp_path / "d.txt", encoding="utf-16")
+    for name in ("utf-9", "hex", "rot13", "utf\0"):
+        with pytest.raises(InputError, match="--encoding"):
+            check_encoding(name)
+
+
+def test_fields_inside_of_others(tmp_path: Path) -> None:
+    record = {"meta": {"text": "inside", "n": 1}, "meta.n": "by its full name"}
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert texts(path, "meta.text") == ["inside"]
+    assert texts(path, "meta.n") == ["by its full name"]
+    for key, message in (("meta.body", "the fields are text, n"), ("meta.text.more", "the fields are none")):
+        with pytest.raises(InputError, match=rf"no field '{key}': {message}"):
+            texts(path, key)
+    table = pyarrow.table({"meta": [{"text": "inside", "n": 1}, None], "raw": [b"bytes \xe2\x98\x83", b"\xff"]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    read = list(read_documents(tmp_path / "d.parquet", Reading("meta.text")))
+    assert read[0] == Document("inside")
+    assert str(read[1]).endswith("d.parquet:2: no field 'meta.text': the fields are none")
+    found = list(read_documents(tmp_path / "d.parquet", Reading("raw")))
+    assert found[0] == Document("bytes ☃")
+    assert str(found[1]).endswith("d.parquet:2: not valid UTF-8: byte 0xff")
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"), [("d.jsonl.bz2", bz2.compress), ("d.JSONL.XZ", lzma.compress), ("d.Ndjson.GZ", gz)]
+)
+def test_more_compressions_in_any_case(tmp_path: Path, name: str, compress: Callable[[bytes], bytes]) -> None:
+    (tmp_path / name).write_bytes(in_two(compress))
+    assert texts(tmp_path / name) == TEXTS
+    (tmp_path / name).write_bytes(compress(LINES)[:-9])
+    with pytest.raises(InputError, match="unreadable file"):
+        texts(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl.1", "d.log", "README", "d.jsonl.lz4", "d.gz", ".txt"])
+def test_a_suffix_that_says_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gz(LINES) if name == "d.gz" else LINES)
+    with pytest.raises(InputError, match=r"--format text, jsonl or parquet says what it is"):
+        find_files([str(tmp_path / name)], "*", Reading(), "skip", Skipped())
+    assert texts(tmp_path / name, format="jsonl") == TEXTS
+
+
+@pytest.mark.parametrize("form", ["text", "lines", "jsonl", "parquet"])
+def test_a_document_above_the_bound_is_refused_by_itself(tmp_path: Path, form: str) -> None:
+    long = "x" * 3_000_000
+    reading = Reading(most=1000, separator="\n" if form == "lines" else None)
+    path = tmp_path / f"d.{'txt' if form in ('text', 'lines') else form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", long, "b"]}), path)
+    elif form == "jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", long, "b")))
+    else:
+        path.write_text(f"a\n{long}\nb")
+    skipped = Skipped()
+    kept = list(read_texts([path], reading, "skip", skipped))
+    assert kept == ([] if form == "text" else ["a", "b"])
+    assert skipped.lines() == [f"1 × document too long, first {path}{'' if form == 'text' else ':2'}"]
+    with pytest.raises(InputError, match=r"more than 1,000 bytes; --lines or --separator cut .* --max-document allows"):
+        list(read_texts([path], reading, "stop", Skipped()))
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".zst", zstd), (".gz", gz)])
+def test_what_compresses_well_does_not_fill_memory(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"d.txt{suffix}"
+    path.write_bytes(compress(bytes(100_000_000)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert [type(found) for found in read_documents(path, Reading(most=1000))] == [Reject]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 80_000  # kB
+
+
+def test_bytes_read_come_to_the_size_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"text " * 50_000)
+    (tmp_path / "b.jsonl.gz").write_bytes(gz(LINES * 1000))
+    (tmp_path / "c.jsonl.gz").write_bytes(gz(LINES * 1000)[:100])
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["row"] * 500}), tmp_path / "d.parquet")
+    files, told = sorted(tmp_path.iterdir()), list[int]()
+    assert len(list(read_texts(files, Reading(), "skip", Skipped(), told.append))) > 3500
+    assert sum(told) == sum(file.stat().st_size for file in files)
+    assert len([count for count in told if count]) > 8
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_another_name_of_a_file_is_told_or_skipped(tmp_path: Path, link: str) -> None:
+    file, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    file.write_text("text")
+    getattr(other, link)(file)
+    with pytest.raises(InputError, match=rf"b\.txt: given twice: it is {file}, .*--on-error skip"):
+        find_files([str(tmp_path)], "*.txt", Reading(), "stop", Skipped())
+    skipped = Skipped()
+    assert find_files([str(tmp_path)], "*.txt", Reading(), "skip", skipped) == [file]
+    assert skipped.lines() == [f"1 × given twice, first {other}"]
 
 
 def test_empty_documents_are_always_skipped_and_counted(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megalite.data.store import TokenStore
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.description import Description, SourceFile, TokenizerFile
+from megalite.data.store import StoreWriter, TokenStore
+from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite_tools import prepare_data
+from megalite_tools.encode import Encoded
 from megalite_tools.prepare_data import in_validation, main
 
 EOD = 2
@@ -261,3 +266,152 @@ def test_a_worker_that_dies_is_a_clear_error(
     assert main(arguments) == 2
     assert "a worker process died" in capsys.readouterr().err
     assert names(out) == []
+
+
+def test_a_store_is_described(out: Path, corpus: Path, tokenizer_file: Path) -> None:
+    arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--workers", "1"]
+    assert main([*arguments, "--out", str(out / "a"), "--valid-fraction", "0.1"]) == 0
+    assert main([*arguments, "--out", str(out / "b"), "--no-eod"]) == 0
+    train, valid, bare = (Description.read(out / name) for name in ("a_train", "a_valid", "b"))
+    assert train is not None
+    assert valid is not None
+    assert bare is not None
+    assert train.tokenizer == TokenizerFile(tokenizer_file.name, tokenizer_hash(tokenizer_file))
+    assert (train.end_of_document, valid.end_of_document, bare.end_of_document) == (EOD, EOD, None)
+    assert train.documents + valid.documents == bare.documents == 300
+    assert train.sources == (SourceFile(str(corpus), corpus.stat().st_size),)
+    assert train.largest_id == TokenStore(out / "a_train").verify().largest_id
+
+
+def test_a_long_document_is_shared_by_all_workers(
+    out: Path, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"line {i} of a long document\n" for i in range(2000))
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "short.txt").write_text("a short one")
+    monkeypatch.setattr("megalite_tools.pieces.PIECE", 5000)
+    monkeypatch.setattr("megalite_tools.encode.BATCH_CHARACTERS", 5000)
+    batches: list[Encoded] = []
+    encode = prepare_data.encode_texts
+    monkeypatch.setattr(prepare_data, "encode_texts", lambda *given: noted(encode(*given), batches))
+    arguments = ["--tokenizer", str(tokenizer_file), "--workers", "1", "--out", str(out / "p")]
+    assert main([str(tmp_path / "long.txt"), str(tmp_path / "short.txt"), *arguments]) == 0
+    assert decoded(out / "p", tokenizer_file) == [text, "a short one"]
+    assert TokenStore(out / "p").document(0).tolist() == [*load_tokenizer(tokenizer_file).encode(text), EOD]
+    assert len(batches) > 5
+
+
+def noted(batches: Iterator[Encoded], notes: list[Encoded]) -> Iterator[Encoded]:
+    for batch in batches:
+        notes.append(batch)
+        yield batch
+
+
+def test_lines_are_documents_if_asked(out: Path, tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "d.txt").write_text("one\ntwo\n")
+    arguments = [str(tmp_path / "d.txt"), "--tokenizer", str(tokenizer_file), "--workers", "1"]
+    assert main([*arguments, "--lines", "--out", str(out / "lines")]) == 0
+    assert main([*arguments, "--separator", "e\nt", "--out", str(out / "cut")]) == 0
+    assert decoded(out / "lines", tokenizer_file) == ["one", "two"]
+    assert decoded(out / "cut", tokenizer_file) == ["on", "wo\n"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lines"], "are for text files, and none was given"),
+        (["--lines", "--separator", "x"], "--lines and --separator exclude each other"),
+        (["--separator", ""], "--separator is empty"),
+        (["--encoding", "utf-9"], "--encoding utf-9: unknown encoding"),
+        (["--max-document", "0"], "--max-document 0 is not at least 1"),
+        (["--max-document", "20"], "corpus.jsonl:1: document too long: more than 20 bytes"),
+    ],
+)
+def test_options_of_reading_are_checked(
+    out: Path, corpus: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
+    assert main([*arguments, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert names(out) == []
+
+
+def test_a_second_run_with_the_same_name_is_refused_at_once(
+    out: Path, corpus: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
+    with StoreWriter(out / "p", "uint16") as other:
+        other.add([1, 2])
+        assert main(arguments) == 2
+        assert "p: is being written by another process" in capsys.readouterr().err
+    assert TokenStore(out / "p").tokens == 2
+
+
+def test_an_interruption_that_comes_too_late_changes_nothing(
+    out: Path, corpus: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two stores that appear together."""
+    publish = StoreWriter._publish
+
+    def interrupted(writer: StoreWriter) -> None:
+        publish(writer)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(StoreWriter, "_publish", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
+    assert main([*arguments, "--valid-fraction", "0.1"]) == 0
+    assert [name for name in names(out) if name.endswith(".idx")] == ["p_train.idx", "p_valid.idx"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+def test_a_killed_run_leaves_no_worker_and_the_next_one_no_file(
+    out: Path, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    os.mkfifo(tmp_path / "fifo")  # never written to: the run waits for more documents
+    corpus.write_text("text of a document\n" * 5000)
+    code = (
+        "import sys; from megalite_tools import encode, prepare_data\n"
+        "encode.BATCH_DOCUMENTS = 100\n"
+        "texts = prepare_data.read_texts\n"
+        "def waiting(*given):\n"
+        "    yield from texts(*given)\n"
+        "    open(sys.argv[1]).read()\n"
+        "prepare_data.read_texts = waiting\n"
+        "sys.exit(prepare_data.main(sys.argv[2:]))"
+    )
+    arguments = [str(corpus), "--lines", "--tokenizer", str(tokenizer_file), "--out", str(out / "p")]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(tmp_path / "fifo"),
+        *arguments,
+        "--workers",
+        "2",
+        "--valid-fraction",
+        "0.1",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        try:
+            wait_until(lambda: len(children(run.pid)) == 3)
+            workers = children(run.pid)  # and the tracker of shared resources
+        finally:
+            run.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert len(names(out)) == 2
+    assert main([*arguments, "--workers", "1"]) == 0
+    assert names(out) == ["p.bin", "p.idx", "p.json"]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -49,7 +49,5 @@ def _places(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Ro
 def positions_in_documents(documents: list[list[Documents]], device: torch.device) -> Tensor:
     """Of every token in its document: `[s, m, b]`."""
     starts = np.array([[np.repeat(sample[:-1], np.diff(sample)) for sample in micro] for micro in documents])
-    positions = torch.from_numpy(np.arange(starts.shape[2]) - starts)
-    if device.type == "cuda":
-        positions = positions.pin_memory()
+    positions = torch.tensor(np.arange(starts.shape[2]) - starts, pin_memory=device.type == "cuda")
     return positions.to(device, non_blocking=True).permute(2, 0, 1)

@@ -17,7 +17,7 @@ from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.config.schema import Config
-from megalite.data.loader import Loader
+from megalite.data.loader import Loader, Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
 from megalite.dist.start import NCCL, start
@@ -94,7 +94,7 @@ def copied_to_host() -> tuple[list[str], list[bool]]:
 def offloaded(config: Config) -> tuple[int, int]:
     """How many tensors went to pinned memory in a step, and how often a device's tensor waited for a stream's copy."""
     with _job(config) as (job, _):
-        batch = torch.randint(1, 128, (1, 2, 65))
+        batch = Micros.cut_at(torch.randint(1, 128, (1, 2, 65)), None)
         NOTES.clear()
         with Calls() as calls:
             job.training(batch).run(inputs(job, batch))
@@ -176,4 +176,4 @@ def _step(job: Job) -> signs.Signs:
     model, batch = job.config.model, job.config.batch
     tokens = torch.randint(1, model.vocab_size, (2, batch.micro_size, model.sequence_length + 1))
     tokens[..., 20] = END
-    return train_step(job, tokens, 0)
+    return train_step(job, Micros.cut_at(tokens, END), 0)

@@ -16,6 +16,7 @@ from megalite.checkpoint.retain import damaged
 from megalite.config.errors import Unhealthy
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config
+from megalite.data.loader import Micros
 from megalite.train import loop
 from megalite.train.build import Job
 from megalite.train.loop import train_step
@@ -34,7 +35,7 @@ def failing(at: Callable[[int, int], bool]) -> Iterator[None]:
     """Whenever `at(step, bad steps so far)`, the loss of a step is NaN."""
     bad = 0
 
-    def faulty(job: Job, batch: torch.Tensor, index: int, asked: set[int]) -> object:
+    def faulty(job: Job, batch: Micros, index: int, asked: set[int]) -> object:
         nonlocal bad
         signs = train_step(job, batch, index, asked)
         if at(index + 1, bad):

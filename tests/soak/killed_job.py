@@ -3,14 +3,17 @@
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from spied_train import NOTES
 from violation import Violation
@@ -23,10 +26,11 @@ GONE = 60.0  # seconds in which all processes of a job must end once one of them
 class Job:
     """`megalite train ARGUMENTS` under way in the folder `place`; a context manager that leaves no process behind.
 
-    notes: a new folder, for what the ranks note and for what the job says.
+    notes: a new folder, for what the ranks note and for what the job says. heard: lines after which nobody reads its
+    stdout any more.
     """
 
-    def __init__(self, arguments: Sequence[str], place: Path, notes: Path) -> None:
+    def __init__(self, arguments: Sequence[str], place: Path, notes: Path, heard: int | None = None) -> None:
         notes.mkdir(parents=True)
         self.notes, self.began = notes, time.monotonic()
         self._mark = f"{NOTES}={notes}".encode()
@@ -36,15 +40,18 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(place),  # what a killed launcher cannot remove goes with the rest
         }
-        with (notes / "stdout").open("wb") as stdout, (notes / "stderr").open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "spied_train", "train", *arguments],
-                cwd=place,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-            )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spied_train", "train", *arguments],
+            cwd=place,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        pipes = (self.process.stdout, "stdout", heard), (self.process.stderr, "stderr", None)
+        self._readers = [threading.Thread(target=_note, args=(pipe, notes / name, end)) for pipe, name, end in pipes]
+        for reader in self._readers:
+            reader.start()
 
     def __enter__(self) -> "Job":
         return self
@@ -52,9 +59,15 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         kill(self.alive())
         self.process.wait()
+        for reader in self._readers:
+            reader.join()
 
     @property
     def told(self) -> str:
+        """What it has said; when it has ended, all of it that was read."""
+        if self.process.poll() is not None and not self.alive():
+            for reader in self._readers:
+                reader.join()
         return (self.notes / "stdout").read_text(errors="replace") + (self.notes / "stderr").read_text(errors="replace")
 
     @property
@@ -74,6 +87,13 @@ class Job:
         """All processes that came of this job."""
         pids = [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
         return [int(pid) for pid in pids if self._mark in _environment(pid).split(b"\0")]
+
+    def fill_disk(self, full: bool) -> None:
+        """Let every write to a file fail, or succeed again. A process may do so to another of its user."""
+        for pid in self.alive():
+            with suppress(ProcessLookupError):
+                _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else most, most))
 
     def batches_begun(self) -> int:
         """How many batches the ranks have been handed, counted for each rank."""
@@ -131,6 +151,15 @@ class Job:
                 raise Violation(f"{self.notes}: processes {left} still run {GONE:.0f} s after the kill")
             time.sleep(0.02)
         return time.monotonic() - began
+
+
+def _note(pipe: IO[bytes], path: Path, end: int | None) -> None:
+    """Copy lines to a file, and leave after `end` of them."""
+    with pipe, path.open("wb", buffering=0) as file:
+        for number, line in enumerate(pipe, start=1):
+            file.write(line)
+            if number == end:
+                return
 
 
 def kill(pids: Sequence[int]) -> None:

@@ -2,16 +2,18 @@
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
 
 import whole_checkpoints as checkpoints
-from killed_job import Job, kill
+from killed_job import PATIENCE, Job, kill
 from sample_count import check_epochs, trained_on
 from violation import Violation
 
@@ -36,6 +38,12 @@ WHO = ("job", "rank", "launcher")
 TOLERANCE = 1e-10  # relative, where the layout changes
 COMPARED = ("loss", "grad_norm")
 TROUBLE = {"bad_step", "rollback", "save_failed"}  # events that no kill may cause
+NUISANCES = {  # beside kills; half of the attempts have one
+    "rival": "a second job in the folder",
+    "full": "a full disk",
+    "unread": "stdout unread",
+}
+REFUSED = "another job trains in this folder"
 Say = Callable[[str], None]
 
 
@@ -60,6 +68,7 @@ class Tally:
     interval: int
     layouts: list[str] = field(default_factory=list)
     kills: list[dict] = field(default_factory=list)
+    nuisances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NUISANCES, 0))
     verified: int = 0  # checkpoints whose every file was hashed
     resumes: int = 0  # that were held against what was on the disk
     steps: int = 0
@@ -89,6 +98,7 @@ class KilledRun:
         self.tally = Tally("same" if len(layouts) == 1 else "changing", interval, [" ".join(at) for at in layouts])
         self._moments: Iterator[str] = self._deal(WHEN)
         self._victims = self._deal(WHO)
+        self._nuisances = self._deal([*NUISANCES, *[""] * len(NUISANCES)])
 
     def endure(self, kills: int) -> Tally:
         """Kill `kills` times, let the run finish, and compare it with its twin. Raises Violation."""
@@ -127,19 +137,37 @@ class KilledRun:
         layout = self.layouts[number % len(self.layouts)]
         arguments = [CONFIG_FILE, "run.name=killed", f"train.steps={self.target}", *self.common, *layout]
         before = checkpoints.complete(self.checkpoints)
+        nuisance = next(self._nuisances) if pace else ""
+        heard = self.rng.randint(0, 8) if nuisance == "unread" else None
         notes = self.place / f"notes/attempt-{number:03d}"
-        self.attempts.append(notes)
-        with Job(arguments, self.place, notes) as job:
-            killed = pace is not None and self._kill(job, pace, ranks_of(self.place, layout))
+        with ExitStack() as jobs:
+            job = jobs.enter_context(Job(arguments, self.place, notes, heard))
+            if nuisance == "rival" and pace:
+                time.sleep(self.rng.choice((0.0, self.rng.random())) * pace.start)
+                rival = jobs.enter_context(Job(arguments, self.place, notes.with_name(f"{notes.name}-rival")))
+                job = _winner(job, rival)
+            elif nuisance == "full" and pace:
+                jobs.enter_context(_full_for_a_while(job, pace, self.rng.random()))
+            self.attempts.append(job.notes)
+            if nuisance:
+                self.tally.nuisances[nuisance] += 1
+            killed = pace is not None and self._kill(job, pace, ranks_of(self.place, layout), nuisance)
             if not killed:
                 job.wait_for_end()
-                _check_end(job, 0)
-                if checkpoints.newest(self.checkpoints) != self.target:
-                    raise Violation(f"{notes}: the job ended well, but has not saved step {self.target}")
-            self._check_resumed(job, max(before, default=0))
+                self._check_unkilled(job, nuisance)
+            self._check_resumed(job, max(before, default=0), nuisance)
         self._check_kept(before)
 
-    def _kill(self, job: Job, pace: Pace, ranks: int) -> bool:
+    def _check_unkilled(self, job: Job, nuisance: str) -> None:
+        """The job has come to its end, unless its last checkpoint could not be written."""
+        if nuisance == "full" and job.process.returncode == 4:
+            _check_end(job, 4, "could not be written")
+            return
+        _check_end(job, 0)
+        if checkpoints.newest(self.checkpoints) != self.target:
+            raise Violation(f"{job.notes}: the job ended well, but has not saved step {self.target}")
+
+    def _kill(self, job: Job, pace: Pace, ranks: int, nuisance: str) -> bool:
         """Whether the job was killed: it may end before its moment comes."""
         when = next(when for when in self._moments if when != "load" or checkpoints.newest(self.checkpoints))
         who, nth = next(self._victims), self.rng.randint(1, 4)
@@ -155,21 +183,21 @@ class KilledRun:
         gone = job.wait_until_gone()
         if (more := job.batches_begun() - begun) > ranks * BEGUN:
             raise Violation(f"{job.notes}: the ranks have begun {more} more batches after the kill")
-        if job.process.returncode == 0:
+        if job.process.returncode == 0 or (nuisance == "full" and job.process.returncode == 4):
             return False
         if rank is not None:
             _check_end(job, 5, f"rank {rank} ")
-        self._note_kill(who, when, gone)
+        self._note_kill(who, when, gone, nuisance)
         return True
 
-    def _note_kill(self, who: str, when: str, gone: float) -> None:
+    def _note_kill(self, who: str, when: str, gone: float, nuisance: str) -> None:
         inside = "save" if checkpoints.note_left_behind(self.checkpoints, ".partial") else ""
         inside = "delete" if checkpoints.note_left_behind(self.checkpoints, ".deleted") else inside
         if when == "save" and inside != "save":  # it was over sooner than expected
             self._moments = chain(["save"], self._moments)
-        self.tally.kills.append({"who": who, "when": when, "inside": inside, "gone": gone})
+        self.tally.kills.append({"who": who, "when": when, "inside": inside, "gone": gone, "nuisance": nuisance})
         at = checkpoints.newest(self.checkpoints)
-        where = f", inside a {inside}" if inside else ""
+        where = f", inside a {inside}" * bool(inside) + f", {nuisance}" * bool(nuisance)
         layout = self.tally.layouts[(len(self.attempts) - 1) % len(self.layouts)].replace("parallel.", "")
         self.say(f"kill {len(self.tally.kills)}: {who} at {when}{where}; newest checkpoint: step {at}; {layout}")
 
@@ -198,7 +226,7 @@ class KilledRun:
         }
         return moments[when]
 
-    def _check_resumed(self, job: Job, newest: int) -> None:
+    def _check_resumed(self, job: Job, newest: int, nuisance: str) -> None:
         """The job must have gone on from the newest checkpoint, if it came so far as to say so."""
         told = job.resumed_at
         if told is not None and told != (newest, newest * BATCH):
@@ -209,7 +237,9 @@ class KilledRun:
             raise Violation(f"{job.notes}: went on from samples {began}, but the newest checkpoint is of step {newest}")
         if newest:
             self.tally.resumes += told is not None
-            if "rank-0" in began and told is None:  # it speaks before it trains; the others do not wait for it
+            if (
+                "rank-0" in began and told is None and nuisance != "unread"
+            ):  # it speaks before it trains; the others do not wait for it
                 raise Violation(f"{job.notes}: does not say that it has resumed from step {newest}")
 
     def _check_kept(self, before: dict[int, Path]) -> None:
@@ -228,11 +258,14 @@ class KilledRun:
     def _compare(self) -> None:
         """The finished run beside its twin: what it reported, what it saved and what it read."""
         names = ("killed", "twin")
-        mine, expected = (_curves(self.place / "runs" / name / "metrics.jsonl", self.steps) for name in names)
+        gaps = self.tally.nuisances["full"] > 0
+        mine, expected = (
+            _curves(self.place / f"runs/{name}/metrics.jsonl", self.steps, gaps and name == "killed") for name in names
+        )
         paths = (self.place / "runs" / name / f"checkpoints/step-{self.steps:08d}" for name in names)
         difference = checkpoints.largest_difference(*map(checkpoints.tensors_of, paths))
         for name in COMPARED:
-            pairs = zip(mine[name], expected[name], strict=True)
+            pairs = ((value, expected[name][step]) for step, value in mine[name].items())
             difference = max(difference, *(abs(value - other) / abs(other) for value, other in pairs))
         limit = 0.0 if self.tally.kind == "same" else TOLERANCE
         if not difference <= limit:
@@ -260,8 +293,11 @@ def _first_line(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True)[:1] if line.endswith("\n")]
 
 
-def _curves(path: Path, steps: int) -> dict[str, list[float]]:
-    """The last report of every step. Raises Violation if one is missing, and for events that must not happen."""
+def _curves(path: Path, steps: int, gaps: bool) -> dict[str, dict[int, float]]:
+    """The last report of every step. Raises Violation for events that must not happen, and if a report is missing.
+
+    gaps: the disk was full for a while, so that reports may be missing and checkpoints not have been written.
+    """
     last: dict[int, dict] = {}
     events: Counter[str] = Counter()
     for line in path.read_text().splitlines():
@@ -270,10 +306,53 @@ def _curves(path: Path, steps: int) -> dict[str, list[float]]:
             events[record["event"]] += 1
         elif "loss" in record:
             last[record["step"]] = record
-    if trouble := {name: events[name] for name in TROUBLE & events.keys()}:
+    if trouble := {name: events[name] for name in (TROUBLE - ({"save_failed"} if gaps else set())) & events.keys()}:
         raise Violation(f"{path}: reports {trouble}")
-    if sorted(last) != list(range(1, steps + 1)):
+    wanted = list(range(1, steps + 1))
+    if sorted(last) != wanted and not (gaps and last.keys() <= set(wanted) and last):
         raise Violation(f"{path}: reports steps {sorted(last)}, not 1 to {steps}")
-    if [record["step"] for record in read_records(path)] != list(range(1, steps + 1)):
-        raise Violation(f"{path}: megalite.train.records does not read steps 1 to {steps} from it, each once")
-    return {name: [last[step][name] for step in range(1, steps + 1)] for name in COMPARED}
+    if [record["step"] for record in read_records(path)] != sorted(last):
+        raise Violation(f"{path}: megalite.train.records does not read steps {sorted(last)} from it, each once")
+    return {name: {step: last[step][name] for step in sorted(last)} for name in COMPARED}
+
+
+def _winner(*jobs: Job) -> Job:
+    """Of two jobs in one folder the one that trains. Raises Violation unless the other is refused."""
+    deadline = time.monotonic() + PATIENCE
+    while all(job.process.poll() is None for job in jobs):
+        if time.monotonic() > deadline:
+            raise Violation(f"{jobs[1].notes}: neither of two jobs in one folder has ended")
+        time.sleep(0.01)
+    ended, other = jobs if jobs[0].process.poll() is not None else jobs[::-1]
+    if ended.process.returncode == 0:  # it was done before the other came
+        ended, other = other, ended
+        ended.wait_for_end()
+        _check_end(ended, 0 if REFUSED not in ended.told else 2)
+        return other
+    _check_end(ended, 2, REFUSED)
+    if ended.batches_begun():
+        raise Violation(f"{ended.notes}: a job that was refused has trained")
+    return other
+
+
+@contextmanager
+def _full_for_a_while(job: Job, pace: Pace, share: float) -> Iterator[None]:
+    """Let no write to a file succeed from a random moment of training on, for the time of some steps and a save."""
+    over = threading.Event()
+
+    def fill() -> None:
+        while not job.batches_begun():
+            if over.wait(0.05):
+                return
+        over.wait(share * 8 * pace.step)
+        job.fill_disk(True)
+        over.wait((1 - share) * 8 * pace.step + pace.save)
+        job.fill_disk(False)
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    try:
+        yield
+    finally:
+        over.set()
+        filler.join()

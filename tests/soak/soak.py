@@ -5,6 +5,10 @@ is done. After each kill no process may be left, every checkpoint must be comple
 go on from the newest. At the end losses, gradient norms and every tensor are those of the twin: bitwise where the
 layout stays the same, to 1e-10 where every start has another. Samples are counted: each once per epoch.
 
+Beside the kills, at random: a second job is started in the folder, which must be refused before it touches anything;
+for a while nothing can be written to any file, as if the disk were full (by a limit on the size of files, which needs
+no root); nobody reads the job's stdout any more. None of them may end training or lose anything but reports.
+
 Half of the runs keep their layout. A run asks for half of its steps first, and is extended when it has them.
 """
 
@@ -25,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from killed_run import BATCH, CONFIG_FILE, KilledRun, Say, Tally, ranks_of
+from killed_run import BATCH, CONFIG_FILE, NUISANCES, KilledRun, Say, Tally, ranks_of
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -149,6 +153,7 @@ def _result(tallies: Sequence[Tally], command: str, seconds: float) -> dict[str,
         "kills": len(kills),
         "killed": dict(Counter(kill["who"] for kill in kills)),
         "aimed_at": dict(Counter(kill["when"] for kill in kills)),
+        "beside_them": {name: sum(tally.nuisances[name] for tally in tallies) for name in NUISANCES},
         "inside_a_save": sum(kill["inside"] == "save" for kill in kills),
         "inside_a_deletion": sum(kill["inside"] == "delete" for kill in kills),
         "seconds_until_gone": max((kill["gone"] for kill in kills), default=0.0),
@@ -193,11 +198,12 @@ def _summary(result: dict[str, Any]) -> str:
     who, when = (
         ", ".join(f"{count} {name}" for name, count in sorted(result[key].items())) for key in ("killed", "aimed_at")
     )
+    beside = ", ".join(f"{result['beside_them'][name]} with {what}" for name, what in NUISANCES.items())
     return (
         f"{result['kills']} kills ({who}; aimed at: {when}), {result['inside_a_save']} of them inside a save and "
         f"{result['inside_a_deletion']} inside a deletion; all processes gone after at most "
         f"{result['seconds_until_gone']:.1f} s; {result['checkpoints_verified']} checkpoints hashed, "
-        f"{result['resumes']} resumes from the newest; {result['seconds']} s in all"
+        f"{result['resumes']} resumes from the newest; starts {beside}; {result['seconds']} s in all"
     )
 
 

@@ -7,6 +7,7 @@ of every sequence, by which `sample_count.py` tells where in the data it comes f
 
 import importlib
 import json
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from megalite.dist.ranks import Place, find_place
 
 NOTES = "SOAK_NOTES"  # environment: the folder for notes
 SHOWN = 2  # tokens of a sequence that are noted
+SPACE = 1 << 16  # bytes for the notes of a rank
 Batches = Callable[[Any, Iterable[Any]], Iterator[tuple[Any, Any]]]
 
 
@@ -27,10 +29,14 @@ def spied(batches: Batches, place: Place) -> Batches:
     """`Loader.batches`, noting what goes out."""
 
     def noting(loader: Any, wanted: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        with (Path(os.environ[NOTES]) / f"rank-{place.rank}.jsonl").open("a", buffering=1) as file:
+        path = Path(os.environ[NOTES]) / f"rank-{place.rank}.jsonl"
+        path.write_bytes(bytes(SPACE))  # it is there before the disk is said to be full
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), SPACE) as notes:
             for batch, micros in batches(loader, wanted):
                 tokens = micros.flatten(0, 1)[:, :SHOWN].tolist()
-                file.write(json.dumps({"first": batch.first, "share": loader.dp_rank, "tokens": tokens}) + "\n")
+                notes.write(
+                    json.dumps({"first": batch.first, "share": loader.dp_rank, "tokens": tokens}).encode() + b"\n"
+                )
                 yield batch, micros
 
     return noting

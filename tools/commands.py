@@ -1,6 +1,7 @@
 """Where the installed programs begin: they hear an interrupt before they import anything that takes time."""
 
 import signal
+import sys
 from collections.abc import Callable
 from importlib import import_module
 
@@ -11,8 +12,12 @@ def _program(module: str) -> Callable[[], int]:
     def main() -> int:
         before = end_at_once([signal.SIGINT])
         program = import_module(f"megalite_tools.{module}")
-        restore(before)  # an exception now, so that the program leaves nothing behind
-        code: int = program.main()
+        try:
+            restore(before)  # an exception now, so that the program leaves nothing behind
+            code: int = program.main()
+        except KeyboardInterrupt:  # while it reads its arguments
+            print("interrupted", file=sys.stderr)
+            return 130
         return code
 
     return main

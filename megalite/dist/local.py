@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from megalite.config.errors import InputError
 from megalite.dist.forked import Forked
 from megalite.imports import import_for_good
 from megalite.output import Outlet
@@ -54,7 +55,7 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
     if shared is not None and sys.platform == "linux":
         import_for_good(shared)
         start = _fork
-    with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:
+    with _temporary_folder() as meeting:
         ranks: list[Process] = []
         try:
             with ExitStack() as handing_on:
@@ -69,6 +70,13 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
             _kill(ranks)
             restore(previous)
         return _explain(ranks, failed, Path(meeting), logs) if failed else 0
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="megalite-")
+    except OSError as error:
+        raise InputError(f"no folder for temporary files can be made: {error.strerror}; set TMPDIR to one") from error
 
 
 def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Where the ranks of a job meet: a key-value store, over which they find out that they all mean the same job."""
 
+import ctypes
 import json
 import os
 import socket
@@ -113,13 +114,20 @@ class _Waiting:
         warn(f"rank {self.place.rank} waits: {missing} within {QUIET:g} s; it {patience}")
 
 
+def kept(store: dist.Store) -> dist.Store:
+    """`store`, which is never destroyed if it is a file: it would write once more, and abort where the disk is full."""
+    if MEETING in os.environ:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    return store
+
+
 def _open_store(place: Place, waiting: _Waiting) -> tuple[dist.Store, str]:
     """The key-value store over which the ranks find each other, and who keeps it."""
     folder = os.environ.get(MEETING)
     if folder or os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if folder:
-        return dist.FileStore(f"{folder}/store", place.world_size), "the launcher"
+        return kept(dist.FileStore(f"{folder}/store", place.world_size)), "the launcher"
     host, port = _address()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps one for all of its attempts
     keeper = f"{'an agent of torchrun' if agent else 'rank 0'} at {host}:{port}"

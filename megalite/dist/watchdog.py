@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megalite.dist.activity import HIDDEN, Activity, places, stacks
 from megalite.dist.last_words import tell
-from megalite.dist.meeting import Meeting, reason
+from megalite.dist.meeting import Meeting, kept, reason
 from megalite.dist.ranks import HELD_BACK, Place, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
 from megalite.dist.start import is_lost_peer
@@ -65,8 +65,8 @@ class Watchdog:
         self.meeting, self.place, self.activity, self.timeout = meeting, place, activity, timeout
         self.interval = between_looks(timeout, place.world_size)
         self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
-        self._store = meeting.store.clone()  # type: ignore[attr-defined]  # a connection that no other thread waits on
-        self._hosts = meeting.hosts.clone()  # type: ignore[attr-defined]
+        # Connections that no other thread waits on.
+        self._store, self._hosts = (kept(store.clone()) for store in (meeting.store, meeting.hosts))  # type: ignore[attr-defined]
         self._asker = ThreadPoolExecutor(1, f"{HIDDEN} store")
         self._told: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name=HIDDEN, daemon=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megalite.config.errors import InputError
 from megalite.dist import local
 from megalite.dist.local import launch, log_file
 
@@ -127,6 +128,12 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
     with pytest.raises(OSError, match="no more processes"):
         launch(program("time.sleep(600)"), [str(tmp_path)], 2, tmp_path / "logs")
     assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_missing_folder_for_temporary_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="no folder for temporary files can be made: No such file.*; set TMPDIR"):
+        launch("program", [], 1, tmp_path)
 
 
 def test_the_cause_is_shown_and_not_what_followed_from_it(

@@ -1,10 +1,13 @@
 """Where ranks meet. The ranks are threads of this process."""
 
+import os
+import resource
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from megalite.config.errors import InputError
 from megalite.dist import meeting
 from megalite.dist.local import MEETING
-from megalite.dist.meeting import LostPeer, meet, reason
+from megalite.dist.meeting import LostPeer, kept, meet, reason
 from megalite.dist.ranks import Place
 
 RATE = {"optim.lr": 0.1, "data.train[0].weight": 1.0}
@@ -151,3 +154,15 @@ def test_a_port_in_use_is_told(port: int) -> None:
 )
 def test_a_reason_is_one_line_and_never_empty(text: str, shown: str) -> None:
     assert reason(dist.DistNetworkError(text)) == shown
+
+
+def test_a_full_disk_at_the_end_does_not_abort_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructor of a file store writes."""
+    monkeypatch.setenv(MEETING, str(tmp_path))
+    if (pid := os.fork()) == 0:
+        stores = [kept(dist.FileStore(str(tmp_path / "store"), 1))]
+        stores += [kept(store.clone()) for store in (stores[0], dist.PrefixStore("host", stores[0]))]  # type: ignore[attr-defined]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        stores.clear()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0

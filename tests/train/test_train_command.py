@@ -309,8 +309,9 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
     assert (place / "runs/killed/lock/2.free").exists()
 
 
-def test_a_second_job_is_refused_and_touches_nothing(place: Path) -> None:
-    folder = place / "runs/base"
+def test_a_second_job_is_refused_and_touches_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    folder = Path("runs/base")
     held = Lock.take(folder)
 
     def changes() -> dict[Path, int]:
@@ -322,6 +323,7 @@ def test_a_second_job_is_refused_and_touches_nothing(place: Path) -> None:
     told = f"megalite: error: runs/base: another job trains in this folder, process {os.getpid()} on "
     assert done.stderr.startswith(told)
     assert done.stderr.count("\n") == 1
+    assert main(["train", "toy.yaml", "--check", *BASE]) == 2, "before a launcher starts ranks"
     assert changes() == before
     held.free()
 

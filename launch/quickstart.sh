@@ -31,4 +31,4 @@ echo; echo "5/6  Draw the loss curve, with a mark where the layout changed"
 megalite-plot-metrics runs/quickstart
 
 echo; echo "6/6  Write some Python"
-megalite-generate runs/quickstart --prompt $'def read_file(path):\n    """' --tokens 120
+megalite-generate runs/quickstart --prompt $'def read_file(path):\n    ' --tokens 100 --temperature 0.6 --top-k 20 --seed 1

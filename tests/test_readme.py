@@ -1,4 +1,4 @@
-"""The commands of README.md do what it says."""
+"""The commands of README.md and of the pages in docs/ do what they say, and their links lead somewhere."""
 
 import os
 import re
@@ -11,12 +11,45 @@ from pathlib import Path
 
 import pytest
 
+from megalite.cli import main
 from megalite.config.load import load
 from megalite.config.validate import check
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TESTED_PAGES = ("layout", "laptop_to_slurm", "extending")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", TESTED_PAGES)
+def test_commands_of_the_pages_work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another; of those that compute, the configuration is checked."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines() if line.strip()]
+    assert commands
+    for program, command, *arguments in commands:
+        assert program == "megalite"
+        if command == "show":
+            assert main([command, *arguments]) == 0
+        else:
+            assert check(load(arguments[:1], arguments[1:]))
+
+
+def test_the_timeline_is_what_show_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (ROOT / "docs/images/draw.sh").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("megalite show")]
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line.replace("$images/", ""))[1:]) == 0
+    assert (tmp_path / "dualpipev.svg").read_text() == (ROOT / "docs/images/dualpipev.svg").read_text()
 
 
 def test_every_make_command_has_a_target() -> None:

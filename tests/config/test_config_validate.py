@@ -361,10 +361,10 @@ def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
         check_files(bad)
     assert [str(problem) for problem in caught.value.problems] == [
         f'data.train[0].path = "{half}": no such file: {half}.idx; '
-        "mend the path, or make it with megalite-prepare-data",
+        "correct the path, or make it with megalite-prepare-data",
         f'data.train[1].path = "{there}.bin": no such file: {there}.bin.bin and {there}.bin.idx; leave out the .bin',
         "eval.steps = 1: evaluation needs data.valid; list token stores there, or use 0",
-        f'data.tokenizer = "{tmp_path}/none.model": no such file; mend the path, or use null',
+        f'data.tokenizer = "{tmp_path}/none.model": no such file; correct the path, or use null',
         f'checkpoint.resume = "{tmp_path}/none": no such checkpoint; use auto, never or the path of a checkpoint',
     ]
 

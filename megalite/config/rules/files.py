@@ -18,17 +18,17 @@ def validate_files(config: Config) -> list[Problem]:
             Problem("eval.steps", "evaluation needs data.valid", "list token stores there, or use 0", config.eval.steps)
         )
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
-        problems.append(Problem("data.tokenizer", "no such file", "mend the path, or use null", data.tokenizer))
+        problems.append(Problem("data.tokenizer", "no such file", "correct the path, or use null", data.tokenizer))
     schedule = config.parallel.pipeline.schedule
     if schedule not in SCHEDULES and not Path(schedule).is_file():
-        problems.append(Problem("parallel.pipeline.schedule", "no such file", "mend the path", schedule))
+        problems.append(Problem("parallel.pipeline.schedule", "no such file", "correct the path", schedule))
     if resume not in ("auto", "never") and not Path(resume).exists():
         problems.append(
             Problem("checkpoint.resume", "no such checkpoint", "use auto, never or the path of a checkpoint", resume)
         )
     weights = config.checkpoint.weights
     if weights is not None and not Path(weights).exists():
-        problems.append(Problem("checkpoint.weights", "no such checkpoint", "mend the path, or use null", weights))
+        problems.append(Problem("checkpoint.weights", "no such checkpoint", "correct the path, or use null", weights))
     return problems
 
 
@@ -38,6 +38,8 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
         if missing:
             extra = source.path.endswith((".bin", ".idx"))
             fix = (
-                f"leave out the {source.path[-4:]}" if extra else "mend the path, or make it with megalite-prepare-data"
+                f"leave out the {source.path[-4:]}"
+                if extra
+                else "correct the path, or make it with megalite-prepare-data"
             )
             yield Problem(f"{key}[{i}].path", f"no such file: {listing(missing, 'and')}", fix, source.path)

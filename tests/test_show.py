@@ -32,10 +32,11 @@ def row(output: str, first: str) -> list[str]:
 
 
 def test_the_configuration_shown_is_the_resolved_one(show: Show, tmp_path: Path) -> None:
-    output = show(QUICKSTART, "parallel.dp_shard=auto", "--world-size", "16", "optim.lr=0.5", "run.name='[bold]'")
+    overrides = ["parallel.dp_shard=auto", "batch.global=64", "optim.lr=0.5", "run.name='[bold]'"]
+    output = show(QUICKSTART, "--world-size", "16", *overrides)
     path = tmp_path / "shown.yaml"
     path.write_text(output.partition("Configuration\n")[2].partition("\nLayout: ")[0])
-    expected = check(load([QUICKSTART], ["parallel.dp_shard=auto", "optim.lr=0.5", "run.name='[bold]'"]), 16)
+    expected = check(load([QUICKSTART], overrides), 16)
     assert load([str(path)]) == expected
     assert expected.run.name == "[bold]"
 

@@ -65,7 +65,7 @@ def test_a_split_that_lowers_the_peak_is_told(capsys: pytest.CaptureFixture[str]
 def test_equal_ranks_of_many_are_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     gpipe = ["model.layers=12", "parallel.pp=12", "batch.global=12", "parallel.pipeline.schedule=gpipe"]
     rows = shown(capsys, "--memory", *gpipe)
-    assert {"0", "1-10", "11"} <= rows.keys()
+    assert {"0", "1-9", "10", "11"} <= rows.keys()
 
 
 def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

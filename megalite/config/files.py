@@ -29,7 +29,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def read_object(path: Path, most: int) -> dict[str, Any]:
     """The JSON object that a file of at most `most` bytes holds. Raises InputError for anything else."""
     if not path.is_file():
-        raise InputError(f"{path}: no such file")
+        raise InputError(f"{path}: is not there, or no regular file")
     try:
         with path.open("rb") as file:
             raw = file.read(most + 1)

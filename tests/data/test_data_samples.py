@@ -110,11 +110,11 @@ def test_no_source_is_an_error() -> None:
 
 
 def test_documents_begin_where_the_index_says_and_tokens_do_not(write_store: WriteStore) -> None:
-    documents = [[1, 2, 9], [3], [4, 5, 6, 9, 9], [7, 8, 1, 1, 1, 1, 1]]
+    documents = [[1, 2], [3], [4, 9, 5, 9, 6, 8], [7, 8, 1, 1, 1, 1, 1]]
     prefix = write_store(documents)
     samples = Samples([Source(prefix)], 0, LENGTH, 10, end_of_document=9)
     stream = [token for document in documents for token in document]
-    starts = {0, 3, 4, 9}
+    starts = {0, 2, 3, 9}
     for index in range(samples.parts[0].samples):
         sample = samples[index]
         at = next(at for at in range(0, 16, LENGTH) if stream[at : at + LENGTH + 1] == sample.tokens.tolist())

@@ -169,6 +169,10 @@ def test_the_defaults_are_valid() -> None:
             "batch.global = 9: must be a multiple of batch.micro · data-parallel ranks = 1 · 2 = 2; use global 8 or 10",
         ),
         (["batch.micro=auto", "batch.memory=0"], "batch.memory = 0.0: must be greater than 0"),
+        (
+            ["run.seed=9223372036854775808"],
+            "run.seed = 9223372036854775808: must be at most 9,223,372,036,854,775,807: checkpoints keep it in 64 bits",
+        ),
         (["batch.micro=auto", "batch.memory=1e300"], "batch.memory = 1e+300: must be at most 1,000,000: these are GiB"),
         (
             ["batch.micro=2", "batch.memory=10"],

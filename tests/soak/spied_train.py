@@ -33,7 +33,7 @@ def spied(batches: Batches, place: Place) -> Batches:
         path.write_bytes(bytes(SPACE))  # it is there before the disk is said to be full
         with path.open("r+b") as file, mmap.mmap(file.fileno(), SPACE) as notes:
             for batch, micros in batches(loader, wanted):
-                tokens = micros.flatten(0, 1)[:, :SHOWN].tolist()
+                tokens = micros.tokens.flatten(0, 1)[:, :SHOWN].tolist()
                 notes.write(
                     json.dumps({"first": batch.first, "share": loader.dp_rank, "tokens": tokens}).encode() + b"\n"
                 )

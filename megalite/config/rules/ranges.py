@@ -65,6 +65,7 @@ POSITIVE = (
 RANKS = 1 << 24
 ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"
 MOST: dict[str, tuple[int, str]] = {  # and why; numbers that are not here are bounded by MOST_OF_OTHERS
+    "run.seed": ((1 << 63) - 1, "checkpoints keep it in 64 bits"),
     "model.layers": (10_000, ANY_MODEL),
     "model.width": (1 << 20, ANY_MODEL),
     "model.heads": (1 << 16, ANY_MODEL),

@@ -24,7 +24,7 @@ SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".html", ".py
 SUFFIXES |= dict.fromkeys((".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"), "text")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 BLOCK = 1 << 16  # bytes read from a file at a time
-ZSTD_BLOCK = 1 << 11  # of Zstandard: at most 512 blocks, none of which is above 128 KiB when decompressed
+ZSTD_BLOCK = 1 << 9  # of Zstandard: at most 128 blocks, none of which is above 128 KiB when decompressed
 
 
 def format_of(path: Path, asked: Format | None = None) -> Format:

@@ -51,6 +51,15 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launch_there
 
 
+def times(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor, in the memory of x, which is nobody else's.
+
+    Not while a graph is traced: of an autograd function whose result is that of an operation in place, torch 2.11 makes
+    gradients that are zero. Compiled, the memory is reused anyway.
+    """
+    return x * factor if torch.compiler.is_compiling() else x.mul_(factor)
+
+
 def use_triton(backend: Backend, device: torch.device) -> bool:
     """Whether tensors on `device` are given to Triton; see the table above. ValueError where that cannot be."""
     if backend not in ("auto", "triton", "torch"):

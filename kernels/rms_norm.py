@@ -25,6 +25,7 @@ from megalite_kernels.backend import (
     on_device,
     power_of_2,
     shared_memory,
+    times,
     tl,
     use_triton,
     wide_dtype,
@@ -49,7 +50,7 @@ class _Torch(torch.autograd.Function):
         wide = x.to(wide_dtype(x.dtype))
         inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
+        return times(wide * inverse, weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -58,7 +59,7 @@ class _Torch(torch.autograd.Function):
         of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
         along = torch.linalg.vecdot(grad, normal).div_(x.shape[-1]).unsqueeze(-1)
-        return grad.sub_(normal.mul_(along)).mul_(inverse).to(x.dtype), of_weight, None
+        return times(grad.sub_(normal.mul_(along)), inverse).to(x.dtype), of_weight, None
 
 
 @jit

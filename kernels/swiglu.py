@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.backend import Backend, as_rows, jit, on_device, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, as_rows, jit, on_device, times, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 BYTES = 32  # of every tensor that a thread handles: two loads
@@ -30,12 +30,12 @@ class _Torch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return times(F.silu(gate), up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), times(F.silu(gate), grad)
 
 
 @jit

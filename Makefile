@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test check bench soak gpu clean
+OLDEST := .venv-oldest
+
+.PHONY: install quickstart test test-oldest check bench soak gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -22,6 +24,17 @@ quickstart: $(VENV)/installed-run
 
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# With the lowest versions that pyproject.toml allows. What starts whole jobs over and over is left out: kills, Slurm, the README.
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	    --ignore tests/soak --ignore tests/launch --ignore tests/test_readme.py
+
+$(OLDEST)/installed: pyproject.toml tests/oldest.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python tests/oldest.py >$(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -c $(OLDEST)/constraints.txt -e '.[dev]'
+	touch $@
 
 check: install
 	$(BIN)/ruff format --check .
@@ -45,4 +58,4 @@ gpu: install
 	TRITON_INTERPRET=0 $(BIN)/python -m megalite_kernels.benchmarks
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) build *.egg-info

@@ -10,6 +10,7 @@ from typing import Any
 
 import fake_cuda_cases as cases
 import pytest
+import torch
 from fake_cuda import fake_cuda
 
 from megalite.config.schema import (
@@ -29,7 +30,8 @@ from megalite.config.schema import (
 )
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None, reason="compiles a library with g++ on Linux"
+    sys.platform != "linux" or shutil.which("g++") is None or torch.version.cuda is not None,
+    reason="compiles a library with g++ on Linux, for PyTorch's build without CUDA",
 )
 
 Call = Callable[..., Any]

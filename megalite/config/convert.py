@@ -13,6 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megalite.config.errors import Problem, listing
 from megalite.config.schema import Config
 
+UNRESOLVED = object()  # in place of a value whose references cannot be filled in
+HINTS = 50  # unknown keys that near names are looked for
 KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -64,12 +66,13 @@ def _keys(cls: Any, prefix: str) -> Iterable[tuple[str, Any]]:
 def _section(value: Any, cls: Any, key: str, problems: list[Problem]) -> Any:
     names = {yaml_name(field.name): field.name for field in fields(cls)}
     if not isinstance(value, dict):
-        problems.append(Problem(key, f"must be {_kind(cls)}", value=value))
+        problems.append(Problem(key, f"must be {kind(cls)}", value=value))
         return value
     hints = get_type_hints(cls)
     prefix = f"{key}." if key else ""
     problems += [
-        Problem(f"{prefix}{name}", "unknown key", _hint(f"{prefix}{name}")) for name in value if name not in names
+        Problem(f"{prefix}{name}", "unknown key", _hint(f"{prefix}{name}") if len(problems) + at < HINTS else "")
+        for at, name in enumerate(name for name in value if name not in names)
     ]
     return cls(
         **{
@@ -82,8 +85,8 @@ def _section(value: Any, cls: Any, key: str, problems: list[Problem]) -> Any:
 
 def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
     allowed = options(hint)
-    if value is None and NoneType in allowed:
-        return None
+    if (value is None and NoneType in allowed) or value is UNRESOLVED:
+        return value
     if value == "???":
         problems.append(Problem(key, "has no value yet", f"set it in a file or with {key}=VALUE"))
         return value
@@ -96,7 +99,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
         if _fits(value, option):
             return float(value) if option is float else value
     remedy = "put it in quotes" if str in allowed and isinstance(value, int | float) else ""
-    problems.append(Problem(key, f"must be {listing([_kind(option) for option in allowed])}", remedy, value))
+    problems.append(Problem(key, f"must be {listing([kind(option) for option in allowed])}", remedy, value))
     return value
 
 
@@ -115,14 +118,15 @@ def _fits(value: Any, option: Any) -> bool:
     return isinstance(option, type) and isinstance(value, option)
 
 
-def _kind(option: Any) -> str:
+def kind(option: Any) -> str:
+    """What a value of a type is called."""
     if is_dataclass(option):
         return f"a section with keys from {listing([yaml_name(field.name) for field in fields(option)])}"
     if get_origin(option) is Literal:
         return listing(get_args(option))
     if get_origin(option) is list:
         (inner,) = get_args(option)
-        return f"a list, each item {'a section' if is_dataclass(inner) else _kind(inner)}"
+        return f"a list, each item {'a section' if is_dataclass(inner) else kind(inner)}"
     return KINDS[option]
 
 

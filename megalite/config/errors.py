@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+LONGEST, MOST = 400, 100  # characters of a value, and problems, that are shown
 ABSENT: Any = object()  # marks a problem that has no value to show
 
 
@@ -18,8 +19,16 @@ class Problem:
     value: Any = ABSENT
 
     def __str__(self) -> str:
-        shown = "" if self.value is ABSENT else f" = {json.dumps(self.value, ensure_ascii=False, default=str)}"
-        return f"{self.key}{shown}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
+        shown = (
+            "" if self.value is ABSENT else f" = {_shortened(json.dumps(self.value, ensure_ascii=False, default=str))}"
+        )
+        return f"{_shortened(self.key)}{shown}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
+
+
+def _shortened(text: str) -> str:
+    """At most LONGEST printable characters."""
+    shown = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
 class InputError(ValueError):
@@ -39,7 +48,8 @@ class Unhealthy(RuntimeError):
 
 def _listed(problems: Sequence[Problem]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return "\n  ".join([f"{count} in the configuration", *map(str, problems)])
+    more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
+    return "\n  ".join([f"{count} in the configuration", *map(str, problems[:MOST]), *more])
 
 
 def listing(items: Sequence[object], last: str = "or") -> str:

@@ -7,16 +7,15 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
-from megalite.config.convert import from_plain, sections, to_plain
+from megalite.config.convert import UNRESOLVED, from_plain, keys, kind, sections, to_plain
 from megalite.config.errors import InputError, Problem
+from megalite.config.references import KEY, START, check_references
 from megalite.config.schema import Config, Kernels
+from megalite.config.yaml import DEEPEST, parse, read_mapping
 
-KEY = r"[A-Za-z_]\w*(\.\w+|\[\d+\])*"  # model.layers, data.train[0].path
-NULL = "tag:yaml.org,2002:null"
+Read = dict[str, dict[str, Any]]  # files that have been read, with what they include, by their real paths
 
 
 def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
@@ -29,14 +28,19 @@ def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
     Raises `InputError` for a file that cannot be read, and with all unknown keys, values of a wrong type
     and malformed overrides at once. Rules between values are checked by `validate`.
     """
-    plain = to_plain(Config())  # the defaults too can be referred to
+    plain, known = to_plain(Config()), Read()  # the defaults too can be referred to
     for path in paths:
-        plain = _merge(plain, _read(Path(path), ()))
-    merged = OmegaConf.create(plain)
-    malformed = [problem for override in overrides if (problem := _override(merged, override))]
-    config, problems = from_plain(_resolve(merged))
-    if malformed or problems:
-        raise InputError([*malformed, *problems])
+        plain = _merge(plain, _read(Path(path), (), known))
+    malformed: list[Problem] = []
+    for override in overrides:
+        try:
+            plain = _overridden(plain, override)
+        except InputError as error:
+            malformed += error.problems
+    unresolved = check_references(plain)
+    config, problems = from_plain(_without_references(plain) if unresolved else _resolved(plain))
+    if malformed or unresolved or problems:
+        raise InputError([*malformed, *unresolved, *problems])
     return config
 
 
@@ -50,38 +54,39 @@ def is_override(argument: str) -> bool:
     return re.fullmatch(KEY, argument.partition("=")[0]) is not None and "=" in argument
 
 
-def _read(path: Path, includers: tuple[Path, ...]) -> dict[Any, Any]:
+def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any]:
     """The content of one file merged over its includes; `includers` led here, outermost first."""
-    chain = (*includers, path)
-    if realpath(path) in map(realpath, includers):
+    chain, real = (*includers, path), realpath(path)
+    if real in map(realpath, includers):
         raise InputError(f"{' includes '.join(map(str, chain))}: files must not include each other in a circle")
-    content = _parse(path, includers)
+    if len(chain) > DEEPEST:
+        raise InputError(f"{path}: is included through {len(includers)} files, and {DEEPEST} are the most")
+    if real in known:
+        return known[real]
+    try:
+        content = read_mapping(path)
+    except InputError as error:
+        raise InputError(f"{error}{_advice(path, includers)}") from error
     included = content.pop("include", None)
     listed = included if isinstance(included, list) else [] if included is None else [included]
-    if not all(isinstance(item, str) and "\0" not in item for item in listed):
-        raise InputError(f"{path}: include = {included!r}: must be a path or a list of paths")
-    plain: dict[Any, Any] = {}
+    if not all(isinstance(item, str) for item in listed):
+        raise InputError(f"{path}: include = {included!r:.200}: must be a path or a list of paths")
+    plain: dict[str, Any] = {}
     for item in listed:
-        plain = _merge(plain, _read(path.parent / item, chain))
-    return _merge(plain, content)
+        plain = _merge(plain, _read(path.parent / item, chain, known))
+    known[real] = _merge(plain, content)
+    return known[real]
 
 
-def _parse(path: Path, includers: tuple[Path, ...]) -> dict[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text") from error
-    except OSError as error:
-        origin = f", included by {includers[-1]}" if includers else ""
-        hint = "; an override is written key=value" if "=" in path.name else ""
-        raise InputError(f"{path}: cannot be read{origin}: {error.strerror}{hint}") from error
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if not (root is None or isinstance(root, yaml.MappingNode) or root.tag == NULL):
-            raise InputError(f"{path}: must be a mapping, `key: value` lines, at its top level")
-        return _plain(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise InputError(f"{path}: is not valid YAML: {_reason(error)}") from error
+def _advice(path: Path, includers: tuple[Path, ...]) -> str:
+    """What else to say of a file that is not there, or that is no YAML."""
+    if includers:
+        return f" (included by {includers[-1]})"
+    key = re.split(r"[=:]", str(path), maxsplit=1)[0].strip()
+    if path.exists() or not (key in keys() or "=" in path.name):
+        return ""
+    form = f"{key}=VALUE" if key in keys() else "key=value"
+    return f"; an override is written {form}, without spaces"
 
 
 def _merge(base: dict[Any, Any], over: dict[Any, Any], prefix: str = "") -> dict[Any, Any]:
@@ -101,40 +106,61 @@ def _spelled_out(kernels: Any) -> Any:
     return {field.name: kernels for field in fields(Kernels)} if isinstance(kernels, str) else kernels
 
 
-def _override(merged: DictConfig, override: str) -> Problem | None:
-    """Applies one override to `merged`; the problem, where it cannot be."""
-    key, _, value = override.partition("=")
-    if not is_override(override):
-        return Problem(override, "is not an override", "write key=value, such as model.layers=8")
+def _overridden(plain: dict[str, Any], override: str) -> dict[str, Any]:
+    """`plain` with one override applied. Raises InputError with the problem, where it cannot be."""
+    key, _, text = override.partition("=")
+    steps = re.findall(r"\w+", key)
+    if not is_override(override) or len(steps) > DEEPEST:
+        raise InputError([Problem(override, "is not an override", "write key=value, such as model.layers=8")])
     try:
-        if key.partition(".")[0] == "kernels":
-            merged.kernels = _spelled_out(merged.kernels)
-        merged.merge_with_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        return Problem(key, "cannot be overridden", _reason(error), value)
-    except ValueError:
-        return Problem(key, "names an item of a list", "write its number, as in data.train[0].path", value)
-    return None
+        value = parse(text)
+    except ValueError as error:
+        raise InputError([Problem(key, "cannot be overridden", str(error), text)]) from error
+    if value is None and key in sections():
+        raise InputError([Problem(key, f"must be {kind(keys()[key])}", value=None)])
+    return _set(plain, steps, value, key)
 
 
-def _resolve(merged: DictConfig) -> dict[Any, Any]:
-    try:
-        return _plain(merged, resolve=True)
-    except OmegaConfBaseException as error:
-        raise InputError(
-            [Problem(error.full_key or "the configuration", "cannot be resolved", _reason(error))]
-        ) from error
+def _set(plain: dict[str, Any], steps: list[str], value: Any, key: str) -> dict[str, Any]:
+    """`plain` with `value` at the end of `steps`, merged over what is there."""
+    path, at = [], plain
+    for number, step in enumerate(steps):
+        inner: Any = at.get(step)
+        path.append(step)
+        if isinstance(inner, list) and number + 1 < len(steps):
+            return _merge(plain, _nested(path, _with_item(inner, steps[number + 1 :], value, key)))
+        at = inner if isinstance(inner, dict) else {}
+    return _merge(plain, _nested(steps, value))
 
 
-def _plain(config: Any, resolve: bool) -> dict[Any, Any]:
-    return cast(dict[Any, Any], OmegaConf.to_container(config, resolve=resolve))
+def _with_item(items: list[Any], steps: list[str], value: Any, key: str) -> list[Any]:
+    number, *inside = steps
+    if not number.isdecimal():
+        raise InputError([Problem(key, "names an item of a list", "write its number, as in data.train[0].path", value)])
+    if len(number) > 9 or int(number) >= len(items):
+        raise InputError([Problem(key, f"names item {number:.20} of a list of {len(items)}", "count from 0", value)])
+    old = items[int(number)]
+    new = _set(old if isinstance(old, dict) else {}, inside, value, key) if inside else value
+    return [*items[: int(number)], new, *items[int(number) + 1 :]]
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
-    return str(error).partition("\n")[0]
+def _nested(steps: list[str], value: Any) -> dict[str, Any]:
+    for step in reversed(steps):
+        value = {step: value}
+    return cast(dict[str, Any], value)
+
+
+def _resolved(plain: dict[str, Any]) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
+
+
+def _without_references(value: Any) -> Any:
+    """The container with a mark in place of what has references: they are told of already."""
+    if isinstance(value, dict):
+        return {key: _without_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_references(item) for item in value]
+    return UNRESOLVED if isinstance(value, str) and START.search(value) else value
 
 
 def _escape(value: Any) -> Any:

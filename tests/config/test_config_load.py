@@ -74,11 +74,11 @@ def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
         ("just words\n", r"file\.yaml: must be a mapping"),
         ("a: &x [*x]\n", r"file\.yaml: is not valid YAML: line 1"),
         ("run: !!python/object/apply:os.getcwd []\n", r"file\.yaml: is not valid YAML: line 1"),
-        ("run: {name: '${'}\n", r"file\.yaml: is not valid YAML"),
-        ("include: absent.yaml\n", r"absent\.yaml: cannot be read, included by .*file\.yaml: No such file"),
+        ("run: {name: '${'}\n", r'run\.name = "\$\{": has a reference that cannot be read; write \$\{section\.key\}'),
+        ("include: absent.yaml\n", r"absent\.yaml: cannot be read: No such file .*\(included by .*file\.yaml\)"),
         ("include: {a: b}\n", r"file\.yaml: include = .*must be a path or a list of paths"),
-        ('include: "a\\0b"\n', r"file\.yaml: include = .*must be a path or a list of paths"),
-        ("include: .\n", r"cannot be read, included by .*: Is a directory"),
+        ('include: "a\\0b"\n', r"file\.yaml: is not valid YAML: line 1, column 10: a text cannot have this character"),
+        ("include: .\n", r"cannot be read: Is a directory \(included by"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -89,7 +89,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, text: str, message:
 def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent\.yaml: cannot be read: No such file"):
         load([str(tmp_path / "absent.yaml")])
-    with pytest.raises(InputError, match="an override is written key=value"):
+    with pytest.raises(InputError, match=r"an override is written model\.layers=VALUE, without spaces"):
         load(["model.layers =3"])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"binary\.yaml: is not UTF-8 text"):
@@ -128,8 +128,14 @@ def test_values_can_refer_to_others_and_to_defaults(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MEGALITE_TEST_DIR", "elsewhere")
     config = load([], ["run.name=w${model.width}", "model.ffn=${model.width}", "run.dir=${oc.env:MEGALITE_TEST_DIR}"])
     assert (config.run.name, config.model.ffn, config.run.dir) == ("w128", 128, "elsewhere")
-    assert problems("run.name=${nothing}")[0].startswith("run.name: cannot be resolved; Interpolation key 'nothing'")
-    assert problems("run.name=${run.name}")[0].startswith("run.name: cannot be resolved; Recursive interpolation")
+    assert (
+        problems("run.name=${nothing}")[0]
+        == 'run.name = "${nothing}": refers to nothing, which is not there; name a key of the configuration'
+    )
+    assert (
+        problems("run.name=${run.name}")[0]
+        == 'run.name = "${run.name}": cannot be resolved; run.name refers to run.name'
+    )
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
@@ -227,7 +233,9 @@ def test_a_message_or_a_list_of_problems() -> None:
 
 
 FIELDS = [*sorted({name for key in keys() for name in key.replace("[]", "").split(".")}), "unknown", "global_"]
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda word: word != "???")
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12).filter(
+    lambda word: word != "???"
+)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 configs = st.builds(
     Config,

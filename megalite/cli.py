@@ -3,10 +3,12 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 from megalite import __version__
 from megalite.config.load import is_override
+from megalite.config.rules.ranges import RANKS
 from megalite.entry import exit_code
 from megalite.imports import import_for_good
 
@@ -80,10 +82,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     show.add_argument(
         "--measure", action="store_true", help="with --memory: also count the fullest rank's memory in a dry run"
     )
+    given = sys.argv[1:] if argv is None else argv
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        parser.error(f"argument COMMAND: invalid choice: {given[0]!r}{_near(given[0], COMMANDS)}")
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one side of an option only; the others are left here.
     if unknown := [argument for argument in rest if argument.startswith("-")]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        known = commands.choices[args.command].format_usage().replace("[", " ").replace("]", " ").split()
+        near = _near(unknown[0].partition("=")[0], [word for word in known if word.startswith("--")])
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if args.command == "train" and args.world_size is not None and not args.check:
         parser.error("argument --world-size: needs --check")
     if args.command == "show" and args.measure and not args.memory:
@@ -96,9 +103,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _near(word: str, known: Iterable[str]) -> str:
+    """What may have been meant by a word that is not known."""
+    listed = list(known)
+    found = get_close_matches(word, listed, 1)
+    return f"; did you mean {found[0]}?" if found else f" (choose from {', '.join(listed)})"
+
+
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    if not text.isascii() or not text.isdigit() or len(text) > len(str(RANKS)) or not 1 <= int(text) <= RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to {RANKS:,}")
     return int(text)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import verify_faults as faults
 from ranks import Ranks
 from rich.console import Console
@@ -18,7 +19,7 @@ from megalite import cli
 from megalite.config.load import load
 from megalite.config.schema import Batch, Config, Curriculum, Kernels, Model, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.config.validate import check, validate
-from megalite.verify import Difference, compare, show, shrink
+from megalite.verify import Difference, Part, _distance, compare, not_compared, show, shrink
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
@@ -150,6 +151,7 @@ def test_the_command_compares_the_layout() -> None:
     assert done.returncode == 0, done.stderr
     assert "pp 2 · tp 2 against one process, float64" in done.stdout
     assert (done.stdout.count(" ok "), done.stdout.count("differs")) == (5, 0)
+    assert "Not compared: sizes (" in done.stdout
 
 
 def test_the_command_fails_above_the_tolerance() -> None:
@@ -158,6 +160,30 @@ def test_the_command_fails_above_the_tolerance() -> None:
     assert "differs" in done.stdout
     assert done.stdout.count("differs") > 1
     assert done.stderr == ""
+
+
+def test_what_train_refuses_is_refused_before_it_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    split = ["parallel.pp=2", "batch.global=8", "parallel.pipeline.schedule=zb_h1", "train.compile=true"]
+    assert cli.main(["verify", str(ROOT / "configs/model/tiny_gqa.yaml"), *split]) == 2
+    assert "train.compile = true: cannot run with parallel.pipeline.schedule = zb_h1" in capsys.readouterr().err
+
+
+def test_what_is_not_compared_is_told() -> None:
+    batch = Batch(4, 1024, None, Rampup(64, None, 100), Curriculum(4, 100))
+    config = replace(configuration(pp=2), batch=batch, train=Train(compile=True))
+    told = "; ".join(not_compared(config))
+    for what in ("batch.rampup", "batch.curriculum", "train.compile", "precision bf16", "batch.micro 4 as 2", "width"):
+        assert what in told
+    assert "recompute_budget" not in told
+    assert "apex" not in told
+
+
+def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:
+    part = Part((slice(None),), torch.tensor([1e-20, 0.0], dtype=torch.float64))
+    zeros = torch.tensor([0.0, 3e-21], dtype=torch.float64)
+    assert _distance(zeros, part, noise=0.0) > 1
+    assert _distance(zeros, part, noise=1e-4) < 1e-15
+    assert _distance(zeros.zero_(), part, noise=0.0) == 1e-20
 
 
 def test_bad_configurations_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from megalite.config.errors import InputError, Problem
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
-from megalite.plan.memory import memory_of_ranks
+from megalite.plan.memory import KINDS, memory_of_ranks
 from megalite.plan.pipeline import can_be_planned
 
 GIB = 1 << 30
@@ -55,6 +55,31 @@ def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
     rule = f"{limit / GIB:.2f} GiB are too few: a micro-batch of {micro} has a predicted peak of {needed / GIB:.2f} GiB"
     more = "" if asked is None else f"at least {math.ceil(100 * needed / GIB) / 100:.2f}, "
     return Problem("batch.memory", rule, f"use {more}train.recompute, or more ranks to share the model", asked)
+
+
+def check_memory(config: Config, total: int, of: str, ranks: int | None = None) -> str:
+    """What to warn of where the prediction comes near to `total` bytes; "" where it does not.
+
+    of: what has these bytes. ranks: how many share them, all of one host; None: each has a device of its own. Raises
+    InputError where training cannot fit.
+    """
+    memories = memory_of_ranks(config)
+    fullest = max(memories, key=lambda memory: memory.total)
+    together = sum(sum(memory.bytes.values()) for memory in memories)  # with what they keep in host memory
+    needed = fullest.total if ranks is None else together * ranks // len(memories)
+    if needed <= FOR_TENSORS * total:
+        return ""
+    parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in KINDS), reverse=True)[:3]
+    largest = ", ".join(f"{kind} {size / GIB:.2f} GiB" for size, kind in parts)
+    who = f"pipeline rank {fullest.pp}" if ranks is None else "all ranks together"
+    told = (
+        f"{who} would need {needed / GIB:.2f} GiB at the peak of a step, as predicted, of {total / GIB:.2f} "
+        f"GiB of {of} (of the fullest rank: {largest}); use train.recompute=selective or full, a smaller "
+        "batch.micro, or more ranks to share the model"
+    )
+    if needed > total:
+        raise InputError(told)
+    return told
 
 
 def choices(config: Config) -> list[int]:

@@ -57,6 +57,10 @@ def parse(text: str) -> Table:
     _refuse(["micro_batches is more than all actions of the ranks"] * (m > sum(map(len, words))))
     orders = tuple(tuple(action for word in order if (action := actions[word])) for order in words)
     table = Table(name, m, placement, orders)
+    beyond = sorted({rank for rank in placement if not 0 <= rank < table.ranks})
+    _refuse(
+        f"placement names rank {rank}, but the file has {table.ranks} ranks, counted from 0" for rank in beyond[:SHOWN]
+    )
     idle = [f"rank {rank} has no stage in placement" for rank in range(table.ranks) if rank not in placement]
     _refuse(idle or malformed(table) or uncomputed(table))
     return Table(name, m, placement, communicate(orders, placement))

@@ -4,12 +4,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from megalite.checkpoint.choose import check_start, starting_point
 from megalite.config.errors import InputError
 from megalite.config.load import load
+from megalite.config.rules.optim import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
 from megalite.data.check import check_data
@@ -18,13 +20,14 @@ from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, stop_before_first_step
 from megalite.imports import import_for_good
-from megalite.plan.fit import fit_micro
+from megalite.plan.fit import check_memory, fit_micro
 from megalite.plan.pipeline import table_of
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
 from megalite.train.sources import as_remembered, open_samples
 
 WORKER = "megalite.train.worker"
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2, and 1
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
 
 
@@ -39,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
         folder, world_size = Folder.of(config), config.parallel.layout.world_size
         folder.check(world_size)
         step = _first_step(config, folder) if place is None else 0
+        on_cpus = _on_cpus(config.run.device)
+        if place is None:
+            _warn(config, on_cpus)
         with _owning(folder, place) as check_owner:
             check_start(config, folder.checkpoints)
             folder.make()
@@ -50,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 # By name and only now: bad input is answered without waiting for torch.
                 code: int = import_for_good(WORKER).run(place, config, check_owner)
                 return code
-            shared = WORKER if _on_cpus(config.run.device) else None
+            shared = WORKER if on_cpus else None
             return launch("megalite.cli", ["train", *args.files, *args.overrides], world_size, folder.logs, shared)
     except InputError:
         if place is not None:
@@ -115,6 +121,24 @@ def _end(place: Place, text: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(5)
+
+
+def _warn(config: Config, on_cpus: bool) -> None:
+    """Tell what may not be meant, or may not fit. Raises InputError for ranks on this machine that cannot fit."""
+    told = [str(doubt) for doubt in doubts(config)]
+    if on_cpus and config.batch.micro != "auto":
+        told.append(check_memory(config, host_memory(), "this machine's memory", config.parallel.layout.world_size))
+    for text in filter(None, told):
+        print(f"megalite: warning: {text}", file=sys.stderr)
+
+
+def host_memory() -> int:
+    """Bytes of memory that processes here can have: the machine's, or what a control group leaves of it."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in LIMITS:
+        with suppress(OSError, ValueError):  # "max" is no number
+            found.append(int(limit.read_text()))
+    return min(found)
 
 
 def _on_cpus(device: str) -> bool:

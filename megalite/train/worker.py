@@ -31,7 +31,7 @@ from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
 from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
 from megalite.plan.batches import samples_after
-from megalite.plan.fit import FOR_TENSORS, fit_micro
+from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
 from megalite.train.build import Job, build
 from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
@@ -78,6 +78,10 @@ def _train(
     folder = Folder.of(config)
     if config.batch.micro == "auto":
         config = fit_micro(config, device_memory(device))
+    elif (offered := device_memory(device)) is not None:
+        told = check_memory(config, round(offered / FOR_TENSORS), "the smallest GPU")
+        if told and place.rank == 0:
+            warn(told)
     check_attention(config, device)
     together = Together()
     activity("checking the data")  # rank 0 does; a local launcher has refused what it could before there were ranks

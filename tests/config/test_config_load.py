@@ -305,3 +305,9 @@ def test_one_of_the_kernels_is_changed_alone(overrides: list[str], adamw: str, o
         key, _, value = override.partition("=")
         path.write_text(f"kernels: {value}" if key == "kernels" else f"kernels: {{adamw: {value}}}")
     assert load([str(path) for path in paths]).kernels_by_operation == found
+
+
+@pytest.mark.parametrize("written", ["parallel.tp", "parallel.tp:2", "parallel.tp =2", "parallel.tp : 2"])
+def test_an_override_in_another_form_is_told_the_right_one(written: str) -> None:
+    with pytest.raises(InputError, match=r"; an override is written parallel\.tp=VALUE, without spaces"):
+        load([written])

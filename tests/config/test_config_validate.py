@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
+from megalite.config.rules.optim import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files, validate
 
@@ -230,11 +231,12 @@ def test_the_defaults_are_valid() -> None:
         ),
         (["schedule.floor=1.5"], "schedule.floor = 1.5: must be from 0 to 1, a share of optim.lr"),
         (
-            ["schedule.warmup=101"],
-            "schedule.warmup = 101: must be at most train.steps = 100; use fewer steps of warmup or more of training",
+            ["schedule.name=cosine", "schedule.decay=100"],
+            "schedule.decay = 100: has no meaning with schedule.name = cosine, which decays until the last step; "
+            "use null, or schedule.name=wsd",
         ),
         (
-            ["schedule.decay=101"],
+            ["schedule.name=wsd", "schedule.decay=101"],
             "schedule.decay = 101: must be at most train.steps = 100; use fewer steps of decay or more of training",
         ),
         (
@@ -261,6 +263,16 @@ def test_the_defaults_are_valid() -> None:
 )
 def test_every_rule_names_key_value_and_fix(overrides: list[str], line: str) -> None:
     assert line in found(*overrides)
+
+
+def test_a_trial_may_end_in_the_warmup_and_is_told_so() -> None:
+    overrides = ["schedule.warmup=20", "train.steps=10"]
+    assert found(*overrides) == []
+    assert [str(doubt) for doubt in doubts(load([], overrides))] == [
+        "schedule.warmup = 20: lasts all of train.steps = 10, so the learning rate does not reach optim.lr; "
+        "use fewer steps of warmup, unless this is a trial"
+    ]
+    assert list(doubts(load([], ["schedule.warmup=9", "train.steps=10"]))) == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/a", "a\nb"])

@@ -103,7 +103,7 @@ def test_merge_keys_and_words_of_yaml(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text("log: {tensorboard: no}\noptim: {lr: 1e-4, eps: .5}\nbatch: {global: 1_000}\n")
     config = load([str(path)])
-    assert (config.optim.lr, config.optim.eps, config.log.tensorboard, config.batch.global_) == (1e-4, 0.5, False, 10)
+    assert (config.optim.lr, config.optim.eps, config.log.tensorboard, config.batch.global_) == (1e-4, 0.5, False, 1000)
     assert parse("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}") == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
 
@@ -122,7 +122,7 @@ yaml_texts = st.lists(words, max_size=8).map(" ".join) | st.lists(words, max_siz
 
 
 @pytest.mark.timeout(60)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(yaml_texts, st.lists(st.tuples(st.sampled_from([*keys()]) | words, words), max_size=3))
 def test_nothing_but_input_errors_come_of_any_text(
     tmp_path_factory: pytest.TempPathFactory, text: str, pairs: list[tuple[str, str]]

@@ -21,8 +21,9 @@ def runs(draw: st.DrawFn, names: tuple[str, ...] = NAMES) -> tuple[LearningRate,
     """A schedule that validation accepts, a peak and a number of steps."""
     steps = draw(st.integers(1, 300))
     warmup = draw(st.integers(0, steps - 1))
-    decay = draw(st.none() | st.integers(1, steps - warmup))
-    schedule = LearningRate(draw(st.sampled_from(names)), warmup, decay, draw(st.floats(0, 1)))
+    name = draw(st.sampled_from(names))
+    decay = draw(st.none() | st.integers(1, steps - warmup)) if name == "wsd" else None
+    schedule = LearningRate(name, warmup, decay, draw(st.floats(0, 1)))
     return schedule, draw(st.floats(1e-6, 1.0)), steps
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megalite.config.errors import InputError
 from megalite.config.schema import Batch, Config, Model, Parallel, Pipeline, Rampup
 from megalite.config.validate import check, validate
-from megalite.plan.fit import GIB, choices, fit_micro, peak_bytes
+from megalite.plan.fit import GIB, check_memory, choices, fit_micro, peak_bytes
 from megalite.plan.memory import rank_memory
 
 
@@ -103,6 +103,19 @@ def test_a_growing_batch_has_to_fit_at_its_fullest() -> None:
     limited = replace(growing.batch, micro="auto", memory=peak_bytes(config) / GIB)
     assert fit_micro(replace(growing, batch=limited)).batch.micro == 1
     assert fit_micro(replace(growing, batch=replace(limited, rampup=None))).batch.micro == 2
+
+
+def test_what_does_not_fit_is_refused_and_what_hardly_does_is_told() -> None:
+    config = check(Config(model=Model(vocab_size=4096), parallel=Parallel(pp=2), batch=Batch(2, 8)))
+    fullest = peak_bytes(config)
+    together = sum(rank_memory(config, pp).total for pp in range(2))
+    assert check_memory(config, 2 * fullest, "a GPU") == check_memory(config, 4 * together, "a host", ranks=4) == ""
+    assert "pipeline rank" in check_memory(config, fullest, "a GPU")
+    assert "all ranks together would need" in check_memory(config, 2 * together, "a host", ranks=4)
+    with pytest.raises(InputError, match=r"would need .* of a GPU \(of the fullest rank: .*; use train\.recomp"):
+        check_memory(config, fullest - 1, "a GPU")
+    with pytest.raises(InputError, match=r"all ranks together would need"):
+        check_memory(config, 2 * together - 1, "a host", ranks=4)
 
 
 def test_on_a_cpu_the_limit_must_be_given() -> None:

@@ -23,15 +23,23 @@ def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
     if not 0 <= schedule.floor <= 1:
         rule = "must be from 0 to 1, a share of optim.lr"
         yield Problem("schedule.floor", rule, value=schedule.floor)
-    if schedule.warmup > steps:
-        rule = f"must be at most train.steps = {steps}"
-        yield Problem("schedule.warmup", rule, "use fewer steps of warmup or more of training", schedule.warmup)
-    if decay > steps:
+    if schedule.decay is not None and schedule.name != "wsd":
+        rule = f"has no meaning with schedule.name = {schedule.name}, which decays until the last step"
+        yield Problem("schedule.decay", rule, "use null, or schedule.name=wsd", decay)
+    elif decay > steps:
         rule = f"must be at most train.steps = {steps}"
         yield Problem("schedule.decay", rule, "use fewer steps of decay or more of training", decay)
     elif schedule.name == "wsd" and schedule.warmup <= steps < schedule.warmup + decay:
         rule = f"with schedule.warmup = {schedule.warmup} must fit into train.steps = {steps}"
         yield Problem("schedule.decay", rule, f"use at most {steps - schedule.warmup}", decay)
+
+
+def doubts(config: Config) -> Iterator[Problem]:
+    """What can be, but is meant at most in a trial."""
+    schedule, steps = config.schedule, config.train.steps
+    if schedule.warmup >= steps > 1:
+        rule = f"lasts all of train.steps = {steps}, so the learning rate does not reach optim.lr"
+        yield Problem("schedule.warmup", rule, "use fewer steps of warmup, unless this is a trial", schedule.warmup)
 
 
 def _kernels(config: Config) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from schedule_cases import tables
 
 from megalite.schedule.actions import COMPUTE, Kind, Table
-from megalite.schedule.draw import DIGIT, FAMILIES, PEAK, SHARDING, TRANSFER, draw_svg, draw_text, title
+from megalite.schedule.draw import DIGIT, FAMILIES, FONT_MIN, PEAK, SHARDING, TRANSFER, draw_svg, draw_text, title
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.place import place_sharding
 from megalite.schedule.simulate import UNIT, simulate
@@ -123,6 +123,7 @@ def test_numbers_of_any_size_fit_their_boxes(m: int) -> None:
     numbers = [box for box in drawn(draw_svg(table, simulate(table))) if box.number]
     assert {int(box.number) for box in numbers} == set(range(m))
     assert all(box.length + 2 <= box.right - box.left for box in numbers)
+    assert all(box.length >= FONT_MIN * DIGIT * len(box.number) - 0.01 for box in numbers)  # large enough to be read
 
 
 @pytest.mark.parametrize("name", NAMES)

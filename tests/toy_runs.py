@@ -22,6 +22,7 @@ class RandomSamples:
 
     def __init__(self, sequence_length: int, vocab_size: int) -> None:
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        self.parts = ()
 
     def __getitem__(self, index: int) -> Sample:
         tokens = np.random.default_rng(index).integers(self.vocab_size, size=self.sequence_length + 1)
@@ -92,4 +93,4 @@ def run(
 def curves(config: Config, folder: Path) -> dict[str, dict[int, float]]:
     """What a run reports."""
     notes, _, _ = run(config, folder)
-    return {name: notes.curve(name) for name in ("loss", "grad_norm", "valid_loss")}
+    return {name: notes.curve(name) for name in ("loss", "grad_norm", "valid_loss", "parameter_norm")}

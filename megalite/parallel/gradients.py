@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.dist.mesh import Mesh
-from megalite_kernels.grad_norm import clip_coefficient
+from megalite_kernels.grad_norm import clip_coefficient, grad_norm
 
 TIED = "embed.weight"  # held by the first and the last stage when embeddings are tied
 Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
@@ -55,16 +55,18 @@ def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bo
     Of ranks that hold the same elements, the one at position 0 counts them, so the squares of all ranks' norms add up
     to the square of the global norm, the same in every layout.
     """
-    copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
-    counted = {
-        name: _local_grad(param)
-        for number, stage in stages.items()
-        for name, param in stage.named_parameters()
-        if _counts(param) and not (number == copy and name == TIED)
-    }
+    counted = {name: _local_grad(param) for name, param in _counted(stages, placement, tied)}
     if not counted:
         return [], torch.zeros(0, device=mesh.device)
     return list(counted), torch.stack(torch._foreach_norm(list(counted.values())))
+
+
+@torch.no_grad()
+def parameter_norm(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> Tensor:
+    """The L2 norm of all parameters, the same in every layout. Collective."""
+    nothing = next(_parameters(stages)).to_local().new_zeros(1)  # a rank may count no parameter
+    counted = [param.to_local() for _, param in _counted(stages, placement, tied)]
+    return grad_norm([nothing, *counted], groups=[mesh.world], backend="torch")
 
 
 @torch.no_grad()
@@ -81,12 +83,21 @@ def _parameters(stages: Stages) -> Iterator[DTensor]:
             yield param
 
 
+def _counted(stages: Stages, placement: Sequence[int], tied: bool) -> Iterator[tuple[str, DTensor]]:
+    """The parameters that this rank counts, by name."""
+    copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
+    for number, stage in stages.items():
+        for name, param in stage.named_parameters():
+            assert isinstance(param, DTensor)
+            if _counts(param) and not (number == copy and name == TIED):
+                yield name, param
+
+
 def _local_grad(param: Tensor) -> Tensor:
     assert isinstance(param.grad, DTensor)
     return param.grad.to_local()
 
 
-def _counts(param: nn.Parameter) -> bool:
-    assert isinstance(param, DTensor)
+def _counts(param: DTensor) -> bool:
     where = zip(param.device_mesh.get_coordinate() or (), param.placements, strict=True)
     return all(position == 0 for position, placement in where if placement.is_replicate())

@@ -48,16 +48,26 @@ class Judged:
 
 
 def is_spike(losses: Sequence[float], loss: float, train: Train) -> bool:
-    """Whether `loss` is out of line with the `losses` before it.
+    """Whether `loss` is out of line with the `losses` before it."""
+    return _out_of_line(losses, loss, train, FLOOR)
 
-    It is if it exceeds their median by more than `train.spike_threshold` standard deviations, estimated from their
-    median absolute deviation. A quarter of the window must be there to judge.
+
+def is_jump(norms: Sequence[float], norm: float, train: Train) -> bool:
+    """Whether a gradient norm is out of line with the `norms` before it, and more than twice their median."""
+    return _out_of_line(norms, norm, train, 1 / train.spike_threshold)
+
+
+def _out_of_line(before: Sequence[float], value: float, train: Train, floor: float) -> bool:
+    """Whether `value` exceeds the median of those before by more than `train.spike_threshold` standard deviations.
+
+    These are estimated from the median absolute deviation, and taken to be at least `floor` of the median. A quarter
+    of the window must be there to judge.
     """
-    if len(losses) < max(LEAST, train.spike_window // 4):
+    if len(before) < max(LEAST, train.spike_window // 4):
         return False
-    middle = median(losses)
-    deviation = NORMAL * median(abs(other - middle) for other in losses)
-    return loss > middle + train.spike_threshold * max(deviation, FLOOR * abs(middle))
+    middle = median(before)
+    deviation = NORMAL * median(abs(other - middle) for other in before)
+    return value > middle + train.spike_threshold * max(deviation, floor * abs(middle))
 
 
 def judge(progress: Progress, reading: Reading, train: Train) -> Verdict:

@@ -1,22 +1,19 @@
 """The training loop: what happens in a run, in order."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
-from math import nan
 
 import torch
 
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Failed, Saver
 from megalite.data.loader import Loader
+from megalite.data.samples import Samples
 from megalite.plan.batches import GlobalBatch, global_batches
-from megalite.plan.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.guard import Guard, Judged, Requests
-from megalite.train.metrics import throughput
+from megalite.train.metrics import Meter
 from megalite.train.report import Record, Report
 from megalite.train.step import evaluate, train_step
 
@@ -29,6 +26,7 @@ class Batches:
 
     train: Loader
     valid: Loader | None
+    valid_sources: Mapping[str, Loader] = field(default_factory=dict)  # each one alone, where there are several
 
 
 def train(
@@ -76,15 +74,15 @@ def _train(
     meter = Meter(job)
     job.activity("reading a batch")
     wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
-    for step, (batch, micros) in enumerate(batches.train.batches(wanted), start=progress.step + 1):
+    for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
         job.activity.step = step
         guard.watch(step, batch, train_step(job, micros, step - 1, requests.received))
 
         sections = config.log, config.eval, config.checkpoint
         logs, evaluates, saves = (_due(step, section.interval, last) for section in sections)
         for judged in guard.judge(at_once=logs or evaluates or saves):
+            _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
-            _tell_trouble(report, judged)
             if not guard.allows(judged):
                 return judged
         if report is not None:
@@ -94,7 +92,7 @@ def _train(
         if logs:
             record = meter.read() | {"tokens": guard.progress.tokens}
             if report is not None:
-                report.record(step, record)
+                report.record(step, record | source_tokens(batches.train.samples, guard.progress))
         if evaluates:
             with meter.paused():
                 _validate(job, batches, step, report)
@@ -122,14 +120,37 @@ def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> N
     if batches.valid is None or steps == 0:
         return
     wanted = [GlobalBatch(size * index, size) for index in range(steps)]
-    loss = evaluate(job, (micros for _, micros in batches.valid.batches(wanted)))
+
+    def loss_on(loader: Loader) -> float:
+        return evaluate(job, (micros for _, micros in loader.batches(wanted)))
+
+    loss = loss_on(batches.valid)
+    record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
+    record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}
     if report is not None:
-        report.record(step, {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()})
+        report.record(step, record)
 
 
-def _tell_trouble(report: Report | None, judged: Judged) -> None:
-    """Report a step that is not good."""
-    if report is None or judged.verdict == "good":
+def source_tokens(samples: Samples, progress: Progress) -> Record:
+    """Tokens that were read of each source, where there are several."""
+    if len(samples.parts) < 2:
+        return {}
+    counts = samples.counts(progress.samples)
+    for ends in progress.left_out:
+        first, end = (samples.counts(min(index, progress.samples)) for index in ends)
+        counts = [count + before - after for count, before, after in zip(counts, first, end, strict=True)]
+    named = zip(samples.parts, counts, strict=True)
+    return {f"tokens/{part.path}": float(count * samples.sequence_length) for part, count in named}
+
+
+def _tell_trouble(report: Report | None, judged: Judged, jumps: bool) -> None:
+    """Report a step that is not good, or whose gradients are much larger than before."""
+    if report is None:
+        return
+    if judged.verdict == "good":
+        if jumps:
+            text = f"the gradient norm jumps: {judged}"
+            report.event(judged.step, "grad_norm_jump", text, grad_norm=judged.reading.norm)
         return
     report.event(
         judged.step,
@@ -169,54 +190,3 @@ def _tell_stop(report: Report | None, guard: Guard) -> None:
         step, names = guard.progress.step, " and ".join(guard.stopped_by)
         text = f"stopped by {names} after step {step}, which is saved; the same command continues"
         report.event(step, "stopped", text, signals=guard.stopped_by)
-
-
-class Meter:
-    """Averages between two reports, over steps that have been judged."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.norm = nan
-        self._restart()
-
-    def _restart(self) -> None:
-        self.loss = 0.0  # summed over tokens
-        self.trained = 0  # tokens that went into it: those of bad steps did not
-        self.tokens = 0
-        self.flops = 0
-        self.since = time.perf_counter()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens in here is no training: its time does not count."""
-        if self.job.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.job.mesh.device)  # steps still under way are training
-        began = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - began
-
-    def add(self, judged: Judged) -> None:
-        """Note a step."""
-        batch, model = judged.batch, self.job.config.model
-        tokens = batch.samples * model.sequence_length
-        short = replace(model, sequence_length=model.sequence_length // batch.pieces)
-        self.tokens += tokens
-        self.flops += tokens * flops_per_token(short)
-        self.norm = judged.reading.norm
-        if judged.verdict != "bad":
-            self.trained += tokens
-            self.loss += judged.reading.loss * tokens
-
-    def read(self) -> Record:
-        """The mean loss per token since the last reading, the latest gradient norm and learning rate, and the speed."""
-        job, seconds = self.job, time.perf_counter() - self.since
-        speed = throughput(self.tokens, self.flops, seconds, job.mesh.layout.world_size, job.mesh.device)
-        record = {
-            "loss": self.loss / self.trained if self.trained else nan,
-            "grad_norm": self.norm,
-            "learning_rate": job.optimizer.param_groups[0]["lr"],
-            "tokens_per_second": speed.tokens_per_second,
-            "tflops_per_device": speed.tflops_per_device,
-        }
-        self._restart()
-        return record if speed.mfu is None else {**record, "mfu": speed.mfu}

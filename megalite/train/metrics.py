@@ -1,9 +1,24 @@
 """What a run reports: one record per report, with the same names on the console, in metrics.jsonl and TensorBoard."""
 
 import re
-from dataclasses import dataclass
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import nan
+from typing import TypeVar
 
 import torch
+
+from megalite.parallel.gradients import parameter_norm
+from megalite.plan.size import flops_per_token
+from megalite.train.build import Job
+from megalite.train.guard import Judged, is_jump
+
+T = TypeVar("T")
 
 # Dense bf16 peak in FLOP/s, from the makers' data sheets.
 PEAK = {
@@ -40,3 +55,90 @@ def peak_flops(device: str) -> float | None:
     words = set(re.split(r"\W+", device))
     matching = [name for name in PEAK if words.issuperset(name.split())]
     return PEAK[max(matching, key=len)] if matching else None
+
+
+class Meter:
+    """Measures between two reports, over steps that have been judged."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.norms: deque[float] = deque(maxlen=job.config.train.spike_window)  # of gradients, of good steps
+        self.norm, self.jumped = nan, False
+        self._restart()
+
+    def _restart(self) -> None:
+        self.loss = 0.0  # summed over tokens
+        self.trained = 0  # tokens that went into it: those of bad steps did not
+        self.steps = 0
+        self.tokens = 0
+        self.flops = 0
+        self.waited = 0.0  # seconds
+        self.since = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in here is no training: its time does not count."""
+        if self.job.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.job.mesh.device)  # steps still under way are training
+        began = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - began
+
+    def waits(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches, measuring how long each is waited for."""
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - began
+            yield batch
+
+    def jumps(self, judged: Judged) -> bool:
+        """Whether the gradient norm is far above those before, and was not in the step before."""
+        before, self.jumped = self.jumped, is_jump(self.norms, judged.reading.norm, self.job.config.train)
+        return self.jumped and not before
+
+    def add(self, judged: Judged) -> None:
+        """Note a step."""
+        batch, model = judged.batch, self.job.config.model
+        tokens = batch.samples * model.sequence_length
+        short = replace(model, sequence_length=model.sequence_length // batch.pieces)
+        self.steps += 1
+        self.tokens += tokens
+        self.flops += tokens * flops_per_token(short)
+        self.norm = judged.reading.norm
+        if judged.verdict != "bad":
+            self.norms.append(self.norm)
+            self.trained += tokens
+            self.loss += judged.reading.loss * tokens
+
+    def read(self) -> dict[str, float]:
+        """What docs/metrics.md says of training, since the last reading. Collective."""
+        job, seconds = self.job, time.perf_counter() - self.since
+        tied = job.config.model.tie_embeddings
+        speed = throughput(self.tokens, self.flops, seconds, job.mesh.layout.world_size, job.mesh.device)
+        record = {
+            "loss": self.loss / self.trained if self.trained else nan,
+            "grad_norm": self.norm,
+            "parameter_norm": parameter_norm(job.stages, job.placement, job.mesh, tied).item(),
+            "learning_rate": job.optimizer.param_groups[0]["lr"],
+            "step_seconds": seconds / max(self.steps, 1),
+            "data_wait_seconds": self.waited / max(self.steps, 1),
+            "tokens_per_second": speed.tokens_per_second,
+            "tflops_per_device": speed.tflops_per_device,
+            "peak_memory_bytes": float(peak_memory(job.mesh.device)),
+        }
+        self._restart()
+        return record if speed.mfu is None else {**record, "mfu": speed.mfu}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU since the last call, or resident in this process since it began."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -11,31 +11,40 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from megalite.config.schema import Config
 from megalite.output import Outlet, append
 from megalite.train.board import Board
 from megalite.train.records import BACK, mend
 
-FORMATS = {
-    "loss": "{:.4f}",
-    "valid_loss": "{:.4f}",
-    "valid_perplexity": "{:.4g}",
-    "grad_norm": "{:.3f}",
-    "learning_rate": "{:.2e}",
-    "tokens": "{:,.0f}",
-    "tokens_per_second": "{:,.0f}",
-    "tflops_per_device": "{:.4g}",
-    "mfu": "{:.1%}",
-}
-TITLES = {
-    "valid_loss": "valid loss",
-    "valid_perplexity": "perplexity",
-    "grad_norm": "grad norm",
-    "learning_rate": "lr",
-    "tokens_per_second": "tokens/s",
-    "tflops_per_device": "TFLOP/s",
-    "mfu": "MFU",
+WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed")  # events
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def scaled(value: float, unit: str) -> str:
+    """To three digits with a prefix: `42.6 MFLOP/s`."""
+    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if value >= size), (1.0, ""))
+    return f"{value / size:#.3g}".rstrip(".") + f" {prefix}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Of a step."""
+    return f"{seconds * 1e3:#.3g}".rstrip(".") + " ms" if seconds < 0.9995 else f"{seconds:#.4g}".rstrip(".") + " s"
+
+
+# What the console shows of a record, in this order, each in its width; see docs/metrics.md.
+SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": lambda loss: f"loss {loss:7.4f}",
+    "grad_norm": lambda norm: f"norm {norm:6.3f}" if norm < 100 else f"norm {norm:6.4g}",
+    "learning_rate": lambda rate: f"lr {rate:.1e}",
+    "step_seconds": lambda seconds: f"{duration(seconds):>7}",
+    "tokens_per_second": lambda rate: f"{scaled(rate, 'tok/s'):>11}",
+    "tflops_per_device": lambda rate: f"{scaled(rate * 1e12, 'FLOP/s'):>12}",
+    "mfu": lambda share: f"MFU {share:5.1%}",
+    "peak_memory_bytes": lambda size: f"{scaled(size, 'B'):>7}",
+    "valid_loss": lambda loss: f"valid loss {loss:.4f}",
+    "valid_perplexity": lambda perplexity: f"perplexity {perplexity:.4g}",
 }
 Record = dict[str, float]
 
@@ -83,8 +92,8 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.progress.stop()
 
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style), soft_wrap=True)
 
     def stepped(self, step: int) -> None:
         self.progress.update(self.task, completed=step)
@@ -95,7 +104,8 @@ class Report:
         if self.board is not None:
             with self.board_outlet:
                 self.board.scalars(step, values)
-        shown = [f"{TITLES.get(name, name)} {FORMATS[name].format(value)}" for name, value in values.items()]
+        hidden = "tflops_per_device" if "mfu" in values else ""
+        shown = [show(values[name]) for name, show in SHOWN.items() if name in values and name != hidden]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:
@@ -106,7 +116,7 @@ class Report:
                 self.board.take_back(step + 1)
             with self.board_outlet:
                 self.board.text(step, name, text)
-        self.say(text)
+        self.say(text, "yellow" if name in WARNINGS else "")
 
     def _write(self, step: int, values: Mapping[str, Any], lasting: bool = False) -> None:
         """Add a line to metrics.jsonl; one that is lasting waits for room where there is none."""
@@ -121,7 +131,7 @@ class Report:
 
     def _remaining(self, step: int) -> str:
         done = step - self.first_step
-        if done <= 0 or step >= self.steps:
+        if done <= 0 or step >= self.steps or self.console.is_terminal:  # there the bar tells it
             return ""
         seconds = (time.monotonic() - self.began) / done * (self.steps - step)
         return f"  ETA {timedelta(seconds=round(seconds))}"

@@ -172,7 +172,8 @@ def open_data(job: Job) -> Batches:
         return Loader(open_samples(config, sources), config.batch.micro_size, mesh.layout.dp, mesh.dp_rank, pin)
 
     data = job.config.data
-    return Batches(loader(data.train), loader(data.valid) if data.valid else None)
+    alone = {source.path: loader([source]) for source in data.valid} if len(data.valid) > 1 else {}
+    return Batches(loader(data.train), loader(data.valid) if data.valid else None, alone)
 
 
 def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> None:

@@ -1,9 +1,21 @@
 """Speed and model FLOPs utilization, worked out by hand."""
 
+import time
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
+from toy_jobs import MODEL, config_of, make, one_rank
 
-from megalite.train.metrics import peak_flops, throughput
+from megalite.checkpoint.progress import Progress
+from megalite.config.layout import Layout
+from megalite.data.order import mixture, mixture_counts
+from megalite.plan.batches import GlobalBatch
+from megalite.train.guard import Judged
+from megalite.train.loop import source_tokens
+from megalite.train.metrics import Meter, peak_flops, throughput
+from megalite.train.signs import Reading
 
 
 def test_speed_is_of_the_job_and_flops_are_of_a_device() -> None:
@@ -45,3 +57,43 @@ def test_peaks_of_data_sheets(device: str, peak: float) -> None:
 )
 def test_an_unknown_device_has_no_peak(device: str) -> None:
     assert peak_flops(device) is None
+
+
+@pytest.mark.parametrize("left_out", [(), ((3, 8),), ((0, 5), (15, 40))])
+def test_tokens_of_a_source_are_those_of_its_samples(left_out: tuple[tuple[int, int], ...]) -> None:
+    weights, read = (3, 1), 20
+    parts = [SimpleNamespace(path="a"), SimpleNamespace(path="b")]
+    samples = SimpleNamespace(parts=parts, counts=lambda n: mixture_counts(n, weights), sequence_length=8)
+    taken = [index for index in range(read) if not any(first <= index < end for first, end in left_out)]
+    expected = Counter(mixture(index, weights)[0] for index in taken)
+    found = source_tokens(samples, Progress(samples=read, left_out=left_out))  # type: ignore[arg-type]
+    assert found == {"tokens/a": 8 * expected[0], "tokens/b": 8 * expected[1]}
+
+
+def test_the_first_of_several_high_gradient_norms_is_a_jump() -> None:
+    with one_rank():
+        meter = Meter(make(config_of(Layout(), MODEL)))
+    told = []
+    for step, norm in enumerate([1.0, 1.1, 0.9] * 20 + [2.0, 22.0, 21.0, 1.0, 22.0], start=1):
+        judged = Judged(step, GlobalBatch(0, 8), Reading(1.0, norm, ()), "good", "")
+        if meter.jumps(judged):
+            told.append(step)
+        meter.add(judged)
+    assert told == [62, 65]
+
+
+def test_the_wait_for_data_is_that_of_a_step() -> None:
+    def slow() -> object:
+        for item in range(2):
+            time.sleep(0.02)
+            yield item
+
+    with one_rank():
+        meter = Meter(make(config_of(Layout(), MODEL)))
+        assert list(meter.waits(slow())) == [0, 1]  # type: ignore[arg-type, type-var]
+        for step in (1, 2):
+            meter.add(Judged(step, GlobalBatch(0, 8), Reading(1.0, 1.0, ()), "good", ""))
+        record = meter.read()
+    assert record["data_wait_seconds"] >= 0.02
+    assert record["step_seconds"] >= record["data_wait_seconds"]
+    assert record["peak_memory_bytes"] > 1e6

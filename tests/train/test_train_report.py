@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config.schema import Config, Log, Parallel, Run, Train
 from megalite.train.records import read_lines, read_records
-from megalite.train.report import FORMATS, Report
+from megalite.train.report import SHOWN, Report, duration, scaled
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
 RECORDS = {
@@ -20,7 +21,9 @@ RECORDS = {
         "loss": 2.5,
         "grad_norm": 0.75,
         "learning_rate": 3e-4,
-        "tokens": 40960,
+        "step_seconds": 0.3125,
+        "peak_memory_bytes": 2.5e9,
+        "tokens/data/a": 30720,
         "tokens_per_second": 12345.5,
         "tflops_per_device": 0.25,
         "mfu": 0.4375,
@@ -52,7 +55,7 @@ def test_metrics_and_tensorboard_agree(tmp_path: Path) -> None:
     assert {line["step"]: {name: line[name] for name in RECORDS[line["step"]]} for line in found} == RECORDS
     assert all(line.keys() - {"step", "time"} == RECORDS[line["step"]].keys() for line in found)
     drawn = board(tmp_path)
-    assert drawn.keys() == FORMATS.keys()
+    assert drawn.keys() == SHOWN.keys() | {"tokens/data/a"}
     for step, record in RECORDS.items():
         for name, value in record.items():
             assert drawn[name][step] == pytest.approx(value, rel=1e-6), name  # TensorBoard keeps float32
@@ -69,10 +72,52 @@ def test_records_tell_when_they_were_made(tmp_path: Path) -> None:
 def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, CONFIG, RECORDS)
     shown = capsys.readouterr().out
-    assert "step  5/20" in shown
-    for words in ("loss 2.5000", "grad norm 0.750", "lr 3.00e-04", "tokens/s 12,346", "TFLOP/s 0.25", "MFU 43.8%"):
-        assert words in shown
-    assert "valid loss 2.0000  perplexity 7.389" in shown
+    first, second, third = (line.split("  ETA")[0] for line in shown.splitlines())
+    assert first == "step  5/20  loss  2.5000  norm  0.750  lr 3.0e-04   312 ms  12.3 ktok/s  MFU 43.8%  2.50 GB"
+    assert "100 ktok/s  500 GFLOP/s" in second.replace("   ", "  ")
+    assert third == "step 15/20  valid loss 2.0000  perplexity 7.389"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00 B"), (999.4, "999 B"), (4.26e7, "42.6 MB"), (3.12e14, "312 TB")],
+)
+def test_numbers_get_a_unit_that_fits(value: float, text: str) -> None:
+    assert scaled(value, "B") == text
+
+
+def test_durations_are_readable() -> None:
+    assert [duration(seconds) for seconds in (0.0003125, 0.3125, 1.5, 123.456)] == [
+        "0.312 ms",
+        "312 ms",
+        "1.500 s",
+        "123.5 s",
+    ]
+
+
+def test_a_record_fits_into_a_terminal_of_100_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    config = replace(CONFIG, train=Train(steps=50_000))
+    values = {
+        "loss": 12.3456,
+        "grad_norm": 1234.56,
+        "learning_rate": 3e-4,
+        "step_seconds": 0.9,
+        "peak_memory_bytes": 7e10,
+    }
+    speed = {"tokens_per_second": 1.23e6, "tflops_per_device": 0.9}
+    with Report(tmp_path, config, 0) as report:
+        report.record(49_999, values | speed)
+    assert all(len(Text.from_ansi(line)) <= 100 for line in capsys.readouterr().out.splitlines())
+
+
+def test_text_is_never_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(tmp_path, CONFIG, 0) as report:
+        report.say("runs/[/red]")
+    assert capsys.readouterr().out == "runs/[/red]\n"
 
 
 def test_the_time_left_counts_from_where_the_run_was_resumed(

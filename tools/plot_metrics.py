@@ -1,24 +1,34 @@
 """Draw the loss curves of a run, or of several to compare, as a picture."""
 
 import argparse
+import os
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import numpy
 
 from megalite.config.errors import InputError
 from megalite.entry import exit_code
-from megalite.train.records import read_records
+from megalite.train.records import read_lines, read_records
 
 try:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 except ImportError:
     pyplot = None  # type: ignore[assignment]
 
 COMMAND = "megalite-plot-metrics"
-CURVES = ("loss", "valid_loss", "grad_norm")
-Curve = list[tuple[int, float]]
+CURVES = ("loss", "valid_loss", "grad_norm", "learning_rate", "tokens")
+MARKS = {"resumed": ("resumed", ":"), "rollback": ("rolled back", "--")}  # events: words, style of line
+Curve = list[tuple[float, float]]
+Marks = list[tuple[int, str]]
+Map = Callable[[Any], Any]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,13 +47,15 @@ def _plot(options: argparse.Namespace) -> None:
     if pyplot is None:
         raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
     out = options.out or options.runs[0] / "loss.png"
-    draw({str(run): read_metrics(run / "metrics.jsonl") for run in options.runs}, out)
+    files = {name: run / "metrics.jsonl" for name, run in zip(names(options.runs), options.runs, strict=True)}
+    curves = {name: read_metrics(path) for name, path in files.items()}
+    draw(curves, out, {name: read_marks(path) for name, path in files.items()})
     print(out)
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
     """The curves that are drawn. Where a run was resumed and repeated a step, the later record counts."""
-    curves: dict[str, dict[int, float]] = {}
+    curves: dict[str, dict[float, float]] = {}
     for record in read_records(path):
         for name in CURVES:
             if record.get(name) is not None:
@@ -51,10 +63,22 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 
-def draw(runs: dict[str, dict[str, Curve]], out: Path) -> None:
-    """Training and validation loss over steps, and the gradient norm below."""
-    figure, (losses, norms) = pyplot.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+def read_marks(path: Path) -> Marks:
+    """The steps to which a run went back."""
+    return [(line["step"], line["event"]) for line in read_lines(path) if line.get("event") in MARKS]
+
+
+def names(runs: Sequence[Path]) -> list[str]:
+    """Of run folders, as short as tells them apart."""
+    paths = [os.path.abspath(run) for run in runs]
+    common = os.path.commonpath(list(map(os.path.dirname, paths)))
+    return [os.path.relpath(path, common) for path in paths]
+
+
+def draw(runs: dict[str, dict[str, Curve]], out: Path, marks: dict[str, Marks] | None = None) -> None:
+    """Training and validation loss over steps and tokens, and the gradient norm and the learning rate below."""
+    figure, (losses, norms, rates) = pyplot.subplots(
+        3, 1, figsize=(8, 6), sharex=True, height_ratios=(4, 1, 1), layout="constrained"
     )
     for number, (name, curves) in enumerate(runs.items()):
         color = f"C{number}"
@@ -62,12 +86,22 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path) -> None:
         if valid := curves.get("valid_loss"):
             losses.plot(*_axes(valid), "o-", color=color, label=f"{name}, validation: {valid[-1][1]:.3f} at the end")
         norms.plot(*_axes(curves.get("grad_norm", [])), color=color)
+        rates.plot(*_axes(curves.get("learning_rate", [])), color=color)
+    _mark(losses, marks or {})
+    figure.suptitle(", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs")
+    if (tokens := _same_tokens(list(runs.values()))) is not None:
+        top = losses.secondary_xaxis("top", functions=tokens)
+        top.set_xlabel("tokens")
+        top.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     losses.set_ylabel("loss, nats per token")
     losses.legend(frameon=False)
-    norms.set_ylabel("gradient norm")
-    norms.set_xlabel("step")
-    for axes in (losses, norms):
+    norms.set_ylabel("grad norm")
+    rates.set_ylabel("lr")
+    rates.ticklabel_format(axis="y", scilimits=(-2, 3))
+    rates.set_xlabel("step")
+    for axes in (losses, norms, rates):
         axes.grid(alpha=0.3)
+    figure.align_ylabels()
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:
@@ -76,7 +110,31 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path) -> None:
         pyplot.close(figure)
 
 
-def _axes(curve: Curve) -> tuple[list[int], list[float]]:
+def _mark(axes: Any, marks: dict[str, Marks]) -> None:
+    """Lines where runs went back; each kind is in the legend once."""
+    told = set()
+    for number, run in enumerate(marks.values()):
+        for step, event in run:
+            words, style = MARKS[event]
+            axes.axvline(step, color=f"C{number}", linestyle=style, linewidth=1, label=None if event in told else words)
+            told.add(event)
+
+
+def _same_tokens(runs: Sequence[dict[str, Curve]]) -> tuple[Map, Map] | None:
+    """From steps to tokens and back, beyond both ends in proportion; None where runs differ or do not tell."""
+    curves = [dict(run.get("tokens", [])) for run in runs]
+    merged = {step: count for curve in curves for step, count in curve.items()}
+    same = all(merged[step] == count for curve in curves for step, count in curve.items())
+    points = [(0.0, 0.0), *((float(step), float(count)) for step, count in sorted(merged.items()) if step > 0)]
+    rises = all(before[1] < after[1] for before, after in pairwise(points))
+    if not all(curves) or not same or not rises or len(points) < 2:
+        return None
+    last, most = points[-1]
+    steps, tokens = _axes([(-last, -most), *points, (2 * last, 2 * most)])
+    return partial(numpy.interp, xp=steps, fp=tokens), partial(numpy.interp, xp=tokens, fp=steps)
+
+
+def _axes(curve: Curve) -> tuple[list[float], list[float]]:
     return [step for step, _ in curve], [value for _, value in curve]
 
 

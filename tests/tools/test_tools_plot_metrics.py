@@ -44,9 +44,38 @@ def test_several_runs_are_all_there_even_under_one_name(tmp_path: Path, monkeypa
     monkeypatch.setattr(pyplot, "close", figures.append)
     assert main([*runs, "--out", str(tmp_path / "both.png")]) == 0
     labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
-    wanted = [f"{run}, {kind}" for run in runs for kind in ("training", "validation")]
+    wanted = [f"{place}/run, {kind}" for place in "ab" for kind in ("training", "validation")]
     assert all(label.startswith(start) for label, start in zip(labels, wanted, strict=True)), labels
     assert not (tmp_path / "a/run/loss.png").exists()
+
+
+def test_tokens_learning_rate_and_marks_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[dict[str, object]] = [
+        {"step": step, "loss": 4 / step, "learning_rate": 0.1, "tokens": 1000 * step} for step in range(1, 9)
+    ]
+    lines[6:6] = [{"step": 6, "event": "resumed"}]
+    lines[4:4] = [{"step": 4, "event": "rollback"}, {"step": 4, "event": "saved"}]
+    run = write_run(tmp_path / "run", *lines)
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    assert main([str(run)]) == 0
+    losses, _, rates = figures[0].axes
+    assert figures[0].get_suptitle() == "run"
+    (tokens,) = losses.child_axes
+    assert tokens.get_xlabel() == "tokens"
+    assert tokens.get_xlim() == pytest.approx([1000 * step for step in losses.get_xlim()])
+    assert {line.get_label(): line.get_xdata()[0] for line in losses.lines[1:]} == {"rolled back": 4, "resumed": 6}
+    assert list(rates.lines[0].get_ydata()) == [0.1] * 8
+
+
+def test_runs_whose_steps_differ_in_tokens_have_no_axis_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [write_run(tmp_path / str(size), {"step": 1, "loss": 1.0, "tokens": size}) for size in (8, 16)]
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    assert main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+    assert figures[0].axes[0].child_axes == []
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

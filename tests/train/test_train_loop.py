@@ -45,6 +45,7 @@ def test_a_report_is_the_mean_of_all_steps_since_the_last(tmp_path: Path) -> Non
 def test_every_report_has_norm_rate_and_speed(tmp_path: Path) -> None:
     notes, _, _ = run(tmp_path)
     names = {"loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "tflops_per_device"}
+    names |= {"parameter_norm", "step_seconds", "data_wait_seconds", "peak_memory_bytes"}
     assert all(values.keys() == names and min(values.values()) > 0 for _, values in notes.records)
 
 

@@ -78,7 +78,7 @@ def test_a_second_interrupt_saves_nothing(place: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_one_message(place: Path) -> None:
-    arguments = ["run.name=bad", "parallel.dp_shard=2", "train.steps=5", "optim.lr=1e38", "optim.weight_decay=0"]
+    arguments = ["run.name=bad", "parallel.dp_shard=2", "train.steps=5", "optim.lr=10", "optim.weight_decay=1e38"]
     done = subprocess.run(
         [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", *arguments],
         cwd=place,

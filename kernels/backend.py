@@ -54,8 +54,8 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 def times(x: Tensor, factor: Tensor) -> Tensor:
     """x · factor, in the memory of x, which is nobody else's.
 
-    Not while a graph is traced: of an autograd function whose result is that of an operation in place, torch 2.11 makes
-    gradients that are zero. Compiled, the memory is reused anyway.
+    Not while a graph is traced: of an autograd function whose result is another name of a tensor that it made, as
+    operations in place return, torch 2.11 makes gradients that are zero. Compiled, the memory is reused anyway.
     """
     return x * factor if torch.compiler.is_compiling() else x.mul_(factor)
 

@@ -50,7 +50,8 @@ class _Torch(torch.autograd.Function):
         wide = x.to(wide_dtype(x.dtype))
         inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, inverse)
-        return times(wide * inverse, weight).to(x.dtype)
+        normal = times(wide * inverse, weight)
+        return normal if normal.dtype == x.dtype else normal.to(x.dtype)  # see times: `to` may return what it is given
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -3,19 +3,19 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.manifest import NAME, complete
+from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, check_sizes, complete
+from megalite.checkpoint.read import Reader
 from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.load import load
 from megalite.config.schema import Config, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.dist.mesh import Mesh
@@ -23,6 +23,7 @@ from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.model.decoder import Decoder
 from megalite.model.generate import sample
+from megalite.plan.size import model_parameters
 from megalite.train.build import build_stage
 from megalite.train.starts import kept_tokenizer
 
@@ -49,45 +50,63 @@ def _parser() -> argparse.ArgumentParser:
 def _generate(options: argparse.Namespace) -> None:
     if options.tokens < 1 or options.temperature < 0 or options.top_k < 0:
         raise InputError("--tokens must be at least 1, --temperature and --top-k at least 0")
-    folder, checkpoint = find_checkpoint(options.run)
-    config = load([str(folder / "config.yaml")], [])
-    path = options.tokenizer or kept_tokenizer(folder) or config.data.tokenizer
-    if path is None:
-        raise InputError(f"{folder / 'config.yaml'}: data.tokenizer is not set; give --tokenizer")
-    tokenizer = load_tokenizer(path)
+    start_alone()
+    folder, found = find_checkpoints(options.run)
+    for path in reversed(found):
+        try:
+            _continue(folder, path, options)
+            break
+        except DamagedError as error:
+            if path == found[0]:
+                raise
+            print(f"{COMMAND}: warning: {error}; the checkpoint before is used", file=sys.stderr)
+
+
+def _continue(folder: Path, path: Path, options: argparse.Namespace) -> None:
+    """Write text with the checkpoint `path` of the run `folder`. Raises DamagedError before anything is written."""
+    manifest = check_sizes(path)
+    config = manifest.configuration
+    tokenizer_file = options.tokenizer or kept_tokenizer(folder) or config.data.tokenizer
+    if tokenizer_file is None:
+        raise InputError(f"{path}: was trained without data.tokenizer; give --tokenizer")
+    tokenizer = load_tokenizer(tokenizer_file)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
-            f"{path}: has {tokenizer.vocab_size} tokens, but the model of {folder} knows {config.model.vocab_size}; "
-            "give the tokenizer that it was trained with"
+            f"{tokenizer_file}: has {tokenizer.vocab_size} tokens, but the model of {path} knows "
+            f"{config.model.vocab_size}; give the tokenizer that it was trained with"
         )
     end = tokenizer.eod if config.data.end_of_document is None else config.data.end_of_document
     prompt = tokenizer.encode(options.prompt)
     if not prompt and end is None:
-        raise InputError(f"{path}: has no end-of-document token to start from; give --prompt")
-    decoder = load_decoder(config, checkpoint)
-    print(f"tokenizer: {path}", file=sys.stderr)
+        raise InputError(f"{tokenizer_file}: has no end-of-document token to start from; give --prompt")
+    decoder = load_decoder(path, manifest)
+    print(f"tokenizer: {tokenizer_file}", file=sys.stderr)
     print(options.prompt, end="", flush=True)
     _write(decoder, tokenizer, prompt or [end], end, options)
 
 
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """The run folder and the checkpoint that `path` means: a run's newest, or the one given."""
-    if NAME.fullmatch(path.name):
-        return path.resolve().parent.parent, path
+def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
+    """The run folder and the checkpoints that `path` means, oldest first: all of a run, or the one given."""
+    if NAME.fullmatch(path.absolute().name):
+        return path.resolve().parent.parent, [path]
     found = complete(path / "checkpoints")
     if not found:
         raise InputError(f"{path}: no checkpoint; give a run folder, or one of its checkpoints")
-    return path, found[-1]
+    return path, found
 
 
-def load_decoder(config: Config, checkpoint: Path) -> Decoder:
+def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     """The whole model in this process, in float32, from a checkpoint of any layout."""
-    start_alone()
-    alone = replace(config, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"), kernels="auto")
+    model, tensors = manifest.configuration.model, Reader(path, manifest).index.tensors
+    described = model_parameters(model).total
+    there = sum(stored.elements for name, stored in tensors.items() if name.startswith("model."))
+    if described != there:  # told before the memory for them is asked for
+        raise DamagedError(path, f"{MANIFEST} describes {described} parameters, but {INDEX} {there}")
+    alone = Config(model=model, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     decoder = build_stage(alone, mesh, 0, 1)
-    Restorer(State({0: decoder}), alone, (), Together()).weights(checkpoint)
+    Restorer(State({0: decoder}), alone, (), Together()).weights(path)
     return decoder
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from reprlib import repr as shortened
@@ -17,9 +17,11 @@ from typing import Any
 import xxhash
 
 from megalite.checkpoint.disk import DamagedError, File, check_size, read_whole
-from megalite.config.convert import from_plain, keys
-from megalite.config.errors import InputError, listing
+from megalite.config.convert import from_plain, keys, to_plain
+from megalite.config.errors import InputError, Problem, listing
 from megalite.config.layout import AXES
+from megalite.config.rules.model import model_rules
+from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config
 
 FORMAT = 2
@@ -218,9 +220,18 @@ def _unfit(fields: dict[str, Any], format: int) -> str | None:
             return f"{MANIFEST}: files: {shortened(name)} is no name of a file of a checkpoint"
     if format == FORMAT and INDEX not in fields["files"]:
         return f"{MANIFEST}: files: {INDEX} is not among them"
-    for problem in from_plain(_known(fields["config"]))[1]:
+    for problem in _config_problems(fields["config"]):
         return f"{MANIFEST}: config: {problem.key} = {shortened(problem.value)}: {problem.rule}"
     return None
+
+
+def _config_problems(plain: dict[str, Any]) -> Iterator[Problem]:
+    """What is wrong with the types of a configuration, or else with its model."""
+    config, problems = from_plain(_known(plain))
+    yield from problems
+    if not problems:
+        yield from range_rules(to_plain(replace(Config(), model=config.model)))
+        yield from model_rules(config.model)
 
 
 def _known(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -87,6 +87,11 @@ WRONG: dict[str, tuple[Callable[[Fields], None], str]] = {
         setting("config", "model", "layers", value="4"),
         "config: model.layers = '4': must be",
     ),
+    "a model without heads": (
+        setting("config", "model", "heads", value=0),
+        "config: model.heads = 0: must be at least 1",
+    ),
+    "heads that do not fit": (setting("config", "model", "heads", value=7), "config: model.heads = 7: must"),
     "a section that is none": (setting("config", "model", value=4), "config: model = 4: must be a section"),
     "data that is no list": (setting("data", value={}), "'data' = {}: must be a list"),
     "a source that is none": (setting("data", value=[3]), "'data'[0] = 3: must be an object"),

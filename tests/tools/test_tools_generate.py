@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tampering import tamper
 from torch import Tensor, nn
 from toy_jobs import make, one_rank, save
 
-from megalite.config.load import dump
+from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.manifest import MANIFEST
+from megalite.config.convert import to_plain
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.tokenizer import load_tokenizer
 from megalite.model.generate import sample
 from megalite.train.starts import keep_tokenizer
-from megalite_tools.generate import find_checkpoint, main
+from megalite_tools.generate import find_checkpoints, main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
 MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=16, init_std=1.0)
@@ -41,7 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
             job = make(replace(config, run=replace(config.run, seed=step)))
             save(job, folder / "checkpoints", step)
     trained = replace(config, parallel=Parallel(pp=2, tp=2, dp_shard=2), train=Train(precision="bf16", compile=True))
-    (folder / "config.yaml").write_text(dump(trained))
+    for path in (folder / "checkpoints").iterdir():
+        tamper(path, lambda fields: fields.update(config=to_plain(trained)))
     return folder
 
 
@@ -76,8 +80,8 @@ def test_the_tokenizers_copy_in_the_run_folder_is_found_from_anywhere(
 ) -> None:
     expected = generate(run, "--prompt", PROMPT, "--tokens", 3)[1]
     shutil.copytree(run, tmp_path / "run")
-    config = (run / "config.yaml").read_text().replace(str(tokenizer_file), "data/moved.model")
-    (tmp_path / "run/config.yaml").write_text(config)
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        tamper(path, lambda fields: fields["config"]["data"].update(tokenizer="data/moved.model"))
     keep_tokenizer(tokenizer_file, tmp_path / "run", tmp_path / "run/starts/001.tokenizer")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -142,7 +146,7 @@ def test_a_character_of_several_tokens_appears_whole(
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no checkpoint"),
-        (["nowhere/checkpoints/step-00000001"], "nowhere/config.yaml"),
+        (["nowhere/checkpoints/step-00000001"], "step-00000001: manifest.json is missing"),
         (["{run}/checkpoints"], "no checkpoint; give a run folder"),
         (["{run}/checkpoints/step-00000009"], "step-00000009: manifest.json is missing"),
         (["{run}", "--tokenizer", "nowhere.model"], "nowhere.model"),
@@ -161,8 +165,7 @@ def test_bad_input_exits_with_2(generate: Generate, run: Path, arguments: list[s
 
 def test_a_tokenizer_that_knows_more_than_the_model_is_refused(generate: Generate, run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    config = copy / "config.yaml"
-    config.write_text(config.read_text().replace("vocab_size: 512", "vocab_size: 256"))
+    tamper(copy / "checkpoints/step-00000002", lambda fields: fields["config"]["model"].update(vocab_size=256))
     code, _, errors = generate(copy)
     assert code == 2
     assert "has 320 tokens, but the model" in errors
@@ -170,8 +173,8 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused(generate: Generat
 
 def test_a_run_without_tokenizer_needs_one(generate: Generate, run: Path, tokenizer_file: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    config = copy / "config.yaml"
-    config.write_text(config.read_text().replace(f"tokenizer: {tokenizer_file}", "tokenizer: null"))
+    for path in (copy / "checkpoints").iterdir():
+        tamper(path, lambda fields: fields["config"]["data"].update(tokenizer=None))
     code, _, errors = generate(copy)
     assert code == 2
     assert "give --tokenizer" in errors
@@ -190,10 +193,39 @@ def test_a_tokenizer_without_end_of_document_needs_a_prompt(
     assert generate(run, "--prompt", PROMPT)[0] == 0
 
 
-def test_find_checkpoint_passes_over_interrupted_saves(tmp_path: Path) -> None:
+def test_interrupted_saves_are_passed_over(tmp_path: Path) -> None:
     for name in ("step-00000001", "step-00000002.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert find_checkpoint(tmp_path) == (tmp_path, tmp_path / "checkpoints/step-00000001")
+    assert find_checkpoints(tmp_path) == (tmp_path, [tmp_path / "checkpoints/step-00000001"])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "data": lambda path: flip(path / "__0_0.distcp"),
+    "manifest": lambda path: flip(path / MANIFEST),
+    "index of other programs": lambda path: flip(path / METADATA),
+    "an absurd model": lambda path: tamper(path, lambda fields: fields["config"]["model"].update(layers=10**12)),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    how: str, generate: Generate, run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = copy / "checkpoints/step-00000002"
+    DAMAGE[how](newest)
+    code, text, errors = generate(copy, "--prompt", PROMPT)
+    assert (code, text) == generate(run / "checkpoints/step-00000001", "--prompt", PROMPT)[:2]
+    assert errors.startswith(f"megalite-generate: warning: {newest}: ")
+    assert "; the checkpoint before is used\n" in errors
+    code, text, errors = generate(newest, "--prompt", PROMPT)
+    assert (code, text) == (2, "")
 
 
 class Constant(nn.Module):

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 OLDEST := .venv-oldest
 
-.PHONY: install quickstart test test-oldest check bench soak gpu clean
+.PHONY: install quickstart test test-oldest check bench soak corrupt gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -51,6 +51,9 @@ bench: install
 
 soak: install
 	$(BIN)/python tests/soak/soak.py --kills 100 --out docs/soak.md
+
+corrupt: install
+	PYTHONPATH=tests $(BIN)/python tests/soak/corrupt.py --out docs/corruption.md
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'

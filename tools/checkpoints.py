@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megalite.checkpoint.disk import DamagedError, check_hashes, check_size, damage_of
 from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.load import checked_progress
 from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, check_sizes, complete
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader
-from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL
-from megalite.checkpoint.state import empty_progress, progress_from
+from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL, check_folder
+from megalite.checkpoint.state import empty_progress
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 
@@ -44,7 +45,7 @@ class Entry:
 def survey(path: Path) -> list[Entry]:
     """All that is among the checkpoints of a run, oldest first; sizes are compared, not hashes."""
     folder = _folder_of(path)
-    named = {child: FOLDER.fullmatch(child.name) for child in folder.iterdir() if child.is_dir()}
+    named = {child: FOLDER.fullmatch(child.name) for child in folder.iterdir()}
     folders = sorted((int(match[1]), child, match[2]) for child, match in named.items() if match)
     entries = [_examine(child, step, suffix) for step, child, suffix in folders]
     if not (found := [entry for entry in entries if entry is not None]):
@@ -71,9 +72,19 @@ def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> l
             check_hashes(path, {name: file}, advanced)
         except DamagedError as error:
             found.append(error.what)
-        except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
-    return found
+    return found or _misplaced(path)
+
+
+def _misplaced(path: Path) -> list[str]:
+    """What is wrong with the places of tensors in a checkpoint whose files are as they were written."""
+    try:
+        checkpoint = Checkpoint(path)
+        checkpoint.check_places()
+        if any(name.startswith("progress.") for name in checkpoint.tensors):  # else another program has written it
+            checkpoint.progress()
+    except DamagedError as error:
+        return [error.what]
+    return []
 
 
 class Checkpoint:
@@ -114,7 +125,11 @@ class Checkpoint:
             tensors = empty_progress(self._reader.index)
             rate = torch.empty((), dtype=torch.float64)
             self._reader.fill({**tensors, "schedule.learning_rate": rate})
-            return progress_from(tensors), rate.item()
+        return checked_progress(self.path, self.manifest, tensors), rate.item()
+
+    def check_places(self) -> None:
+        """Look whether all tensors lie where they can lie."""
+        self._reader.check(self.tensors)
 
     def _check(self, name: str) -> None:
         """Compare the files that hold a tensor with their hashes, each once."""
@@ -155,6 +170,7 @@ def _examine(path: Path, step: int, suffix: str | None) -> Entry | None:
     manifest = None
     state, why = "complete", ""
     try:
+        check_folder(path)
         manifest = Manifest.read(path)
         check_sizes(path)
     except DamagedError as error:
@@ -164,7 +180,7 @@ def _examine(path: Path, step: int, suffix: str | None) -> Entry | None:
     if suffix is not None:
         state, why = STATES[suffix][0], STATES[suffix][1] or why
     try:
-        size = sum(file.stat().st_size for file in path.iterdir())
+        size = sum(file.lstat().st_size for file in path.iterdir()) if path.is_dir() else path.lstat().st_size
     except FileNotFoundError:
         return None
     return Entry(path, step, state, why, size, manifest)

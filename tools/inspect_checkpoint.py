@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from megalite.checkpoint.disk import DamagedError, total_bytes
 from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.retain import check_folder
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.entry import exit_code
@@ -129,8 +131,8 @@ def _fields(entry: Entry) -> dict[str, Any]:
 def _verify(options: argparse.Namespace, terminal: Terminal) -> Report:
     results = []
     for path in [checkpoint for given in options.paths for checkpoint in find(given)]:
-        found = _damage(path)
-        if not path.exists():
+        found = _damage(path, own=path not in options.paths)
+        if not os.path.lexists(path):
             terminal.line(f"{path}: gone meanwhile: its run goes on, and needs it no longer")
             continue
         terminal.line(f"{path}: damaged: {'; '.join(found)}" if found else f"{path}: intact")
@@ -138,8 +140,11 @@ def _verify(options: argparse.Namespace, terminal: Terminal) -> Report:
     return {"checkpoints": results}, all(result["intact"] for result in results)
 
 
-def _damage(path: Path) -> list[str]:
+def _damage(path: Path, own: bool) -> list[str]:
+    """own: of a run, which must have it in its folder."""
     try:
+        if own:
+            check_folder(path)
         manifest = Manifest.read(path)
     except DamagedError as error:
         return [error.what]

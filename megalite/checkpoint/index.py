@@ -141,7 +141,8 @@ class Index:
         limits = np.array([sizes.get(name, -1) for name in self.files], np.int64)
         taken = [np.empty((0, 3), np.int64)]
         for name in names:
-            tensor = self.tensors[name]
+            if (tensor := self.tensors.get(name)) is None:
+                raise ValueError(f"lacks {name}")
             files, starts = tensor.rows[:, 0], tensor.rows[:, 1]
             if not ((files >= 0) & (files < len(limits)) & (starts >= 0)).all():
                 raise ValueError(f"places {name} outside of its files")

@@ -81,7 +81,7 @@ class Restorer:
         self._together.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
         tensors = self.state.tensors()
         self._fill(path, manifest, tensors, progress=True)
-        progress = _progress(path, manifest, tensors)
+        progress = checked_progress(path, manifest, tensors)
         self.state.loaded(progress.updates)
         return progress
 
@@ -155,7 +155,8 @@ def _pass_over(error: DamagedError, passed_over: set[Path], warn: Say) -> None:
     warn(f"{error}; {done}, and the one before is used")
 
 
-def _progress(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> Progress:
+def checked_progress(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> Progress:
+    """`progress_from` what was read of a checkpoint. Raises DamagedError where that is not of its manifest's step."""
     with damage_of(path, INDEX):
         progress = progress_from(tensors)
         if (progress.step, progress.tokens) != (manifest.step, manifest.tokens):

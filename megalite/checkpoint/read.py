@@ -1,7 +1,7 @@
 """Reading tensors: plain bytes, from where the index tells, into whatever part of a tensor is wanted."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megalite.checkpoint.disk import damage_of, opened, read_at, read_whole
+from megalite.checkpoint.disk import DamagedError, damage_of, opened, read_at, read_whole
 from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, Manifest
 
@@ -31,10 +31,17 @@ class Reader:
         with damage_of(path, INDEX):
             self.index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill `tensors`, whose shapes are those of the index; of a DTensor this rank's part."""
+    def check(self, names: Iterable[str]) -> None:
+        """Look whether the tensors `names` lie where they can lie."""
         with damage_of(self.path, INDEX):
-            self.index.check({name: file.bytes for name, file in self.manifest.files.items()}, tensors)
+            self.index.check({name: file.bytes for name, file in self.manifest.files.items()}, names)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill `tensors`; of a DTensor this rank's part."""
+        self.check(tensors)
+        for name, tensor in tensors.items():
+            if (there := self.index.tensors[name].shape) != tuple(tensor.shape):
+                raise DamagedError(self.path, f"{INDEX} has {name} {list(there)} instead of {list(tensor.shape)}")
         pieces = [piece for name, tensor in tensors.items() for piece in _pieces(self.index.tensors[name], tensor)]
         pieces.sort(key=lambda piece: (piece.file, piece.position))
         scratch = torch.empty(max([BLOCK, *(piece.row_bytes for piece in pieces)]), dtype=torch.uint8)

@@ -29,9 +29,14 @@ def retain(folder: Path, newest: int, keep: int, every: int) -> None:
 
 def check_own(path: Path) -> Manifest:
     """`check_sizes` of a run's own checkpoint, which is a folder itself. Raises DamagedError."""
+    check_folder(path)
+    return check_sizes(path)
+
+
+def check_folder(path: Path) -> None:
+    """Raises DamagedError for a link to a folder, too."""
     if not _is_folder(path):
         raise DamagedError(path, "is no folder but a link or a file; checkpoint.resume takes paths from elsewhere")
-    return check_sizes(path)
 
 
 def set_aside(path: Path) -> Path:

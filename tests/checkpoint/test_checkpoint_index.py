@@ -72,6 +72,12 @@ def test_tensors_are_put_together(written: Path) -> None:
     assert found["s"] == -7
 
 
+@pytest.mark.parametrize(("name", "shape"), [("w", (6, 4)), ("w", ()), ("s", (1,)), ("x", (4, 6))])
+def test_what_is_not_there_is_not_read(name: str, shape: tuple[int, ...], written: Path) -> None:
+    with pytest.raises(DamagedError, match=f"{INDEX} (has|lacks) {name}"):
+        reader(written, VALID.encode()).fill({name: torch.empty(shape)})
+
+
 def test_rows_larger_than_a_block_and_other_dtypes(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in (1, 9, 17):
         monkeypatch.setattr("megalite.checkpoint.read.BLOCK", block)

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ranks import Ranks
 from tampering import tamper
 from toy_jobs import MODEL, advance, config_of, make, one_rank, parts, restorer, save
 
+from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
@@ -371,6 +373,35 @@ def test_a_plain_dcp_folder_is_refused(command: list[str], run: Path, tmp_path: 
     code, _, err = inspect(*[part.format(run=run) for part in command], tmp_path / "plain")
     assert code == 2
     assert "is a folder of PyTorch Distributed Checkpoint, but no megalite checkpoint" in err
+
+
+def test_links_in_place_of_checkpoints_are_damage(run: Path, inspect: Inspect) -> None:
+    (run / "checkpoints/step-00000003").symlink_to("nowhere")
+    code, out, _ = inspect("verify", run)
+    assert code == 1
+    assert out.splitlines()[-1].startswith(f"{run / 'checkpoints/step-00000003'}: damaged: ")
+    (run / "checkpoints/step-00000003").unlink()
+    (run / "checkpoints/step-00000002").rename(run / "step-00000002")
+    (run / "checkpoints/step-00000002").symlink_to(run / "step-00000002")
+    for command in ("verify", "list"):
+        code, out, _ = inspect(command, run)
+        assert code == 1
+        assert "damaged: is no folder but a link or a file" in out
+    assert inspect("verify", run / "step-00000002")[0] == 0
+
+
+def test_an_index_that_contradicts_itself_is_damage_whatever_its_hash(run: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints/step-00000002"
+    index = Index.decode((path / INDEX).read_bytes())
+    stored = index.tensors["model.embed.weight"]
+    rows = np.concatenate([stored.rows, stored.rows])
+    (path / INDEX).write_bytes(
+        Index(index.files, {**index.tensors, "model.embed.weight": replace(stored, rows=rows)}).encode()
+    )
+    tamper(path)
+    code, out, _ = inspect("verify", path)
+    assert code == 1
+    assert f"damaged: {INDEX} does not cover model.embed.weight exactly" in out
 
 
 def test_values_are_read_only_from_files_as_they_were_written(run: Path, inspect: Inspect) -> None:

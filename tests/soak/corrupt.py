@@ -17,9 +17,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from corruptions import Case, cases
@@ -172,20 +175,31 @@ def listing(folder: Path) -> list[tuple[str, bytes]]:
     return sorted((str(path), path.read_bytes()) for path in folder.rglob("*") if path.is_file())
 
 
-def campaign(chosen: Sequence[Case], say: Callable[[str], object]) -> tuple[list[tuple[Case, str]], list[str]]:
-    """Every case with what became of it, and all violations."""
+def campaign(
+    chosen: Sequence[Case], jobs: int, say: Callable[[str], object]
+) -> tuple[list[tuple[Case, str]], list[str]]:
+    """Every case with what became of it, and all violations. jobs: cases at a time."""
     import_for_good(WORKER)  # once, for all forks
     outcomes, violations = [], []
     with tempfile.TemporaryDirectory(prefix="megalite-corrupt-") as place:
-        original, work = Path(place, "original"), Path(place, "work")
+        original = Path(place, "original")
         original.mkdir()
-        config = prepare(original)
-        for number, case in enumerate(chosen, start=1):
-            outcome, found = attempt(case, original, config, work)
-            outcomes.append((case, outcome))
-            violations += [f"{case.group}, {case.name}: {found[0]}", *found[1:]] if found else []
-            say(f"{number} of {len(chosen)}: {case.group}, {case.name}: {outcome}{', VIOLATION' if found else ''}")
+        given = chosen, original, prepare(original), Path(place)
+        with ProcessPoolExecutor(jobs, get_context("fork"), _GIVEN.extend, (given,)) as pool:
+            for case, (outcome, found) in zip(chosen, pool.map(_attempt, range(len(chosen))), strict=True):
+                outcomes.append((case, outcome))
+                violations += [f"{case.group}, {case.name}: {found[0]}", *found[1:]] if found else []
+                told = f"{len(outcomes)} of {len(chosen)}: {case.group}, {case.name}: {outcome}"
+                say(told + ", VIOLATION" * bool(found))
     return outcomes, violations
+
+
+_GIVEN: list[Any] = []  # to a process of the pool, when it was forked: cases cannot be sent
+
+
+def _attempt(number: int) -> tuple[str, list[str]]:
+    chosen, original, config, place = _GIVEN
+    return attempt(chosen[number], original, config, place / str(os.getpid()))
 
 
 def page(outcomes: Sequence[tuple[Case, str]], seconds: float) -> str:
@@ -205,6 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, help="write the result to this Markdown file")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose group and name hold this")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="cases at a time (%(default)s)"
+    )
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every n-th case")
     return exit_code(COMMAND, lambda: _main(parser.parse_args(argv)))
 
@@ -212,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(options: argparse.Namespace) -> int:
     began = time.monotonic()
     chosen = [case for case in cases() if options.only in f"{case.group}, {case.name}"][:: options.every]
-    outcomes, violations = campaign(chosen, lambda text: print(text, file=sys.stderr, flush=True))
+    outcomes, violations = campaign(chosen, options.jobs, lambda text: print(text, file=sys.stderr, flush=True))
     print(f"{len(outcomes)} cases, {sum(not line.startswith(' ') for line in violations)} violations")
     for line in violations:
         print(line)

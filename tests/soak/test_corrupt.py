@@ -21,7 +21,7 @@ SAMPLE = (
 def test_corrupted_run_folders_go_on_from_what_is_intact() -> None:
     chosen = [case for case in cases() if f"{case.group}, {case.name}" in SAMPLE]
     assert len(chosen) == len(SAMPLE)
-    outcomes, violations = corrupt.campaign(chosen, lambda _: None)
+    outcomes, violations = corrupt.campaign(chosen, 2, lambda _: None)
     assert violations == []
     assert [outcome for _, outcome in outcomes] == ["from 20", "from 10", "from 30", "from 30"]
     table = corrupt.page(outcomes, 1.0)

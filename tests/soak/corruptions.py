@@ -19,7 +19,7 @@ from megalite.checkpoint.manifest import INDEX, MANIFEST
 
 OLDEST, MIDDLE, NEWEST = (f"checkpoints/step-000000{step}" for step in (10, 20, 30))
 FILES = (MANIFEST, INDEX, METADATA, DATA, "__1_0.distcp")
-OF_THE_RUN = ("metrics.jsonl", "config.yaml", "environment.json", "logs/*0.log", "lock/*[0-9]", "lock/*.free")
+OF_THE_RUN = ("metrics.jsonl", "config.yaml", "starts/*.json", "logs/*0.log", "lock/*[0-9]", "lock/*.free")
 Change = Callable[[Path], object]  # of a file or folder
 
 

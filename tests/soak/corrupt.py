@@ -69,7 +69,8 @@ run folder was changed.
 
 “From 20” means that training went on from step 20 and said why not from 30. Where an older checkpoint was changed, or
 one was added that only looks newer, it goes on from 30. “Refused” is exit code 2 with a message: where all checkpoints
-are damaged, for a later format, and for files of the run that cannot be written to.
+are damaged, for a later format, and for files of the run that cannot be written to. “From 0” is a new beginning, where
+`checkpoints` was gone or an empty folder.
 
 {machine}
 """

@@ -24,10 +24,10 @@ DECIMAL = re.compile(
 )
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping that the file `path` holds. Raises InputError, naming the file."""
+def read_mapping(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The mapping that the file `path` holds, of at most `most_bytes`. Raises InputError, naming the file."""
     try:
-        text = read_text(path)
+        text = read_text(path, most_bytes)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -43,14 +43,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """A file of text that is not endless. Raises OSError, and ValueError with what is wrong with it."""
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # every rank reads it, so it can be no pipe
         raise ValueError("is no regular file")
     with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"has more than {MOST_BYTES:,} bytes")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"has more than {most_bytes:,} bytes")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:

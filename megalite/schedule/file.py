@@ -8,6 +8,7 @@ ranks:                   # of each rank KIND STAGE.MICRO-BATCH, the kinds F, and
   - F1.0 B1.0 F1.1 I1.1 W1.1
 """
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from megalite.config.errors import InputError
+from megalite.config.yaml import read_mapping
 from megalite.schedule.actions import COMPUTE, Action, Kind, Table
 from megalite.schedule.check import malformed, uncomputed
 from megalite.schedule.place import communicate
@@ -28,23 +30,22 @@ KEYS = {
     "ranks": "a list of texts",
 }
 ACTION = re.compile(rf"([{''.join(COMPUTE)}])([0-9]{{1,6}})\.([0-9]{{1,6}})")
+MOST_BYTES = 16 << 20  # as many as the longest schedule that can be planned
 SHOWN = 8  # problems told of one file
 
 
 def read(path: Path) -> Table:
     """The schedule in the file `path`. Raises InputError, naming the file, with all that is wrong with it."""
+    content = read_mapping(path, MOST_BYTES)
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
-        raise InputError(f"{path}: {reason}") from error
+        return complete(content)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
 
-def parse(text: str) -> Table:
-    """The schedule written as `text`, complete and able to run. Raises InputError with all that is wrong with it."""
-    content = _content(text)
+def complete(content: dict[str, Any]) -> Table:
+    """The schedule that a file's `content` says, complete and able to run. Raises InputError with all that is wrong."""
+    _check_keys(content)
     name, m, placement = content["name"], content["micro_batches"], tuple(content["placement"])
     words = [order.split() for order in content["ranks"]]
     actions = {word: _action(word) for order in words for word in order}
@@ -67,21 +68,16 @@ def parse(text: str) -> Table:
 
 
 def write(table: Table) -> str:
-    """The text that `parse` reads as an equal table; sharding is left out."""
-    head = yaml.safe_dump({"name": table.name, "micro_batches": table.micro_batches}, sort_keys=False)
+    """The text that `read` takes for an equal table; sharding is left out."""
+    name = yaml.safe_dump(table.name, default_style='"', width=math.inf)  # in quotes whatever it looks like: 1e5, null
+    head = f"name: {name}micro_batches: {table.micro_batches}\n"
     ranks = [" ".join(f"{a.kind}{a.stage}.{a.micro}" for a in order) for order in table.orders]
     return f"{head}placement: {list(table.placement)}\nranks:\n" + "".join(f"  - {rank}\n" for rank in ranks)
 
 
-def _content(text: str) -> dict[str, Any]:
-    """The keys of the file, each of its type."""
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"is not valid YAML{where}") from error
-    if not isinstance(content, dict) or content.keys() != KEYS.keys():
+def _check_keys(content: dict[str, Any]) -> None:
+    """Raises InputError unless the keys of the file are there, each of its type."""
+    if content.keys() != KEYS.keys():
         raise InputError(f"must have the keys {', '.join(KEYS)} and no others")
     right = {
         "name": isinstance(content["name"], str),
@@ -90,7 +86,6 @@ def _content(text: str) -> dict[str, Any]:
         "ranks": isinstance(content["ranks"], list) and all(isinstance(order, str) for order in content["ranks"]),
     }
     _refuse(f"{key} must be {KEYS[key]}, not {content[key]!r:.80}" for key, fine in right.items() if not fine)
-    return content
 
 
 def _is_number(value: object) -> bool:

@@ -1,5 +1,6 @@
 """Schedules as files."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ from hypothesis import strategies as st
 from schedule_cases import free_table, randoms, tables
 
 from megalite.config.errors import InputError
+from megalite.config.yaml import parse
 from megalite.schedule.actions import Table
 from megalite.schedule.check import check
-from megalite.schedule.file import parse, read, write
+from megalite.schedule.file import MOST_BYTES, complete, read, write
 from megalite.schedule.place import communicate
 
 GOOD = """\
-name: mine
+name: "mine"
 micro_batches: 2
 placement: [0, 1]
 ranks:
@@ -23,11 +25,16 @@ ranks:
 """
 
 
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")) | st.sampled_from(
+    ["1e5", "null", "1:30"]
+)
+
+
 @settings(deadline=None)
-@given(st.one_of(tables(5, 9), randoms.map(free_table).filter(lambda table: all(table.programs))), st.text())
+@given(st.one_of(tables(5, 9), randoms.map(free_table).filter(lambda table: all(table.programs))), NAMES)
 def test_what_is_written_is_read(table: Table, name: str) -> None:
     named = Table(name, table.micro_batches, table.placement, table.programs)
-    again = parse(write(named))
+    again = complete(parse(write(named)))
     assert (again.name, again.micro_batches, again.placement) == (name, table.micro_batches, table.placement)
     assert again.orders == table.orders
     assert again.programs == communicate(table.orders, table.placement)
@@ -58,10 +65,15 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         ("[0, 1]", "[0, yes]", "placement must be a list of ranks, not [0, True]"),
         ("batches: 2", "batches: 0", "micro_batches must be a whole number above 0, not 0"),
         ("batches: 2", "batches: 999999999", "micro_batches is more than all actions of the ranks"),
-        ("mine", "7", "name must be a text, not 7"),
-        ("name: mine\n", "", "must have the keys name, micro_batches, placement, ranks and no others"),
-        ("mine", "[mine", "is not valid YAML: line 2, column 14"),
-        ("mine", "!!python/object/apply:os.getcwd []", "is not valid YAML: line 1, column 7"),
+        ('"mine"', "7", "name must be a text, not 7"),
+        ('name: "mine"\n', "", "must have the keys name, micro_batches, placement, ranks and no others"),
+        ('"mine"', "[mine", "is not valid YAML: line 2, column 14: expected ',' or ']', but got ':'"),
+        (
+            '"mine"',
+            "!!python/object/apply:os.getcwd []",
+            "is not valid YAML: line 1, column 7: the tag tag:yaml.org,2002:python/object/apply:os.getcwd has no "
+            "meaning here",
+        ),
         (
             "F1.0 B1.0",
             "B1.0 F1.0",
@@ -82,7 +94,7 @@ def test_what_is_wrong_is_told_with_the_file(old: str, new: str, message: str, t
 
 def test_all_problems_are_told_up_to_a_point() -> None:
     with pytest.raises(InputError) as caught:
-        parse(GOOD.replace("F0.0 F0.1 B0.0 B0.1", "").replace("- \n", '- ""\n').replace("es: 2", "es: 3"))
+        complete(parse(GOOD.replace("F0.0 F0.1 B0.0 B0.1", "").replace("- \n", '- ""\n').replace("es: 2", "es: 3")))
     assert str(caught.value).startswith(
         "rank 0 lacks B(stage 0, micro-batch 0); rank 0 lacks B(stage 0, micro-batch 1)"
     )
@@ -96,3 +108,31 @@ def test_an_unreadable_file(content: bytes | None, tmp_path: Path) -> None:
         path.write_bytes(content)
     with pytest.raises(InputError, match=r"mine\.yaml: (is not UTF-8 text|cannot be read: No such file or directory)"):
         read(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("[" * 3000 + "]" * 3000, "is nested more than 32 deep"),
+        ("&a [" + "1, " * 200 + "]\nb: &b [" + "*a, " * 200 + "]", "has more than 20,000 values"),
+        ("&a [*a]", "refers to what it is inside of"),
+        ("a\nname: b", "found duplicate key name"),
+        (str(9) * 5000, "a whole number of 5,000 digits"),
+        ("a\n# " + "x" * MOST_BYTES, "has more than 16,777,216 bytes"),
+    ],
+    ids=["deep", "bomb", "circle", "twice", "digits", "long"],
+)
+def test_a_hostile_file(name: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD.replace('"mine"', name))
+    with pytest.raises(InputError, match=f"mine.yaml: .*{told}"):
+        read(path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_schedule(tmp_path: Path) -> None:
+    """To read it would wait for a writer without end."""
+    os.mkfifo(tmp_path / "mine.yaml")
+    with pytest.raises(InputError, match="is no regular file"):
+        read(tmp_path / "mine.yaml")

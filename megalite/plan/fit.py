@@ -11,7 +11,7 @@ from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, memory_of_ranks
-from megalite.plan.pipeline import can_be_planned
+from megalite.plan.pipeline import can_be_planned, table_of
 
 GIB = 1 << 30
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
@@ -48,6 +48,18 @@ def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config
         # Rounds are up to twice as large as they must be, so a larger one may take less.
         first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and needed(micro) <= limit)
     return replace(config, batch=replace(batch, micro=sizes[first], memory=None))
+
+
+def planned(config: Config) -> Config:
+    """The configuration as ranks are started with it: they fit `batch.micro` themselves where only their GPUs can tell.
+
+    Raises InputError for memory that not even one sequence fits, and for a schedule that cannot run.
+    """
+    if config.batch.memory is not None or config.run.device == "cpu":
+        config = fit_micro(config)
+    if config.batch.micro != "auto":
+        table_of(config)
+    return config
 
 
 def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:

@@ -20,8 +20,7 @@ from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, stop_before_first_step
 from megalite.imports import import_for_good
-from megalite.plan.fit import check_memory, fit_micro
-from megalite.plan.pipeline import table_of
+from megalite.plan.fit import check_memory, planned
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
 from megalite.train.sources import as_remembered, open_samples
@@ -69,12 +68,8 @@ def run(args: argparse.Namespace) -> int:
 def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
     """The configuration, if it can work and the files that it names are there."""
     config = check(load(args.files, args.overrides), world_size)
-    if config.batch.memory is not None or config.run.device == "cpu":  # else the ranks ask their GPUs
-        config = fit_micro(config)
     check_files(config)
-    if config.batch.micro != "auto":
-        table_of(config)  # refuses a schedule that cannot run before any rank is started
-    return config
+    return planned(config)
 
 
 def _first_step(config: Config, folder: Folder) -> int:

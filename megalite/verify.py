@@ -23,14 +23,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
-from megalite.config.schema import SCHEDULES, Batch, Config, Model, Parallel
+from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Model, Parallel, Rampup
 from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.start import run_rank, start
-from megalite.plan.pipeline import table_of
+from megalite.plan.activations import Activations
+from megalite.plan.batches import global_batches, samples_after
+from megalite.plan.fit import planned
+from megalite.plan.memory import recompute_modes
+from megalite.plan.pipeline import table_of, tables_of
+from megalite.plan.recompute import GIB, MODES, held_by_rank, kept_by_rank
+from megalite.plan.split import split_of
 from megalite.train.build import Job, build
 from megalite.train.step import gradients, update
 
@@ -127,13 +133,17 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
 
 def random_batch(job: Job, step: int) -> Micros:
     """This rank's micro-batches of tokens that depend on nothing but the step; documents are short."""
-    model, batch = job.config.model, job.config.batch
+    model = job.config.model
+    batch = next(global_batches(job.config, samples_after(job.config, step)))
     generator = torch.Generator().manual_seed(step)
-    everything = torch.randint(model.vocab_size, (batch.global_, model.sequence_length + 1), generator=generator)
+    everything = torch.randint(model.vocab_size, (batch.samples, model.sequence_length + 1), generator=generator)
     if job.config.data.mask_documents:
         everything[everything % 8 == 0] = END_OF_DOCUMENT
     mine = everything.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
-    return Micros.cut_at(mine.unflatten(0, (-1, batch.micro_size)), END_OF_DOCUMENT)
+    micro = min(job.config.batch.micro_size, len(mine))  # one process takes a batch whole, whatever its size
+    length = model.sequence_length // batch.pieces
+    pieces = mine.unfold(1, length + 1, length)  # [samples, pieces, length + 1], as a loader cuts them
+    return Micros.cut_at(pieces.reshape(-1, micro * batch.pieces, length + 1), END_OF_DOCUMENT)
 
 
 def _parameters(job: Job) -> Parts:
@@ -183,7 +193,10 @@ def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: M
 
 
 def shrink(config: Config) -> Config:
-    """The same layout and kind of model, as small as they allow, in float64, which apex does not have."""
+    """The same layout and kind of model, as small as they allow, in float64, which apex does not have.
+
+    Batches and sequences that grow do so once, after the first step. A recompute budget is one that mixes modes.
+    """
     parallel, batch = config.parallel, config.batch
     split = parallel.pipeline.split
     if split is not None:
@@ -197,14 +210,37 @@ def shrink(config: Config) -> Config:
         micro_batches = min(micro_batches, 2 * parallel.pp + 1)
     kernels = config.kernels_by_operation
     other: dict[str, Any] = {operation: "auto" for operation, kernel in asdict(kernels).items() if kernel == "apex"}
-    return replace(
+    model = _shrink_model(config.model, layers, parallel)
+    first = full = micro * dp * micro_batches
+    rampup = curriculum = None
+    if batch.rampup is not None and batch.rampup.start < batch.global_:
+        first = micro * dp * min(batch.rampup.start // (asked * dp), micro_batches - 1)
+        rampup = Rampup(first, full - first, first * model.sequence_length)
+    if batch.curriculum is not None and batch.curriculum.start < config.model.sequence_length:
+        curriculum = Curriculum(model.sequence_length // 2, first * model.sequence_length)
+    small = replace(
         config,
-        model=_shrink_model(config.model, layers, parallel),
+        model=model,
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
-        batch=Batch(micro, micro * dp * micro_batches),
+        batch=Batch(micro, full, None, rampup, curriculum),
         train=replace(config.train, precision="fp64", compile=False),
         kernels=replace(kernels, **other),
     )
+    if config.train.recompute == "budget":
+        small.train.recompute_budget = _mixing_budget(small)
+    return small
+
+
+def _mixing_budget(config: Config) -> float:
+    """GiB with which all layers of the fullest rank but one can keep everything, which takes the least time."""
+    sizes, split, tables = Activations(config), split_of(config), tables_of(config)
+    kept = {mode: sizes.layer_bytes(mode) for mode in MODES}
+    held, outside = held_by_rank(tables, split), kept_by_rank(tables, sizes.outside(len(split)))
+    ranks = list(zip(held, outside, strict=True))
+    most, count = max((kept["none"] * sum(layers) + other, min(layers)) for layers, other in ranks if layers)
+    least = [kept["full"] * sum(layers) + other for layers, other in ranks]
+    spared = (kept["none"] - kept["selective"]) * count
+    return max(most - spared / 2, *least) / GIB  # half: what is measured is not quite what is planned
 
 
 def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
@@ -226,8 +262,8 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     )
 
 
-def not_compared(config: Config) -> list[str]:
-    """What of a configuration the comparison of its shrunken copy says nothing about."""
+def not_compared(config: Config, steps: int) -> list[str]:
+    """What of a configuration the comparison of `steps` steps of its shrunken copy says nothing about."""
     small, model, batch, train = shrink(config), config.model, config.batch, config.train
     sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab_size", "sequence_length")
     shrunk = [
@@ -236,14 +272,18 @@ def not_compared(config: Config) -> list[str]:
         if getattr(model, name) != getattr(small.model, name)
     ]
     apex = "apex" in vars(config.kernels_by_operation).values()
+    rampup, curriculum = small.batch.rampup, small.batch.curriculum
+    sequences = f"{rampup.start} and {small.batch.global_}" if rampup else ""
+    lengths = f"{curriculum.start} and {small.model.sequence_length}" if curriculum else ""
     told = {
         f"sizes ({', '.join(shrunk)})": bool(shrunk),
         f"batch.global {batch.global_:,} as {small.batch.global_:,}": batch.global_ != small.batch.global_,
         f"batch.micro {batch.micro} as {small.batch.micro}": batch.micro != small.batch.micro,
-        "batch.rampup": batch.rampup is not None,
-        "batch.curriculum": batch.curriculum is not None,
+        f"batch.rampup but for {sequences} sequences": bool(sequences) and steps > 1,
+        f"batch.curriculum but for {lengths} tokens": bool(lengths) and steps > 1,
+        "how batches grow, as --steps is 1": bool(sequences or lengths) and steps == 1,
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
-        "train.compile": train.compile,
+        "train.compile, which every rank would wait for, and which rounds in its own way": train.compile,
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
         "apex": apex,
         "CUDA's kernels, streams and NCCL": config.run.device != "cpu",
@@ -267,8 +307,9 @@ def show(config: Config, differences: Iterable[Difference], console: Console) ->
 def run(args: argparse.Namespace) -> int:
     """The command: start the ranks that the layout needs on this machine, and compare."""
     config = check(load(args.files, args.overrides))
-    if config.batch.micro != "auto":
-        table_of(config)  # what `train` refuses is not compared
+    as_trained = planned(config)  # what `train` refuses is not compared
+    if as_trained.batch.micro != "auto":
+        recompute_modes(as_trained)  # nor a budget that nothing fits
     table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
     with TemporaryDirectory(prefix="megalite-verify-") as logs:
@@ -297,7 +338,7 @@ def _rank(place: Place, args: argparse.Namespace) -> int:
     if place.rank == 0:
         console = Console()
         show(config, differences, console)
-        console.print(f"Not compared: {'; '.join(not_compared(asked))}.", markup=False, highlight=False)
+        console.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.", markup=False, highlight=False)
     return 0 if all(difference.passed for difference in differences) else 1
 
 

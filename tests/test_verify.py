@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +20,8 @@ from megalite import cli
 from megalite.config.load import load
 from megalite.config.schema import Batch, Config, Curriculum, Kernels, Model, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.config.validate import check, validate
+from megalite.plan.batches import GlobalBatch, global_batches
+from megalite.plan.memory import recompute_modes
 from megalite.verify import Difference, Part, _distance, compare, not_compared, show, shrink
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +45,12 @@ SOUND = [
     STAGES := configuration(pp=2),
     TIED := configuration(pp=2, tied=True),
     CLIPPED := configuration(pp=2, clip_norm=0.01),
+    GROWING := shrink(
+        replace(configuration(pp=2), batch=Batch(1, 8, None, Rampup(2, None, 10**6), Curriculum(2, 10**6)))
+    ),
+    MIXED := shrink(
+        replace(configuration(pp=2), train=Train(steps=3, precision="fp64", recompute="budget", recompute_budget=1.0))
+    ),
 ]
 EVERYTHING = {"loss", "gradient norm", "gradients", "weights after 3 steps"}
 
@@ -68,6 +77,8 @@ EVERYTHING = {"loss", "gradient norm", "gradients", "weights after 3 steps"}
         ),
         (faults.loss_of_one_rank_not_counted, SHARDED, {"loss"}, ""),
         (faults.gradient_that_is_not_a_number, STAGES, EVERYTHING, ""),
+        (faults.scale_of_a_full_batch, GROWING, EVERYTHING, ""),
+        (faults.scale_of_a_full_batch, STAGES, set(), ""),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -82,6 +93,10 @@ def test_a_planted_fault_is_found(
 def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
     for config in SOUND:
         assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+
+
+def test_a_budget_is_shrunk_to_one_that_mixes_modes(ranks: Ranks) -> None:
+    assert len(ranks.run(faults.modes_in_use, MIXED)[0]) > 1
 
 
 @contextmanager
@@ -162,20 +177,46 @@ def test_the_command_fails_above_the_tolerance() -> None:
     assert done.stderr == ""
 
 
-def test_what_train_refuses_is_refused_before_it_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
-    split = ["parallel.pp=2", "batch.global=8", "parallel.pipeline.schedule=zb_h1", "train.compile=true"]
-    assert cli.main(["verify", str(ROOT / "configs/model/tiny_gqa.yaml"), *split]) == 2
-    assert "train.compile = true: cannot run with parallel.pipeline.schedule = zb_h1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["parallel.pp=2", "parallel.pipeline.schedule=zb_h1", "train.compile=true"],
+            "train.compile = true: cannot run with parallel.pipeline.schedule = zb_h1",
+        ),
+        (["batch.micro=auto", "run.device=cpu"], "batch.memory = null: is needed to fit batch.micro = auto"),
+        (["batch.micro=auto", "batch.memory=1e-4"], "batch.memory = 0.0001: 0.00 GiB are too few"),
+        (
+            ["train.recompute=budget", "train.recompute_budget=1e-6"],
+            "train.recompute_budget = 1e-06: the activations of a rank take",
+        ),
+        (["parallel.pp=2", "parallel.pipeline.schedule=gone.yaml"], "gone.yaml: cannot be read: No such file"),
+    ],
+)
+def test_what_train_refuses_is_refused_before_it_is_shrunk(
+    overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", str(ROOT / "configs/model/tiny_gqa.yaml"), "batch.global=8", *overrides]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_what_is_not_compared_is_told() -> None:
     batch = Batch(4, 1024, None, Rampup(64, None, 100), Curriculum(4, 100))
     config = replace(configuration(pp=2), batch=batch, train=Train(compile=True))
-    told = "; ".join(not_compared(config))
-    for what in ("batch.rampup", "batch.curriculum", "train.compile", "precision bf16", "batch.micro 4 as 2", "width"):
+    told = "; ".join(not_compared(config, 3))
+    for what in (
+        "batch.rampup but for 8 and 10 seq",
+        "batch.curriculum but for 6 and 12 tok",
+        "train.compile",
+        "precision bf16",
+        "batch.micro 4 as 2",
+        "width",
+    ):
         assert what in told
     assert "recompute_budget" not in told
     assert "apex" not in told
+    assert "how batches grow" not in told
+    assert "how batches grow, as --steps is 1" in not_compared(config, 1)
 
 
 def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:
@@ -267,8 +308,37 @@ def test_apex_is_left_out() -> None:
     assert small.kernels == Kernels(rope="torch")
 
 
-def test_growing_and_automatic_batches_become_plain_ones() -> None:
-    growing = Batch("auto", 8, None, Rampup(2, None, 100), Curriculum(2, 100))
-    config = replace(configuration(pp=2), batch=growing)
-    assert shrink(config).batch == Batch(1, 5)
-    assert shrink(replace(config, batch=replace(growing, micro=4))).batch == Batch(2, 4)
+def test_automatic_batches_become_plain_ones() -> None:
+    assert shrink(replace(configuration(pp=2), batch=Batch("auto", 8))).batch == Batch(1, 5)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("start", [4, 16, 60, 64])
+@pytest.mark.parametrize("pieces", [1, 2, 8])
+def test_growing_batches_grow_after_the_first_step(start: int, pieces: int, cp: int) -> None:
+    config = configuration(pp=2, tp=2, cp=cp, dp_shard=2)
+    whole = replace(
+        config,
+        model=replace(config.model, sequence_length=64),
+        batch=Batch(2, 64, None, Rampup(start, 4, 10**6), Curriculum(64 // pieces, 10**6)),
+    )
+    small = shrink(whole)
+    assert (validate(whole), validate(small)) == ([], [])
+    steps = list(islice(global_batches(small, 0), 3))
+    assert steps[1:] == [GlobalBatch(at, small.batch.global_) for at in (steps[1].first, steps[2].first)]
+    assert (steps[0].samples < small.batch.global_) == (start < 64)
+    assert steps[0].pieces == min(pieces, 2)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pp": 2}, {"pp": 4, "dp_shard": 2}, {"tp": 2, "cp": 2}])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_a_shrunken_budget_mixes_modes(schedule: str, degrees: dict[str, int]) -> None:
+    config = configuration(**degrees)
+    config = replace(
+        config,
+        model=replace(config.model, layers=24),
+        parallel=replace(config.parallel, pipeline=Pipeline(schedule)),
+        batch=Batch(1, 64),
+        train=Train(recompute="budget", recompute_budget=100.0),
+    )
+    assert len({mode for modes in recompute_modes(shrink(config)).values() for mode in modes}) > 1

@@ -18,11 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from megalite.config.schema import Config
 from megalite.dist import collectives
+from megalite.dist.mesh import Mesh
 from megalite.model import decoder
 from megalite.parallel import gradients, linear
 from megalite.parallel.pipeline import Pipeline
 from megalite.schedule.actions import Kind
 from megalite.train import build, step
+from megalite.train.recompute import recompute_modes
 from megalite.verify import Difference, compare
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -128,6 +130,24 @@ def gradient_that_is_not_a_number() -> AbstractContextManager[Any]:
             next(next(iter(stages.values())).parameters()).grad.to_local().fill_(torch.nan)
 
     return patch.object(step, "finish", finish)
+
+
+def scale_of_a_full_batch() -> AbstractContextManager[Any]:
+    """Where batches grow, the first ones are smaller."""
+    correct = step.target_tokens
+
+    def target_tokens(job: Any, batch: Any) -> int:
+        if job.mesh.layout.world_size == 1:
+            return correct(job, batch)
+        return job.config.batch.global_ * job.config.model.sequence_length
+
+    return patch.object(step, "target_tokens", target_tokens)
+
+
+def modes_in_use(config: Config) -> set[str]:
+    """What layers of any rank recompute in backward."""
+    mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
+    return set() if mesh is None else {mode for modes in recompute_modes(config, mesh).values() for mode in modes}
 
 
 def compare_with(fault: Fault, config: Config) -> list[Difference]:

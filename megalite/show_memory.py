@@ -24,6 +24,7 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # the others follow
 SHORT = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporaries")  # KINDS as headings
 GPU = 80  # GiB of a GPU, where nothing else is known
+AGREEING, DIFFERING = 0.01, 0.05  # of the total, and of a kind: a difference of at most, and of more than
 FEW = 8  # rows, or numbers, that are all shown; of more, equal ones are folded
 NOTE = """\
 Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies
@@ -103,10 +104,11 @@ def memory_sections(
     which = f" of pipeline rank {most.pp}, the fullest of {len(memories)}" if len(memories) > 1 else ""
     on_cuda = config.run.device != "cpu"
     note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
+    told = "" if measured is None else _simplified(config) + _split_otherwise(most, measured)
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
         ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
-        ("Conventions", Text(note + ON_CUDA * on_cuda + _simplified(config) * (measured is not None))),
+        ("Conventions", Text(note + ON_CUDA * on_cuda + told)),
     ]
     if len(memories) > 1:
         name, unit = _unit(most.total)
@@ -123,6 +125,21 @@ def _simplified(config: Config) -> str:
     }
     apart = [what for what, matters in told.items() if matters]
     return f"Measured with {listing(apart, 'and')}.\n" if apart else ""
+
+
+def _split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
+    """Why kinds differ where their sum does not: which of two equal peaks is the higher takes no more than a byte."""
+    total, apart = sum(measured.get(kind, 0) for kind in KINDS), []
+    for kind in KINDS:
+        counted = measured.get(kind, 0)
+        if abs(sum(memory.of(kind).values()) - counted) > max(DIFFERING * counted, AGREEING * total):
+            apart.append(kind)
+    if not apart or abs(memory.total - total) > AGREEING * total:
+        return ""
+    return (
+        f"The total agrees, but not {listing(apart, 'and')}: most likely two moments of the\n"
+        "step hold almost the same bytes; the prediction splits one of them, the dry run the other.\n"
+    )
 
 
 def _components(memory: Memory, measured: dict[str, int] | None) -> Table:

@@ -8,7 +8,8 @@ from memory_cases import SIZES, configured
 
 from megalite import show_memory
 from megalite.cli import main
-from megalite.plan.memory import rank_memory
+from megalite.plan.memory import KINDS, rank_memory
+from megalite.show_memory import memory_sections
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -125,3 +126,19 @@ def test_measuring_needs_memory(capsys: pytest.CaptureFixture[str]) -> None:
         main(["show", "--measure"])
     assert ended.value.code == 2
     assert "--measure: needs --memory" in capsys.readouterr().err
+
+
+def test_kinds_that_differ_though_the_total_agrees_are_explained() -> None:
+    config, told = configured({}), "The total agrees, but not activations and temporaries: most likely"
+    memory = rank_memory(config, 0)
+    counted = {kind: sum(memory.of(kind).values()) for kind in KINDS}
+    moved = memory.total // 20
+
+    def notes(**changes: int) -> str:
+        measured = {kind: size + changes.get(kind, 0) for kind, size in counted.items()}
+        return str(dict(memory_sections(config, [memory], None, measured))["Conventions"])
+
+    assert told not in notes()
+    assert told in notes(activations=moved, temporaries=-moved)
+    assert "agrees" not in notes(activations=moved)
+    assert "agrees" not in notes(activations=memory.total // 200, temporaries=-(memory.total // 200))

@@ -16,9 +16,10 @@ from megalite.config.layout import Layout
 class Mesh:
     """One rank's view of the layout.
 
-    `root` has the axes pp, dp_replicate, fsdp and tp, where fsdp is `dp_shard` and `cp` together: the
-    ranks over which parameters are sharded. Where nothing is sharded, they all count as replicas. `world` holds every rank of this mesh, which may be fewer
-    than the processes of the job: a reference on one rank can live beside the layout it is compared with.
+    `root` has the axes pp, dp_replicate, fsdp and tp, where fsdp is `dp_shard` and `cp` together: the ranks over which
+    parameters are sharded. Where nothing is sharded, they all count as replicas. `world` holds every rank of this mesh,
+    which may be fewer than the processes of the job: a reference on one rank can live beside the layout it is compared
+    with.
     """
 
     layout: Layout

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -36,7 +36,14 @@ def log_file(logs: Path, rank: int) -> Path:
     return logs / f"rank_{rank:04d}.log"
 
 
-def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, shared: str | None = None) -> int:
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    world_size: int,
+    logs: Path,
+    shared: str | None = None,
+    importing: AbstractContextManager[None] | None = None,
+) -> int:
     """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
 
     Rank 0 keeps the terminal, the others write into the folder `logs`. The first rank to fail ends the job: the others
@@ -45,15 +52,17 @@ def launch(module: str, arguments: Sequence[str], world_size: int, logs: Path, s
     at the second SIGINT, when no rank is left.
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
-    process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver nor
-    threads survive a fork. A signal before there are ranks ends this process at once.
+    process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver
+    nor threads survive a fork. A signal before there are ranks ends this process at once. importing: entered while
+    that module is imported, which takes a minute on some file systems; it leaves no thread behind.
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     previous = end_at_once()
     start = _spawn
     if shared is not None and sys.platform == "linux":
-        import_for_good(shared)
+        with importing or nullcontext():
+            import_for_good(shared)
         start = _fork
     with _temporary_folder() as meeting:
         ranks: list[Process] = []

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         on_cpus = _on_cpus(config.run.device)
         if place is None:
             _warn(config, on_cpus)
-        with _owning(folder, place) as check_owner:
+        with _owning(folder, place) as lock:
             check_start(config, folder.checkpoints)
             folder.make()
             if args.check:
@@ -52,11 +52,14 @@ def run(args: argparse.Namespace) -> int:
                 print(f"steps   {step} to {config.train.steps}")
                 return 0
             if place is not None:
-                # By name and only now: bad input is answered without waiting for torch.
-                code: int = import_for_good(WORKER).run(place, config, check_owner)
-                return code
-            shared = WORKER if on_cpus else None
-            return launch("megalite.cli", ["train", *args.files, *args.overrides], world_size, folder.logs, shared)
+                with _guarding(lock, place) as check_owner:
+                    # By name and only now: bad input is answered without waiting for torch.
+                    code: int = import_for_good(WORKER).run(place, config, check_owner)
+                    return code
+            assert lock is not None, "a launcher takes it"
+            arguments, shared = ["train", *args.files, *args.overrides], WORKER if on_cpus else None
+            # Who loses the lock meanwhile cannot pass it on, and rank 0 says so.
+            return launch("megalite.cli", arguments, world_size, folder.logs, shared, lock.beating(lambda _: None))
     except InputError:
         if place is not None:
             if place.rank != 0:
@@ -83,30 +86,36 @@ def _first_step(config: Config, folder: Folder) -> int:
 
 
 @contextmanager
-def _owning(folder: Folder, place: Place | None) -> Iterator[Callable[[], None]]:
-    """Let no other job into the run folder meanwhile. Yields what ends this process if one has come in all the same.
+def _owning(folder: Folder, place: Place | None) -> Iterator[Lock | None]:
+    """Let no other job into the run folder meanwhile. Yields the lock, None on ranks that need none.
 
     A local launcher takes the lock before it starts ranks, and passes it on to rank 0, which is the one that writes.
-    Other ranks need none. Raises InputError where another job has it.
+    Raises InputError where another job has it.
     """
     if place is not None and place.rank != 0:
-        yield lambda: None
+        yield None
         return
     lock = Lock.take(folder.path, int(os.environ[LAUNCHER]) if place and LAUNCHER in os.environ else None)
     try:
-        if place is None:
-            yield lambda: None
-            return
-        end = partial(_end, place)
-
-        def check() -> None:
-            if text := lock.lost():
-                end(text)
-
-        with lock.beating(end):
-            yield check
+        yield lock
     finally:
         lock.free()
+
+
+@contextmanager
+def _guarding(lock: Lock | None, place: Place) -> Iterator[Callable[[], None]]:
+    """Give signs of life meanwhile. Yields what ends this process if another job has come in all the same."""
+    if lock is None:
+        yield lambda: None
+        return
+    end = partial(_end, place)
+
+    def check() -> None:
+        if text := lock.lost():
+            end(text)
+
+    with lock.beating(end):
+        yield check
 
 
 def _end(place: Place, text: str) -> None:

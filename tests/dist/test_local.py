@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,9 +67,11 @@ def test_every_rank_knows_its_place_and_the_arguments(
 ) -> None:
     program("print(rank, world_size, os.environ['LOCAL_RANK'], sys.argv[2:], os.read(0, 9))")
     (tmp_path / "input").write_text("typed")
-    with (tmp_path / "input").open() as file:
-        with launcher(tmp_path, shared, "a=1", "b c", world_size=3, stdin=file) as process:
-            assert process.wait(60) == 0
+    with (
+        (tmp_path / "input").open() as file,
+        launcher(tmp_path, shared, "a=1", "b c", world_size=3, stdin=file) as process,
+    ):
+        assert process.wait(60) == 0
     assert capfd.readouterr() == ("0 3 0 ['a=1', 'b c'] b''\n", "")
     for rank in (1, 2):
         assert log_file(tmp_path / "logs", rank).read_text() == f"{rank} 3 {rank} ['a=1', 'b c'] b''\n"
@@ -132,7 +135,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
 
 def test_a_missing_folder_for_temporary_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match="no folder for temporary files can be made: No such file.*; set TMPDIR"):
+    with pytest.raises(InputError, match=r"no folder for temporary files can be made: No such file.*; set TMPDIR"):
         launch("program", [], 1, tmp_path)
 
 
@@ -211,9 +214,7 @@ def test_exit_codes_reach_a_launcher_whose_parent_ignores_children(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
-def test_what_ranks_share_is_imported_once(
-    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_ranks_share_is_imported_once(program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program("import common")
     (tmp_path / "common.py").write_text("import os\nprint('for', os.environ.get('RANK', 'all'))")
     assert run(tmp_path, "common", world_size=3) == 0
@@ -221,6 +222,26 @@ def test_what_ranks_share_is_imported_once(
     assert [log_file(tmp_path / "logs", rank).read_text() for rank in (1, 2)] == ["", ""]
     assert run(tmp_path, "", world_size=3) == 0
     assert capfd.readouterr().out == "for 0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_what_goes_on_beside_the_import_ends_before_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def importing() -> Iterator[None]:
+        order.append("begin")
+        yield
+        order.append("end")
+
+    def fork(*_: object) -> SimpleNamespace:
+        order.append("fork")
+        return SimpleNamespace(poll=lambda: 0, wait=lambda *_: 0, kill=lambda: None)
+
+    monkeypatch.setattr(local, "import_for_good", order.append)
+    monkeypatch.setattr(local, "_fork", fork)
+    assert launch("program", [], 1, tmp_path, "common", importing()) == 0
+    assert order == ["begin", "common", "end", "fork"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")

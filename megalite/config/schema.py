@@ -236,6 +236,7 @@ class Checkpoint:
 class Log:
     interval: int = 1  # steps between reports
     tensorboard: bool = True
+    wandb: str | None = None  # project of Weights & Biases that reports go to as well
 
 
 @dataclass

@@ -11,7 +11,7 @@ from megalite.config.rules.model import model_rules
 from megalite.config.rules.optim import optim_rules
 from megalite.config.rules.parallel import parallel_rules, shards
 from megalite.config.rules.ranges import range_rules
-from megalite.config.rules.run import run_rules
+from megalite.config.rules.run import log_rules, run_rules
 from megalite.config.rules.train import train_rules
 from megalite.config.schema import Config
 
@@ -35,6 +35,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     dp = parallel.dp_replicate * shards(parallel, world_size)
     return [
         *run_rules(config.run),
+        *log_rules(config.log),
         *range_rules(to_plain(config)),
         *model_rules(model),
         *parallel_rules(config, world_size),

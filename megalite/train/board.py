@@ -9,39 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from megalite.output import append
+from megalite.train.records import BACK
 
 PROTO = "tensorboard.compat.proto"
 VERSION = "brain.Event:2"  # files that take records back by a session log
 
 
 class Board:
-    """An event file in `folder`; what is written of steps from `purge` on is taken back.
+    """An event file in `folder`.
 
     Methods raise OSError. TensorBoard is imported by name, because only the reporting rank need wait for that.
     """
 
-    def __init__(self, folder: Path, purge: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.path = folder / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}"
         self._event, self._summary, self._tensor, self._shape = (
             importlib.import_module(f"{PROTO}.{name}_pb2") for name in ("event", "summary", "tensor", "tensor_shape")
         )
         self._frame: Any = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        self._purge = purge
-
-    def take_back(self, purge: int) -> None:
-        """No longer count what was written of steps from `purge` on."""
-        self._purge = purge if self._purge is None else min(purge, self._purge)
+        self._purge: int | None = None  # what is written of steps from here on is to be taken back
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to every curve."""
         value = self._summary.Summary.Value
         self._add(step, [value(tag=name, simple_value=number) for name, number in values.items()])
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Add words."""
+    def event(self, step: int, name: str, text: str) -> None:
+        """Add words. Where they say that the run went back, what was written of later steps no longer counts."""
+        if name in BACK:
+            self._purge = step + 1 if self._purge is None else min(step + 1, self._purge)
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
-        tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+        tensor = self._tensor.TensorProto(
+            dtype="DT_STRING", string_val=[text.encode(errors="backslashreplace")], tensor_shape=shape
+        )
         metadata = self._summary.SummaryMetadata(plugin_data=plugin)
         self._add(step, [self._summary.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)])
 

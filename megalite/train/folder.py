@@ -9,8 +9,8 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.dist.local import log_file
 
-FILES = ("metrics.jsonl", "config.yaml")
-FOLDERS = ("lock", "logs", "checkpoints", "starts", "tensorboard", "tokenizer")
+FILES = ("metrics.jsonl", "config.yaml", "wandb.json")
+FOLDERS = ("lock", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", "wandb")
 
 
 @dataclass(frozen=True)

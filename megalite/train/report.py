@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the console, metrics.jsonl and TensorBoard, under the same names."""
+"""Where a run's numbers go: the console, metrics.jsonl, TensorBoard and Weights & Biases, under the same names."""
 
 import json
 import math
@@ -14,11 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from megalite.config.schema import Config
-from megalite.output import Outlet, append
+from megalite.output import PATIENCE, Outlet, append
 from megalite.train.board import Board
-from megalite.train.records import BACK, mend
+from megalite.train.records import mend
+from megalite.train.wandb_run import WandbRun
 
 WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed")  # events
+SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -57,7 +59,7 @@ class Report:
     """
 
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        self.steps = config.train.steps
+        self.steps, self.step = config.train.steps, first_step
         self.console = Console()
         self.path = folder / "metrics.jsonl"
         self.metrics = Outlet(str(self.path))
@@ -66,10 +68,14 @@ class Report:
         with self.metrics:
             cut = mend(self.path)
             resumed = self.path.exists() and self.path.stat().st_size > 0
-        self.board: Board | None = None
+        self.boards: list[tuple[Outlet, Board | WandbRun]] = []
         if config.log.tensorboard:
-            self.board = Board(folder / "tensorboard", first_step + 1 if resumed else None)
-            self.board_outlet = Outlet(str(self.board.path))
+            board = Board(folder / "tensorboard")
+            self.boards.append((Outlet(str(board.path)), board))
+        self.wandb = WandbRun(folder, config) if config.log.wandb is not None else None
+        if self.wandb is not None:
+            self.boards.append((Outlet("wandb"), self.wandb))
+        self.sending = min(SENDING, config.train.timeout / 2)  # the watchdog is awake
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -83,7 +89,7 @@ class Report:
         if cut is not None:
             self.say(f"{self.path}: cut off its half-written last line {cut[:80]}")
         if resumed:
-            self._write(first_step, {"event": "resumed"}, lasting=True)
+            self._tell(first_step, "resumed", f"resumed at step {first_step}")
 
     def __enter__(self) -> "Report":
         self.progress.start()
@@ -91,32 +97,43 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.progress.stop()
+        if error is not None:  # the user is told where the rank ends
+            reason = str(error) or type(error).__name__
+            self._tell(self.step, "failed", reason, reason=reason)
+        if self.wandb is not None:
+            code, patience = (0, self.sending) if error is None else (1, PATIENCE)
+            with Outlet("wandb"):
+                self.wandb.close(code, patience)
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def stepped(self, step: int) -> None:
+        self.step = step
         self.progress.update(self.task, completed=step)
 
     def record(self, step: int, values: Record) -> None:
         """Report `values` as of `step` optimizer steps."""
         self._write(step, values)
-        if self.board is not None:
-            with self.board_outlet:
-                self.board.scalars(step, values)
+        for outlet, board in self.boards:
+            with outlet:
+                board.scalars(step, values)
         hidden = "tflops_per_device" if "mfu" in values else ""
         shown = [show(values[name]) for name, show in SHOWN.items() if name in values and name != hidden]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:
         """Report what happened to the run at `step`, in words and for programs."""
-        self._write(step, {"event": name, **details}, lasting=True)
-        if self.board is not None:
-            if name in BACK:
-                self.board.take_back(step + 1)
-            with self.board_outlet:
-                self.board.text(step, name, text)
+        self._tell(step, name, text, **details)
         self.say(text, "yellow" if name in WARNINGS else "")
+
+    def _tell(self, step: int, name: str, text: str, **details: Any) -> None:
+        """Report an event everywhere but on the console."""
+        self.step = step
+        self._write(step, {"event": name, **details}, lasting=True)
+        for outlet, board in self.boards:
+            with outlet:
+                board.event(step, name, text)
 
     def _write(self, step: int, values: Mapping[str, Any], lasting: bool = False) -> None:
         """Add a line to metrics.jsonl; one that is lasting waits for room where there is none."""

@@ -116,7 +116,8 @@ def _train(
                 announce(report, job, batches, progress)
             code = train(job, batches, progress, saver, reload, report)
             if code == 0:
-                report.say(f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}")
+                text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
+                report.event(report.step, "done", text)
             return code
 
 

@@ -118,6 +118,11 @@ def test_the_configuration_loads_back(place: Path) -> None:
     assert load([str(place / "runs/base/config.yaml")]) == expected
 
 
+def test_a_run_that_ended_well_says_so_last(place: Path) -> None:
+    last = json.loads((place / "runs/base/metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["step"]) == ("done", 8)
+
+
 def test_a_start_tells_layout_command_and_devices(place: Path) -> None:
     start = json.loads((place / "runs/base/starts/001.json").read_text())
     assert start["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}

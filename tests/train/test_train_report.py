@@ -233,11 +233,11 @@ def test_a_full_disk_costs_what_is_reported_meanwhile_but_no_event(
 
 def test_tensorboard_shows_events_as_text(tmp_path: Path) -> None:
     with Report(tmp_path, CONFIG, 0) as report:
-        report.event(4, "spike", "a spike: é")
+        report.event(4, "spike", "a spike: é\udcff")  # as in the path of a file
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     ((tag, (event,)),) = ((tag, events.Tensors(tag)) for tag in events.Tags()["tensors"])
-    assert (tag, event.step, event.tensor_proto.string_val) == ("spike/text_summary", 4, ["a spike: é".encode()])
+    assert (tag, event.step, event.tensor_proto.string_val) == ("spike/text_summary", 4, ["a spike: é\\udcff".encode()])
 
 
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Which files training needs."""
+"""Which files and packages training needs."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from megalite.config.errors import Problem, listing
@@ -8,7 +9,7 @@ from megalite.config.schema import SCHEDULES, Config, Source
 
 
 def validate_files(config: Config) -> list[Problem]:
-    """Every file that training needs and does not find; relative paths start at the working directory."""
+    """Every file and package that training needs and does not find; relative paths start at the working directory."""
     data, resume = config.data, config.checkpoint.resume
     problems = [*_stores("data.train", data.train), *_stores("data.valid", data.valid)]
     if not data.train:
@@ -29,7 +30,16 @@ def validate_files(config: Config) -> list[Problem]:
     weights = config.checkpoint.weights
     if weights is not None and not Path(weights).exists():
         problems.append(Problem("checkpoint.weights", "no such checkpoint", "correct the path, or use null", weights))
+    if config.log.wandb is not None and not _installed("wandb"):
+        rule = "needs the package wandb, which is not installed"
+        problems.append(Problem("log.wandb", rule, "pip install 'megalite[wandb]', or use null", config.log.wandb))
     return problems
+
+
+def _installed(package: str) -> bool:
+    """Whether there is a package, and not merely a folder of its name, which Python takes for a package as well."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:

@@ -1,12 +1,21 @@
-"""Rules of the run section."""
+"""Rules of the run and log sections."""
 
 from collections.abc import Iterator
 
 from megalite.config.errors import Problem
-from megalite.config.schema import Run
+from megalite.config.schema import Log, Run
 
 
 def run_rules(run: Run) -> Iterator[Problem]:
     """Every broken rule of a run's name."""
     if run.name in ("", ".", "..") or not run.name.isprintable() or set(run.name) & set("/\\"):
         yield Problem("run.name", "must be a plain folder name", "use run.dir for the folder it lies in", run.name)
+
+
+def log_rules(log: Log) -> Iterator[Problem]:
+    """Every broken rule of a project's name at Weights & Biases."""
+    project = log.wandb
+    if project is not None and not (project.strip() and project.isprintable() and len(project) <= 128):
+        yield Problem("log.wandb", "must be 1 to 128 printable characters", "name a project, or use null", project)
+    elif project is not None and set(project) & set("/\\#?%:"):
+        yield Problem("log.wandb", "must be the name of a project, without / \\ # ? % :", "leave these out", project)

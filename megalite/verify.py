@@ -283,7 +283,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         f"batch.curriculum but for {lengths} tokens": bool(lengths) and steps > 1,
         "how batches grow, as --steps is 1": bool(sequences or lengths) and steps == 1,
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
-        "train.compile, which every rank would wait for, and which rounds in its own way": train.compile,
+        "train.compile, which takes about a minute on a CPU": train.compile,
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
         "apex": apex,
         "CUDA's kernels, streams and NCCL": config.run.device != "cpu",

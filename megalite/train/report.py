@@ -26,7 +26,7 @@ PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3,
 
 def scaled(value: float, unit: str) -> str:
     """To three digits with a prefix: `42.6 MFLOP/s`."""
-    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if value >= size), (1.0, ""))
+    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if value >= 0.9995 * size), (1.0, ""))
     return f"{value / size:#.3g}".rstrip(".") + f" {prefix}{unit}"
 
 

@@ -210,6 +210,7 @@ class Saver:
             size = self._together.once(lambda: self._publish(writer, plan, progress, written or [], partial, final))
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
             if self._together.leads:
+                self._check_owner()
                 shutil.rmtree(partial, ignore_errors=True)
             return Failed(progress.step, f"{final}: {error}")
         return Saved(progress.step, final, size, monotonic() - began)
@@ -260,6 +261,7 @@ class Saver:
         self._check_owner()
         partial.rename(final)
         synchronize(self.folder)
+        self._check_owner()
         try:
             retain(self.folder, progress.step, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
         except OSError as error:  # the new one is durable all the same

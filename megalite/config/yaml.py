@@ -98,6 +98,8 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
         """A dictionary. Merged keys are no duplicates: those of the mapping itself win."""
+        if not isinstance(node, yaml.MappingNode):
+            raise self.wrong("expected a mapping", node.start_mark)
         seen = set()
         for key, _ in node.value:
             if key.tag not in (STR, MERGE):

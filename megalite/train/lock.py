@@ -136,9 +136,13 @@ class Lock:
             seen = Seen(0, True)
         if seen.number > self.number:
             return f"{self.folder.parent}: another job has taken over, {seen.owner or 'whose name it has not told yet'}"
-        if seen.number < self.number or seen.free:
+        if not self._holds(seen):
             return f"{self.path}: the lock of this run was removed"
         return ""
+
+    def _holds(self, seen: Seen) -> bool:
+        """Whether it is this lock that was seen. Where `lock` was removed, another job's may have the same number."""
+        return seen.number == self.number and not seen.free and seen.owner in (None, self.owner)
 
     @contextmanager
     def beating(self, end: Callable[[str], object]) -> Iterator[None]:
@@ -147,14 +151,14 @@ class Lock:
 
         def beat() -> None:
             while not over.wait(BEAT):
-                try:
-                    os.utime(self.path)
-                except OSError as error:  # where the file is gone, the next line knows why
-                    log.warning("%s: no sign of life: %s", self.path, error)
                 with suppress(OSError):  # a file system that does not answer now may do so later
                     if text := self.lost():
                         end(text)
                         return
+                try:
+                    os.utime(self.path)
+                except OSError as error:
+                    log.warning("%s: no sign of life: %s", self.path, error)
 
         thread = threading.Thread(target=beat, name=f"{HIDDEN} of the run folder", daemon=True)
         thread.start()
@@ -168,7 +172,7 @@ class Lock:
         """Let others in at once: give back what this process owns, or one that it has passed it to and that is gone."""
         with suppress(OSError):  # its end, if not its word, will free the folder
             seen = _look(self.folder)
-            if seen.number == self.number or (seen.owner is not None and seen.owner.alive is False):
+            if self._holds(seen) or (seen.owner is not None and seen.owner.alive is False):
                 _mark_free(self.folder, seen.number)
 
 

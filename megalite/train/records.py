@@ -59,14 +59,14 @@ def _whole(line: str) -> bool:
     """Whether a line was written to its end; the newline comes last."""
     try:
         return line.endswith("\n") or isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int) or not _has_numbers(record):
         raise InputError(f"{where} is no record of a run: {line.rstrip()[:80]}")

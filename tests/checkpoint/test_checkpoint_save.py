@@ -24,7 +24,7 @@ from megalite.checkpoint.disk import check_hashes
 from megalite.checkpoint.files import Writer
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saved
+from megalite.checkpoint.save import Failed, Saved, Saver
 from megalite.checkpoint.state import use_device
 from megalite.config.convert import from_plain
 from megalite.config.errors import Unhealthy
@@ -246,6 +246,25 @@ def test_a_failed_save_is_reported_and_leaves_the_others_alone(job: Job, tmp_pat
         writer.finish()
     assert [path.name for path in complete(tmp_path)] == ["step-00000001", "step-00000003"]
     check_hashes(tmp_path / "step-00000003", check_sizes(tmp_path / "step-00000003").files)
+
+
+def test_who_has_lost_the_folder_deletes_nothing(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LostError(Exception):
+        pass
+
+    def lost() -> None:
+        raise LostError
+
+    def fail(self: Saver, *_: object) -> None:
+        monkeypatch.setattr(self, "_check_owner", lost)
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(Saver, "_write_mine", fail)
+    writer = saver(job, tmp_path)
+    writer.save(Progress(step=1))
+    with pytest.raises(LostError):
+        writer.wait()
+    assert (tmp_path / "step-00000001.partial").is_dir()
 
 
 def test_more_failures_in_a_row_than_allowed_stop_training(job: Job, tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def refused(tmp_path: Path, content: bytes | str, overrides: Sequence[str] = ())
         ("model: {layers: 1, layers: 2}", "found duplicate key layers"),
         ("1: 2", "a key must be text; put it in quotes"),
         ("? [a]\n: 2", "a key must be text"),
+        ("model: !!map [1]", "expected a mapping"),
+        ("model: !!map x", "expected a mapping"),
         ("a: !!binary x", "the tag tag:yaml.org,2002:binary has no meaning here"),
         ("a: !!timestamp x", "has no meaning here"),
         ("a: !!int x", "x is no whole number"),

@@ -242,6 +242,16 @@ def test_an_owner_hears_that_its_lock_was_removed(remove: str, tmp_path: Path) -
     assert "the lock of this run was removed" in ours.lost()
 
 
+def test_a_later_lock_of_the_same_number_is_not_ours(tmp_path: Path) -> None:
+    ours = Lock.take(tmp_path)
+    (tmp_path / "lock/1").unlink()
+    parent = os.getppid()
+    assert lock._create(tmp_path / "lock", 1, replace(ours.owner, pid=parent, began=lock._began(parent) or 0))
+    assert "the lock of this run was removed" in ours.lost()
+    ours.free()
+    assert os.listdir(tmp_path / "lock") == ["1"]
+
+
 @pytest.mark.parametrize("make", ["touch", "mkdir", "mkfifo", "ln -s nowhere"])
 def test_what_is_no_owner_s_file_locks_nobody_out_for_good(make: str, tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()

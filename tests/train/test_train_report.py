@@ -11,8 +11,9 @@ import pytest
 from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalite.config.errors import InputError
 from megalite.config.schema import Config, Log, Parallel, Run, Train
-from megalite.train.records import read_lines, read_records
+from megalite.train.records import mend, read_lines, read_records
 from megalite.train.report import SHOWN, Report, duration, scaled
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
@@ -69,6 +70,15 @@ def test_records_tell_when_they_were_made(tmp_path: Path) -> None:
     assert before <= times[0] <= times[-1] <= time.time()
 
 
+def test_a_line_nested_too_deep_is_cut_off_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("[" * 100_000)
+    assert (mend(path) or "").startswith("[[")
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(InputError, match="line 1 is no record of a run"):
+        read_lines(path)
+
+
 def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, CONFIG, RECORDS)
     shown = capsys.readouterr().out
@@ -80,7 +90,7 @@ def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0.00 B"), (999.4, "999 B"), (4.26e7, "42.6 MB"), (3.12e14, "312 TB")],
+    [(0.0, "0.00 B"), (999.4, "999 B"), (999.7e3, "1.00 MB"), (4.26e7, "42.6 MB"), (3.12e14, "312 TB")],
 )
 def test_numbers_get_a_unit_that_fits(value: float, text: str) -> None:
     assert scaled(value, "B") == text

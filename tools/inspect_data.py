@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
-from megalite.data.check import describe
+from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
 from megalite.data.store import Scan, TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
@@ -92,7 +92,7 @@ def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
 
 
 def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
-    found = describe(store)
+    found = checked_description(store)
     if found is None:
         yield "description", f"none; --describe writes {description_file(store.prefix).name}"
         return

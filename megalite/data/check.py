@@ -60,7 +60,7 @@ def check_data(data: Data, vocab_size: int, memory: Path, tick: Callable[[], Non
     return Checked(end, tuple(_warnings(data, end, stores, known)))
 
 
-def describe(store: TokenStore) -> Description | None:
+def checked_description(store: TokenStore) -> Description | None:
     """The description of a store that has one. Raises InputError where the two contradict each other."""
     found, path = Description.read(store.prefix), description_file(store.prefix)
     if found is None:
@@ -84,7 +84,7 @@ def describe(store: TokenStore) -> Description | None:
 
 
 def _know(store: TokenStore, memory: "_Memory", tick: Callable[[], None]) -> Known:
-    description = describe(store)
+    description = checked_description(store)
     if description is not None:
         return Known(Scan(description.largest_id, description.end_of_document), description)
     return Known(memory.scan(store, tick), None)

@@ -12,7 +12,7 @@ from megalite.stop import STOP, listen
 
 
 def die_with_launcher() -> None:
-    """Ranks started by the local launcher or by torchrun must not outlive it, even if it is killed (Linux)."""
+    """Have the kernel kill this rank when its launcher dies (Linux)."""
     launcher = os.environ.get(LAUNCHER)
     if sys.platform == "linux" and (launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ):
         set_parent_death_signal = 1
@@ -45,5 +45,5 @@ def hear() -> None:
 
 
 def ignore_stops() -> None:
-    """There is nothing left to stop."""
+    """Ignore stop signals: the run is over."""
     listen(signal.SIG_IGN)

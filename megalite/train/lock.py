@@ -1,4 +1,4 @@
-"""One job per run folder: a lock that no killed job leaves closed, on local and on shared file systems.
+"""One job per run folder: a lock that a killed job does not leave behind, on local and on shared file systems.
 
 The folder `lock` of a run holds a file for every owner, named by its number. Whoever creates the file of the next
 number owns the run folder: a file system, NFS and Lustre included, lets one process alone create a name. The highest
@@ -88,8 +88,8 @@ class Owner:
         began = _began(self.pid)
         return None if began is None else began == self.began
 
-    def precedes(self, other: "Owner") -> bool:
-        """Whether `other` is a later or earlier attempt of the same job, which never has two at a time."""
+    def same_job_as(self, other: "Owner") -> bool:
+        """Whether `other` is another attempt of the same job, which never has two at a time."""
         return self.job == other.job != "" and self.attempt != other.attempt
 
 
@@ -169,7 +169,7 @@ class Lock:
             thread.join(BEAT)
 
     def free(self) -> None:
-        """Let others in at once: give back what this process owns, or one that it has passed it to and that is gone."""
+        """Free the lock if this process, or a dead process it passed the lock to, holds it: others get in at once."""
         with suppress(OSError):  # its end, if not its word, will free the folder
             seen = _look(self.folder)
             if self._holds(seen) or (seen.owner is not None and seen.owner.alive is False):
@@ -183,7 +183,7 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
         seen = _look(folder)
         still = still + 1 if seen == before else 0
         owner, alive = seen.owner, seen.owner.alive if seen.owner else None
-        same_job = owner is not None and owner.precedes(me)
+        same_job = owner is not None and owner.same_job_as(me)
         passed_on = owner is not None and (owner.machine, owner.pid) == (me.machine, launcher)
         silent = alive is None and still >= (SUCCESSOR if same_job else LOOKS)
         gone = seen.free or alive is False or silent

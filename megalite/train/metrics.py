@@ -1,4 +1,4 @@
-"""What a run reports: one record per report, with the same names on the console, in metrics.jsonl and TensorBoard."""
+"""What a run reports: the same names on the console, in metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import re
 import resource

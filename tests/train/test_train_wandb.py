@@ -130,13 +130,14 @@ def test_nothing_that_it_raises_ends_a_run(
 def test_a_server_that_hangs_holds_up_nothing(
     method: str, tmp_path: Path, wandb: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    released = threading.Event()
-    monkeypatch.setattr(wandb, method, lambda *_, **__: released.wait(60))
+    entered, released = threading.Event(), threading.Event()
+    monkeypatch.setattr(wandb, method, lambda *_, **__: entered.set() or released.wait(60))
     monkeypatch.setattr("megalite.train.report.SENDING", 0.1)
     monkeypatch.setattr("megalite.train.wandb_run.MOST", 5)
     with Report(tmp_path, CONFIG, 0) as report:
         for step in range(1, 9):
             report.record(step, {"loss": 1.0})
+            assert method == "finish" or entered.wait(30), "the first report takes its thread away"
     told = capsys.readouterr().err
     assert "not everything was sent in time" in told
     assert wandb.let_go.wait(30), "else the end of the process would wait for it"

@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.errors import InputError
-from megalite.train.records import read_records
-
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-except ImportError:
-    pyplot = None  # type: ignore[assignment]
-
 from megalite.entry import exit_code
+from megalite.train.records import read_records
+from megalite_tools.pictures import need_matplotlib, pyplot, save
 
 COMMAND = "python -m megalite_tools.plot_layouts"
 Losses = dict[int, float]  # by step
@@ -31,8 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    if pyplot is None:
-        raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
+    need_matplotlib()
     losses = {run.name: read_losses(run) for run in options.runs}
     draw(losses, options.out)
     for name, distance in distances(list(losses.values())).items():
@@ -73,12 +64,7 @@ def draw(losses: dict[str, Losses], out: Path) -> None:
     below.set_xlabel("step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{out}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, out)
 
 
 if __name__ == "__main__":

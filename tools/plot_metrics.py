@@ -11,17 +11,9 @@ from typing import Any
 
 import numpy
 
-from megalite.config.errors import InputError
 from megalite.entry import exit_code
 from megalite.train.records import read_lines, read_records
-
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-except ImportError:
-    pyplot = None  # type: ignore[assignment]
+from megalite_tools.pictures import need_matplotlib, pyplot, save, ticker
 
 COMMAND = "megalite-plot-metrics"
 CURVES = ("loss", "valid_loss", "grad_norm", "learning_rate", "tokens")
@@ -44,8 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    if pyplot is None:
-        raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
+    need_matplotlib()
     out = options.out or options.runs[0] / "loss.png"
     files = {name: run / "metrics.jsonl" for name, run in zip(names(options.runs), options.runs, strict=True)}
     curves = {name: read_metrics(path) for name, path in files.items()}
@@ -102,12 +93,7 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, marks: dict[str, Marks] |
     for axes in (losses, norms, rates):
         axes.grid(alpha=0.3)
     figure.align_ylabels()
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{out}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, out)
 
 
 def _mark(axes: Any, marks: dict[str, Marks]) -> None:

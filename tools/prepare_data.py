@@ -10,7 +10,8 @@ from functools import partial
 from hashlib import blake2b
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
 
 from megalite.config.errors import InputError
 from megalite.data.description import SourceFile, TokenizerFile
@@ -115,10 +116,9 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _progress() -> Progress:
-    return Progress(
-        BarColumn(bar_width=10),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+    return Progress(  # in 80 columns
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
         TextColumn("· {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
         TimeRemainingColumn(),
         console=Console(stderr=True),

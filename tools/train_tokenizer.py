@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -11,9 +10,10 @@ from pathlib import Path
 
 import sentencepiece
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from megalite.config.errors import InputError
+from megalite.config.files import write_whole
 from megalite.entry import exit_code
 from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 
@@ -104,7 +104,7 @@ def _train(options: argparse.Namespace) -> None:
         told = _then(chain([first], texts), lambda: progress.reset(task, total=None, description="learning"))
         model = train_model(told, options.vocab_size, options.type, options.lines)
         progress.update(task, total=1, completed=1)
-    _write(out, model)
+    write_whole(out, model)
     print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {len(files):,} files")
     for line in skipped.lines():
         print(f"skipped {line}")
@@ -131,25 +131,10 @@ def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),  # moves to and fro while there is no telling how long learning takes
-        DownloadColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot write the tokenizer: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

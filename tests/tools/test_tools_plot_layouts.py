@@ -33,6 +33,3 @@ def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     empty = run(tmp_path / "empty")
     assert main([str(empty), "--out", str(tmp_path / "out.svg")]) == 2
     assert "metrics.jsonl: has no losses" in capsys.readouterr().err
-    good = run(tmp_path / "good", (1, 1.0))
-    assert main([str(good), "--out", str(tmp_path / "out.nothing")]) == 2
-    assert "out.nothing" in capsys.readouterr().err

@@ -78,13 +78,6 @@ def test_runs_whose_steps_differ_in_tokens_have_no_axis_of_tokens(
     assert figures[0].axes[0].child_axes == []
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_the_name_decides_the_format(tmp_path: Path, suffix: str) -> None:
-    out = tmp_path / f"x.{suffix}"
-    assert main([str(write_run(tmp_path / "run", *records())), "--out", str(out)]) == 0
-    assert out.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
-
-
 def test_steps_repeated_after_resuming_use_the_later_record(tmp_path: Path) -> None:
     before = [{"step": step, "loss": 10.0} for step in (1, 2, 3)]
     after = [{"step": step, "loss": 20.0} for step in (2, 3, 4)]
@@ -136,20 +129,3 @@ def test_a_missing_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert shown.err.startswith("megalite-plot-metrics: error: ")
     assert str(tmp_path / "absent/metrics.jsonl") in shown.err
     assert not (run / "loss.png").exists()
-
-
-@pytest.mark.parametrize("out", ["x.docx", "absent/x.png"])
-def test_a_picture_that_cannot_be_written_exits_with_2(
-    tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(write_run(tmp_path / "run", *records())), "--out", str(tmp_path / out)]) == 2
-    assert str(tmp_path / out) in capsys.readouterr().err
-    assert not (tmp_path / out).exists()
-
-
-def test_matplotlib_is_asked_for_where_it_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megalite_tools.plot_metrics.pyplot", None)
-    assert main([str(tmp_path)]) == 2
-    assert "pip install 'megalite[plot]'" in capsys.readouterr().err

@@ -9,6 +9,10 @@ from torch.distributed.tensor import DTensor
 SHOWN = 3  # names in a message
 
 
+class PoisonedError(ValueError):
+    """A tensor holds a NaN or an infinity."""
+
+
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors with a NaN or an infinity; of a DTensor, this rank's part is looked at.
@@ -30,7 +34,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def refuse_poisoned(tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError with the names of tensors that are not finite here."""
+    """Raises PoisonedError with the names of tensors that are not finite here."""
     if names := not_finite(tensors):
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise ValueError(f"NaN or infinity in {', '.join(names[:SHOWN])}{more}")
+        raise PoisonedError(f"NaN or infinity in {', '.join(names[:SHOWN])}{more}")

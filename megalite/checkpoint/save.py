@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
 from megalite.checkpoint.files import Writer
-from megalite.checkpoint.finite import refuse_poisoned
+from megalite.checkpoint.finite import PoisonedError, refuse_poisoned
 from megalite.checkpoint.index import Index, merged
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source
 from megalite.checkpoint.progress import Progress
@@ -58,6 +58,7 @@ class Failed:
 
     step: int
     error: str
+    poisoned: bool = False  # what was to be saved is not finite: nobody could go on from that
 
 
 @dataclass
@@ -131,26 +132,30 @@ class Saver:
         """Stage the state, and write it: in the background, or at once without `checkpoint.async`.
 
         Waits for the save before. Raises Unhealthy when more than `checkpoint.max_failures` in a row have failed, and
-        where weights or moments are not finite: nobody could go on from that.
+        where weights or moments are not finite. On a GPU they are looked at first, which takes a moment there; those in
+        host memory when they are about to be written, so that training does not wait: `settle` then tells.
         """
-        self.wait()
+        self.settle()
         if len(self._failed) > self.config.checkpoint.max_failures:
             failures, error = len(self._failed), self._failed[-1].error
             raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}")
         tensors = self.state.tensors()
-        try:
-            self._together.everywhere(lambda: refuse_poisoned(tensors))
-        except ValueError as error:
-            self._ended.append(Failed(progress.step, str(error)))
-            raise Unhealthy(f"step {progress.step}: {error}; it is not saved") from None
+        on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+        if self.state.device.type == "cuda":
+            try:
+                self._together.everywhere(lambda: refuse_poisoned(on_gpu))
+            except PoisonedError as error:
+                self._note(Failed(progress.step, str(error), poisoned=True))
+                self.settle()
         plan = self._plan = self._plan or self._make_plan(tensors)
         plan.planner.staged = self._stage(tensors)
         assert self.state.optimizer is not None
         rate = self.state.optimizer.param_groups[0]["lr"]
         extra = progress_tensors(progress, float(rate), self.config.run.seed)
-        self._pending = self._writer.submit(self._write, plan, progress, extra)
+        unseen = tensors.keys() - on_gpu.keys()
+        self._pending = self._writer.submit(self._write, plan, progress, extra, unseen)
         if not self.config.checkpoint.async_:
-            self.wait()
+            self.settle()
 
     def news(self) -> list[Saved | Failed]:
         """The saves that have ended since this was last asked."""
@@ -161,16 +166,24 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until what is under way is durable. Raises Unhealthy if the latest save has failed."""
-        self.wait()
+        self.settle()
         if self._failed:
             raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}")
 
+    def settle(self) -> None:
+        """Wait until nothing is under way. Raises Unhealthy where what was to be saved is not finite."""
+        self.wait()
+        if self._failed and (latest := self._failed[-1]).poisoned:
+            raise Unhealthy(f"step {latest.step}: {latest.error}; it is not saved")
+
     def wait(self) -> None:
         """Wait until nothing is under way, whatever becomes of it."""
-        if self._pending is None:
-            return
-        outcome = self._pending.result()
-        self._pending = None
+        if self._pending is not None:
+            outcome = self._pending.result()
+            self._pending = None
+            self._note(outcome)
+
+    def _note(self, outcome: Saved | Failed) -> None:
         self._ended.append(outcome)
         self._failed = [*self._failed, outcome] if isinstance(outcome, Failed) else []
 
@@ -197,22 +210,23 @@ class Saver:
             torch.cuda.current_stream(self.state.device).synchronize()
         return self._staged
 
-    def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor]) -> Saved | Failed:
-        """In the writer's thread, on all ranks: what became of it."""
+    def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str]) -> Saved | Failed:
+        """In the writer's thread, on all ranks: what became of it. unseen: what is yet to be looked at for NaN."""
         began = monotonic()
         final = self.folder / f"step-{progress.step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         try:
             self._together.once(lambda: self._make_way(partial))
             writer = self._files(partial)
-            results, index = self._together.everywhere(lambda: self._write_mine(writer, plan, extra))
+            results, index = self._together.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
             written = self._together.gather((results, index, writer.written))
             size = self._together.once(lambda: self._publish(writer, plan, progress, written or [], partial, final))
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
             if self._together.leads:
                 self._check_owner()
                 shutil.rmtree(partial, ignore_errors=True)
-            return Failed(progress.step, f"{final}: {error}")
+            poisoned = isinstance(error, PoisonedError)
+            return Failed(progress.step, str(error) if poisoned else f"{final}: {error}", poisoned)
         return Saved(progress.step, final, size, monotonic() - began)
 
     def _files(self, folder: Path) -> Writer:
@@ -226,7 +240,10 @@ class Saver:
         partial.mkdir(parents=True)
         synchronize(self.folder.parent)
 
-    def _write_mine(self, writer: Writer, plan: Plan, extra: dict[str, Tensor]) -> tuple[list[WriteResult], Index]:
+    def _write_mine(
+        self, writer: Writer, plan: Plan, extra: dict[str, Tensor], unseen: Set[str]
+    ) -> tuple[list[WriteResult], Index]:
+        refuse_poisoned({name: part for name, part in plan.planner.staged.items() if name in unseen})
         mine = plan.mine
         if plan.metadata is not None:  # the first rank adds what is small, and changes its shape
             plans, metadata = create_default_global_save_plan([create_default_local_save_plan(extra, True)])

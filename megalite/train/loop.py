@@ -1,6 +1,7 @@
 """The training loop: what happens in a run, in order."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -52,14 +53,13 @@ def train(
             taken_back = _train(job, batches, saver, report, guard, requests)
             if taken_back is not None:
                 job.activity("rolling back")
-                saver.wait()
+                with _telling_saves(report, saver, guard.progress.step):
+                    saver.settle()
                 guard.roll_back(taken_back, reload)
                 _tell_rollback(report, taken_back, guard.progress)
         job.activity("saving")
-        try:
+        with _telling_saves(report, saver, guard.progress.step):
             saver.finish()
-        finally:
-            _tell_saves(report, saver, guard.progress.step)
     if guard.progress.step < last:
         _tell_stop(report, guard)
         return STOPPED
@@ -83,6 +83,9 @@ def _train(
         for judged in guard.judge(at_once=logs or evaluates or saves):
             _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
+            if judged.verdict == "bad":
+                with _telling_saves(report, saver, step):
+                    saver.settle()  # weights that could not be saved are the cause, and are named
             if not guard.allows(judged):
                 return judged
         if report is not None:
@@ -99,10 +102,8 @@ def _train(
         if saves or guard.stopped_by:
             with meter.paused():
                 job.activity("saving")
-                try:
+                with _telling_saves(report, saver, step):
                     saver.save(guard.progress)
-                finally:
-                    _tell_saves(report, saver, step)
         if guard.stopped_by:
             break
         job.activity("reading a batch")
@@ -169,6 +170,15 @@ def _tell_rollback(report: Report | None, judged: Judged, progress: Progress) ->
         ranges = ", ".join(f"{first} to {end - 1}" for first, end in progress.left_out)
         text = f"rolled back from step {judged.step} to {progress.step}; left out: samples {ranges}"
         report.event(progress.step, "rollback", text, taken_back=judged.step, left_out=progress.left_out)
+
+
+@contextmanager
+def _telling_saves(report: Report | None, saver: Saver, step: int) -> Iterator[None]:
+    """Report the saves that have ended when it ends, however it does."""
+    try:
+        yield
+    finally:
+        _tell_saves(report, saver, step)
 
 
 def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:

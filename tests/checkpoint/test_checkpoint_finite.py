@@ -1,8 +1,10 @@
 """What is not finite is named, and becomes no checkpoint and no run's state."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 from unittest.mock import patch
 
 import pytest
@@ -55,17 +57,33 @@ def poison(job: Job, what: str, value: float = torch.nan) -> None:
         tensors[what].to_local().flatten()[0] = value
 
 
+@pytest.mark.parametrize("in_background", [True, False])
 @pytest.mark.parametrize("what", ["model", "optimizer.exp_avg", "optimizer.exp_avg_sq"])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_poisoned_state_is_not_saved(job: Job, what: str, value: float, tmp_path: Path) -> None:
+def test_poisoned_state_is_not_saved(job: Job, what: str, value: float, in_background: bool, tmp_path: Path) -> None:
     save(job, tmp_path, 1)
     poison(job, what, value)
+    job.config.checkpoint.async_ = in_background
+    told = rf"step 2: NaN or infinity in {what}\.{NAME}; it is not saved"
     with saver(job, tmp_path) as writer:
-        with pytest.raises(Unhealthy, match=rf"step 2: NaN or infinity in {what}\.{NAME}; it is not saved"):
+        with nullcontext() if in_background else pytest.raises(Unhealthy, match=told):
             writer.save(progress_at(job, 2))
+        for at_last in (writer.settle, lambda: writer.save(progress_at(job, 3)), writer.finish):
+            with pytest.raises(Unhealthy, match=told):
+                at_last()
         (news,) = writer.news()
-    assert news == Failed(2, f"NaN or infinity in {what}.{NAME}")
+    assert news == Failed(2, f"NaN or infinity in {what}.{NAME}", poisoned=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_training_does_not_wait_for_the_look_at_what_is_saved(job: Job, tmp_path: Path) -> None:
+    looked: list[str] = []
+    with (
+        patch("megalite.checkpoint.save.refuse_poisoned", lambda _: looked.append(current_thread().name)),
+        saver(job, tmp_path) as writer,
+    ):
+        writer.save(progress_at(job, 1))
+    assert [name.startswith("checkpoint") for name in looked] == [True]
 
 
 def saved_poisoned(config: Config, folder: Path) -> str:
@@ -76,6 +94,7 @@ def saved_poisoned(config: Config, folder: Path) -> str:
     with saver(job, folder) as writer:
         try:
             writer.save(progress_at(job, 1))
+            writer.settle()
         except Unhealthy as error:
             return str(error)
     return ""

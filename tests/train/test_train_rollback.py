@@ -81,6 +81,27 @@ def test_a_rollback_that_got_further_than_the_last_goes_to_the_newest(tmp_path: 
     assert damaged(tmp_path) == []
 
 
+@pytest.mark.parametrize("answer", ["stop", "skip", "rollback"])
+def test_weights_that_could_not_be_saved_are_named_as_the_cause_of_a_bad_step(answer: str, tmp_path: Path) -> None:
+    notes = Notes()
+
+    def poisoning(job: Job, batch: Micros, index: int, asked: set[int]) -> object:
+        signs = train_step(job, batch, index, asked)
+        if index == 3:
+            _, param = next(job.named_parameters())
+            param.data.fill_(torch.nan)
+        return signs
+
+    told = r"^step 4: NaN or infinity in model\.embed\.weight; it is not saved$"
+    swapped = patch.object(loop, "train_step", poisoning), patch("toy_runs.Notes", lambda: notes)
+    with one_rank(), swapped[0], swapped[1], pytest.raises(Unhealthy, match=told):
+        run(config(answer), tmp_path)
+    assert [step for step, _ in notes.named("bad_step")] == [5]
+    ((_, failed),) = notes.named("save_failed")
+    assert failed == {"checkpoint": 4, "error": "NaN or infinity in model.embed.weight"}
+    assert [step_of(path) for path in complete(tmp_path)] == [2]
+
+
 def test_the_oldest_checkpoint_stays_when_there_is_no_way_back(tmp_path: Path) -> None:
     notes, error = trained(config("rollback"), tmp_path, lambda step, _: step == 5)
     assert rollbacks(notes) == [(5, 4), (5, 2)]

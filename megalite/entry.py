@@ -1,17 +1,20 @@
 """How every command ends."""
 
+import os
 import sys
 from collections.abc import Callable
 
 from megalite.config.errors import InputError
 from megalite.output import Lost, give_up, standard_streams
 
+TRACEBACK = "MEGALITE_TRACEBACK"  # environment: set, what the system refuses is shown with the place in the code
+
 
 def exit_code(command: str, work: Callable[[], int | None]) -> int:
     """Do `work` and return its exit code, or 0.
 
-    2: bad input, or a stdout that cannot be written to, told on stderr; 130: interrupted; 141: the reader of stdout
-    has left.
+    2: bad input, a file that the system refuses, or a stdout that cannot be written to, told on stderr; 130:
+    interrupted; 141: the reader of stdout has left.
     """
     standard_streams(give_up)
     try:
@@ -26,6 +29,12 @@ def exit_code(command: str, work: Callable[[], int | None]) -> int:
         if str(lost):
             print(f"{command}: error: {lost}", file=sys.stderr)
         return lost.code
+    except OSError as error:  # the last resort: whoever uses a path says what it is for
+        if error.filename is None or TRACEBACK in os.environ:
+            raise
+        where = f"{TRACEBACK}=1 shows where in the code"
+        print(f"{command}: error: {error.filename!s:.400}: {error.strerror}; {where}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.config.errors import InputError, counted, number_ranges
-from megalite.config.files import write_whole
+from megalite.config.files import exists, write_whole
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
@@ -79,7 +79,7 @@ def _show_schedule(config: Config, path: str) -> int:
     if path and not path.endswith((".svg", *SUFFIXES)):
         rule = "must end in .svg for a picture or .yaml for a schedule file; CONFIG goes before --schedule"
         raise InputError(f"--schedule {path}: {rule}")
-    if path.endswith(SUFFIXES) and Path(path).exists():  # it may be a CONFIG that the option has taken for its file
+    if path.endswith(SUFFIXES) and exists(path):  # it may be a CONFIG that the option has taken for its file
         raise InputError(f"--schedule {path}: there is such a file already; CONFIG goes before --schedule")
     table = table_of(config)
     timeline = simulate(table)

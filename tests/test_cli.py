@@ -74,6 +74,18 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr() == ("", "megalite: interrupted\n")
 
 
+def test_a_file_that_the_system_refuses_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Spy(monkeypatch, "megalite.show", PermissionError(13, "Permission denied", "a/b"))
+    assert cli.main(["show"]) == 2
+    told = "megalite: error: a/b: Permission denied; MEGALITE_TRACEBACK=1 shows where in the code\n"
+    assert capsys.readouterr() == ("", told)
+    monkeypatch.setenv("MEGALITE_TRACEBACK", "1")
+    with pytest.raises(PermissionError):
+        cli.main(["show"])
+
+
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     Spy(monkeypatch, "megalite.train.command", KeyError("bug"))
     with pytest.raises(KeyError):

@@ -6,7 +6,6 @@ stall, and slows it down while it writes: what a fixed amount of work takes long
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -35,7 +34,7 @@ from megalite.checkpoint.save import Failed, Saver
 from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import is_folder, write_object
 from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _ranks(options: argparse.Namespace) -> int:
     if min(options.ranks, options.rounds, options.layers, options.width) < 1 or options.width % 64:
         raise InputError("--ranks, --rounds and --layers must be at least 1, --width a multiple of 64")
-    if not Path(options.folder).is_dir():
+    if not is_folder(options.folder):
         raise InputError(f"--folder {options.folder}: no such folder")
     return int(options.ranks)
 
@@ -267,7 +266,7 @@ def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) 
         dist.barrier()
     if place.rank == 0:
         _show(report)
-        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
+        write_object(Path(options.out), report)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ those that a rank hands to collectives and sends for others; memory is the peak 
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import write_object
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
 from megalite.dist import collectives
 from megalite.dist.mesh import Mesh
@@ -127,7 +126,7 @@ def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) 
     if place.rank == 0:
         report = {**header, "cp": options.cp, "sequence_length": options.length, "methods": rows}
         _show(report)
-        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
+        write_object(Path(options.out), report)
 
 
 def _time(run: Callable[[], Tensor], mesh: Mesh) -> float:

@@ -5,7 +5,6 @@ where data parallelism is what saves. Counts are exact and repeat, so nothing is
 """
 
 import argparse
-import json
 import platform
 import shlex
 import sys
@@ -24,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import write_object
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -79,7 +78,7 @@ def _run(arguments: Sequence[str]) -> int:
         rows = [_row(name, configs[name]) for name in track(configs, "Counting", console=progress, transient=True)]
         report = _report(configs, rows, shlex.join([COMMAND, *arguments]))
         _show(report)
-        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
+        write_object(Path(options.out), report)
     except EOFError:
         print(f"{COMMAND}: error: a process died; what it said is above", file=sys.stderr)
         return 1

@@ -31,7 +31,7 @@ from torch.distributed.pipelining import (
 )
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import write_object
 from megalite.config.layout import Layout
 from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
@@ -185,7 +185,7 @@ def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) 
             "schedules": rows,
         }
         _show(report)
-        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
+        write_object(Path(options.out), report)
 
 
 def _length(unit: float) -> float:

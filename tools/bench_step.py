@@ -6,7 +6,6 @@ unless losses and gradient norms agree.
 """
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -29,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import write_object
 from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
@@ -89,7 +88,7 @@ def _run(arguments: Sequence[str]) -> int:
         variants = _measure(config, options.steps)
         report = _report(config, variants, shlex.join([COMMAND, *arguments]))
         _show(report)
-        write_whole(Path(options.out), json.dumps(report, indent=2) + "\n")
+        write_object(Path(options.out), report)
     except Disagreement as error:
         print(f"{COMMAND}: error: {error}; nothing is timed", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """Checkpoints as files: which there are, in what state, and their tensors one at a time, without a process group."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megalite.checkpoint.read import Reader
 from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL, check_folder
 from megalite.checkpoint.state import empty_progress
 from megalite.config.errors import InputError
+from megalite.config.files import exists, is_folder
 from megalite.config.layout import Layout
 
 STATES = {  # by what a folder's name ends in
@@ -55,7 +57,7 @@ def survey(path: Path) -> list[Entry]:
 
 def find(path: Path) -> list[Path]:
     """The checkpoints that `path` means, oldest first: itself, or all that a run has completed."""
-    if path.is_dir() and ((path / MANIFEST).exists() or NAME.match(path.resolve().name)):
+    if is_folder(path) and (exists(path / MANIFEST) or NAME.match(os.path.basename(os.path.realpath(path)))):
         return [path]
     folder = _folder_of(path)
     if not (found := complete(folder)):
@@ -155,14 +157,14 @@ def saved_at(manifest: Manifest) -> str:
 
 def _folder_of(path: Path) -> Path:
     """The folder of checkpoints that `path` is, or has as a run."""
-    if not path.is_dir():
+    if not is_folder(path):
         raise InputError(f"{path}: no such folder")
-    if (path / METADATA).exists() and not (path / MANIFEST).exists():
+    if exists(path / METADATA) and not exists(path / MANIFEST):
         raise InputError(
             f"{path}: is a folder of PyTorch Distributed Checkpoint, but no megalite checkpoint: it has no {MANIFEST}"
         )
     inside = path / "checkpoints"
-    return inside if inside.is_dir() else path
+    return inside if is_folder(inside) else path
 
 
 def _examine(path: Path, step: int, suffix: str | None) -> Entry | None:

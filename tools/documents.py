@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.config.errors import InputError
+from megalite.config.files import is_file, is_folder
 from megalite_tools.opened import Format, check_encoding, format_of, open_utf8
 
 try:
@@ -97,8 +98,8 @@ def find_files(
     """
     files: dict[tuple[int, int], Path] = {}
     for path in map(Path, inputs):
-        for file in _matches(path, pattern) if path.is_dir() else [path]:
-            if not file.is_file():
+        for file in _matches(path, pattern) if is_folder(path) else [path]:
+            if not is_file(file):
                 raise InputError(f"{file}: no such file or directory")
             format_of(file, reading.format)
             status = file.stat()
@@ -187,7 +188,7 @@ def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped)
 
 def _matches(folder: Path, pattern: str) -> list[Path]:
     try:
-        matches = sorted(match for match in folder.glob(pattern) if match.is_file())
+        matches = sorted(match for match in folder.glob(pattern) if is_file(match))
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"--glob {pattern!r}: {error}") from error
     if not matches:

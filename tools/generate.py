@@ -1,6 +1,7 @@
 """Continue a prompt with a trained model, in one process on the CPU."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -88,7 +89,7 @@ def _continue(folder: Path, path: Path, options: argparse.Namespace) -> None:
 def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
     """The run folder and the checkpoints that `path` means, oldest first: all of a run, or the one given."""
     if NAME.fullmatch(path.absolute().name):
-        return path.resolve().parent.parent, [path]
+        return Path(os.path.realpath(path)).parent.parent, [path]
     found = complete(path / "checkpoints")
     if not found:
         raise InputError(f"{path}: no checkpoint; give a run folder, or one of its checkpoints")

@@ -15,7 +15,7 @@ from megalite.checkpoint.files import METADATA
 from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, WITHOUT_INDEX, Manifest, OldFormatError, step_of
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import exists, write_whole
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite_tools.checkpoints import find
@@ -39,13 +39,13 @@ def index(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, An
 
 def _meant(path: Path) -> list[Path]:
     """`find`, and any folder that DCP has written."""
-    return [path] if (path / METADATA).exists() else find(path)
+    return [path] if exists(path / METADATA) else find(path)
 
 
 def _index(path: Path, config: list[str] | None) -> list[str] | None:
     """Write index and manifest; the names of what is no tensor. None: they are there."""
     try:
-        if (path / MANIFEST).exists():
+        if exists(path / MANIFEST):
             Manifest.read(path)
             return None
         manifest = None

@@ -13,8 +13,7 @@ import torch
 from megalite.checkpoint.disk import DamagedError, total_bytes
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.retain import check_folder
-from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import as_json, write_object
 from megalite.entry import exit_code
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.diff_checkpoints import diff
@@ -90,20 +89,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     alone = options.json == "-"
     torch.set_num_threads(1)  # enough for pieces of this size, and a run may need the others
-    try:
-        report, well = options.work(options, Terminal(quiet=alone))
-        if alone:
-            Terminal().text(_as_json(report))
-        elif options.json:
-            write_whole(Path(options.json), _as_json(report) + "\n")
-    except OSError as error:
-        raise InputError(str(error)) from error
+    report, well = options.work(options, Terminal(quiet=alone))
+    report = json.loads(json.dumps(report), parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+    if alone:
+        Terminal().text(as_json(report).rstrip("\n"))
+    elif options.json:
+        write_object(Path(options.json), report)
     return 0 if well else 1
-
-
-def _as_json(report: dict[str, Any]) -> str:
-    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)  # NaN and Infinity are no JSON
-    return json.dumps(finite, indent=2)
 
 
 def _list(options: argparse.Namespace, terminal: Terminal) -> Report:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import exists, write_whole
 from megalite.entry import exit_code
 from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 
@@ -89,7 +89,7 @@ def _train(options: argparse.Namespace) -> None:
     out = Path(options.out)
     if out.suffix != ".model":
         raise InputError(f"--out {out}: the name of a SentencePiece tokenizer must end in .model")
-    if out.exists():
+    if exists(out, follow=False):
         raise InputError(f"{out}: exists already; remove it or choose another name")
     if options.lines < LEAST_LINES:
         raise InputError(f"--lines {options.lines}: SentencePiece wants at least {LEAST_LINES}")

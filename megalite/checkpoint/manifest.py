@@ -7,7 +7,7 @@ last of its files, is on the disk: a folder of that name was complete once, and 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,10 +19,12 @@ import xxhash
 from megalite.checkpoint.disk import DamagedError, File, check_size, read_whole
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.errors import InputError, Problem, listing
+from megalite.config.files import as_json
 from megalite.config.layout import AXES
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config
+from megalite.config.shape import SECTION, TEXT, Each, Kind, digits, misfits, whole
 
 FORMAT = 2
 WITHOUT_INDEX = 1  # the format before
@@ -63,7 +65,7 @@ class Manifest:
     def render(self) -> str:
         """The text of manifest.json. Its digest covers all other fields, in every format."""
         fields = {"format": FORMAT, **asdict(self)}
-        return _render({**fields, "digest": _digest(fields)})
+        return as_json({**fields, "digest": _digest(fields)})
 
     @staticmethod
     def read(path: Path, format: int = FORMAT) -> "Manifest":
@@ -78,7 +80,7 @@ class Manifest:
         """The manifest that reads `text`; as `read`."""
         fields = _intact(path, text)
         _refuse_other_format(path, fields, format)
-        if problem := next(_problems(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
+        if problem := next(misfits(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
             raise DamagedError(path, problem)
         if NAME.fullmatch(name := path.absolute().name) and step_of(path) != fields["step"]:
             raise DamagedError(path, f"{MANIFEST} is of step {fields['step']}, not of {name}")
@@ -126,7 +128,7 @@ def _intact(path: Path, text: bytes) -> dict[str, Any]:
         fields = json.loads(text)
         digest = fields.pop("digest")
         # To the byte: a changed blank between two fields is not overlooked either.
-        if digest == _digest(fields) and text == _render({**fields, "digest": digest}).encode():
+        if digest == _digest(fields) and text == as_json({**fields, "digest": digest}).encode():
             return fields
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # no JSON, or too deep, or no object
         pass
@@ -146,21 +148,6 @@ def _refuse_other_format(path: Path, fields: dict[str, Any], format: int) -> Non
         raise InputError(told)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a value must be."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class Each:
-    """A JSON object whose values all are of one shape."""
-
-    shape: Any
-
-
 def _is_time(value: Any) -> bool:
     try:
         return isinstance(value, str) and datetime.fromisoformat(value).astimezone(UTC) is not None
@@ -168,13 +155,9 @@ def _is_time(value: Any) -> bool:
         return False
 
 
-COUNT = Kind("a whole number from 0 to 2**63 - 1", lambda value: type(value) is int and 0 <= value < 1 << 63)
-SIZE = Kind("a whole number from 1 to 2**31 - 1", lambda value: type(value) is int and 0 < value < 1 << 31)
+COUNT, SIZE, HASH = whole(0, 63), whole(1, 31), digits(32)
 WEIGHT = Kind("a number above 0", lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max)
-TEXT = Kind("text", lambda value: isinstance(value, str))
 TIME = Kind("a time in ISO 8601", _is_time)
-SECTION = Kind("a section", lambda value: isinstance(value, dict))
-HASH = Kind("32 digits from 0 to f", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{32}", value)))
 FIELDS = {  # beside `format`
     "step": COUNT,
     "tokens": COUNT,
@@ -186,31 +169,6 @@ FIELDS = {  # beside `format`
     "data": [{"path": TEXT, "weight": WEIGHT, "tokens": COUNT, "fingerprint": TEXT}],
     "files": Each({"bytes": COUNT, "xxh128": HASH}),
 }
-
-
-def _problems(value: Any, shape: Any, where: str) -> Iterator[str]:
-    """How `value` is not of `shape`: a Kind, an Each, an object of shapes, or a list of one."""
-    if isinstance(shape, Kind):
-        if not shape.holds(value):
-            yield f"{where} = {shortened(value)}: must be {shape.text}"
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            yield f"{where} = {shortened(value)}: must be a list"
-            return
-        for number, item in enumerate(value):
-            yield from _problems(item, shape[0], f"{where}[{number}]")
-    elif not isinstance(value, dict):
-        yield f"{where} = {shortened(value)}: must be an object"
-    else:
-        inner = dict.fromkeys(value, shape.shape) if isinstance(shape, Each) else shape
-        for name, of in inner.items():
-            if name in value:
-                yield from _problems(value[name], of, f"{where}: {shortened(name)}")
-            else:
-                yield f"{where}: {shortened(name)} is missing"
-        for name in value:
-            if name not in inner:
-                yield f"{where}: {shortened(name)} is unknown"
 
 
 def _unfit(fields: dict[str, Any], format: int) -> str | None:
@@ -245,10 +203,6 @@ def _known(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         for name, value in section.items()
         if f"{prefix}{name}" in keys()
     }
-
-
-def _render(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, indent=2) + "\n"
 
 
 def _digest(fields: dict[str, Any]) -> str:

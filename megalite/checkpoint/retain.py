@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, synchronize
 from megalite.checkpoint.manifest import NAME, Manifest, check_sizes, complete, step_of
+from megalite.config.files import is_folder
 
 PARTIAL = ".partial"  # being written
 DELETED = ".deleted"  # being deleted
@@ -58,4 +59,4 @@ def damaged(folder: Path) -> list[Path]:
 
 def _is_folder(path: Path) -> bool:
     """Whether `path` is a folder itself, not a link to one."""
-    return path.is_dir() and not path.is_symlink()
+    return is_folder(path, follow=False)

@@ -281,7 +281,7 @@ class Saver:
         self._check_owner()
         try:
             retain(self.folder, progress.step, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
-        except OSError as error:  # the new one is durable all the same
+        except (OSError, InputError) as error:  # the new one is durable all the same
             log.warning("an old checkpoint cannot be deleted: %s", error)
         return total_bytes(files.values())
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -15,6 +15,7 @@ from megalite.config.schema import Config
 
 UNRESOLVED = object()  # in place of a value whose references cannot be filled in
 HINTS = 50  # unknown keys that near names are looked for
+OF_A_NODE = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where it may keep its own copy
 KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -31,6 +32,27 @@ def from_plain(plain: dict[Any, Any]) -> tuple[Config, list[Problem]]:
 def to_plain(config: Config) -> dict[str, Any]:
     """Nested dictionaries and lists under the names that YAML uses; `from_plain` is the inverse."""
     return asdict(config, dict_factory=lambda pairs: {yaml_name(name): value for name, value in pairs})
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value inside of plain containers, with its dotted key."""
+    if not isinstance(value, dict | list):
+        yield key, value
+    for name, inner in inside(value, key):
+        yield from leaves(inner, name)
+
+
+def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """What a dictionary or a list at `key` holds, under dotted keys; nothing for a value of another type."""
+    if isinstance(value, dict):
+        yield from ((f"{key}.{name}" if key else name, inner) for name, inner in value.items())
+    if isinstance(value, list):
+        yield from ((f"{key}[{index}]", inner) for index, inner in enumerate(value))
+
+
+def same_everywhere(config: Config) -> dict[str, Any]:
+    """What all ranks must have in common: every key, but for the places where each node may have a copy of its own."""
+    return {key: value for key, value in leaves(to_plain(config)) if not OF_A_NODE.fullmatch(key)}
 
 
 def yaml_name(field_name: str) -> str:

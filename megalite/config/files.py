@@ -1,12 +1,66 @@
-"""Small files of text: written whole or not at all, read with a bound on their size."""
+"""Paths that people give, and small files of text: written whole or not at all, read with a bound on their size."""
 
+import errno
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import InputError
+
+FIXES = {
+    errno.EACCES: "let this user into the folders that lead there",
+    errno.ELOOP: "mend the link, which leads back to itself",
+    errno.ENAMETOOLONG: "use a shorter name",
+}
+
+
+class UnreachableError(InputError):
+    """The system does not tell whether there is anything at a path."""
+
+    def __init__(self, path: str | Path, rule: str, fix: str = "") -> None:
+        super().__init__(f"{path!s:.400}: {rule}" + (f"; {fix}" if fix else ""))
+        self.path, self.rule, self.fix = path, rule, fix
+
+    def __reduce__(self) -> tuple[type, tuple[str | Path, str, str]]:
+        return UnreachableError, (self.path, self.rule, self.fix)  # ranks tell each other
+
+
+def look(path: str | Path, follow: bool = True) -> os.stat_result | None:
+    """What is at `path`; None: nothing. Raises UnreachableError where the system does not tell.
+
+    `Path.exists` and its like raise OSError there, or say that nothing is there.
+
+    follow: look at what a link leads to, not at the link.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        fix = FIXES.get(error.errno or 0, "")
+        raise UnreachableError(path, f"cannot be looked at: {error.strerror}", fix) from None
+    except ValueError as error:  # a null byte, or a character that no file name can have
+        raise UnreachableError(path, f"is no path: {error}", "leave that character out") from None
+
+
+def exists(path: str | Path, follow: bool = True) -> bool:
+    """Whether there is anything; as `look`."""
+    return look(path, follow) is not None
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is a regular file, or a link to one; as `look`."""
+    found = look(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str | Path, follow: bool = True) -> bool:
+    """Whether there is a folder, or a link to one; as `look`."""
+    found = look(path, follow)
+    return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -26,9 +80,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def write_object(path: Path, value: Any) -> None:
+    """Write an object as a file of JSON; as `write_whole`."""
+    write_whole(path, as_json(value))
+
+
+def as_json(value: Any) -> str:
+    """The text of a file of JSON that people read too."""
+    return json.dumps(value, indent=2) + "\n"
+
+
 def read_object(path: Path, most: int) -> dict[str, Any]:
     """The JSON object that a file of at most `most` bytes holds. Raises InputError for anything else."""
-    if not path.is_file():
+    if not is_file(path):
         raise InputError(f"{path}: is not there, or no regular file")
     try:
         with path.open("rb") as file:

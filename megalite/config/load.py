@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import fields
-from os.path import realpath
+from os.path import lexists, realpath
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,7 +83,7 @@ def _advice(path: Path, includers: tuple[Path, ...]) -> str:
     if includers:
         return f" (included by {includers[-1]})"
     key = re.split(r"[=:]", str(path), maxsplit=1)[0].strip()
-    if path.exists() or not (key in keys() or "=" in path.name):
+    if lexists(path) or not (key in keys() or "=" in path.name):
         return ""
     form = f"{key}=VALUE" if key in keys() else "key=value"
     return f"; an override is written {form}, without spaces"

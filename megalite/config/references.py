@@ -8,6 +8,7 @@ import os
 import re
 from typing import Any
 
+from megalite.config.convert import inside
 from megalite.config.errors import Problem
 
 KEY = r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*"  # model.layers, data.train[0].path
@@ -40,12 +41,8 @@ class _Walk:
         return self.lengths[key]
 
     def _measure(self, key: str, value: Any) -> int:
-        if isinstance(value, dict):
-            return 1 + sum(self.length(f"{key}.{name}".lstrip("."), item) for name, item in value.items())
-        if isinstance(value, list):
-            return 1 + sum(self.length(f"{key}[{i}]", item) for i, item in enumerate(value))
         if not isinstance(value, str):
-            return 1
+            return 1 + sum(self.length(name, inner) for name, inner in inside(value, key))
         return len(value) + sum(self._referred(key, value, start.end() - 2) for start in START.finditer(value))
 
     def _referred(self, key: str, value: str, at: int) -> int:

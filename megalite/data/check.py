@@ -1,6 +1,5 @@
 """What training asks of its data before the first step, so that no step can end it for a token or a document."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megalite.config.errors import InputError, Problem
-from megalite.config.files import read_object, write_whole
+from megalite.config.files import read_object, write_object
 from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
 from megalite.data.store import Scan, TokenStore, store_files
@@ -172,7 +171,7 @@ class _Memory:
 
     def write(self) -> None:
         if self.changed:
-            write_whole(self.path, json.dumps({"stores": self.stores}, indent=2) + "\n")
+            write_object(self.path, {"stores": self.stores})
 
 
 class _Telling:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megalite.config.errors import InputError
+from megalite.config.files import exists, is_file
 from megalite.data.claim import claim
 from megalite.data.description import MOST_SOURCES, Description, SourceFile, TokenizerFile, description_file
 
@@ -63,7 +64,7 @@ class TokenStore:
         self.prefix = str(prefix)
         self._bin, self._idx = store_files(prefix)
         for path in (self._idx, self._bin):
-            if not path.is_file():
+            if not is_file(path):
                 raise InputError(f"{path}: no such file; a token store is the pair PREFIX.bin and PREFIX.idx")
         try:
             self._open()
@@ -264,7 +265,7 @@ class StoreWriter:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._tokens = claim(self.hidden[0], str(self.prefix))
         for path in self._final:
-            if path.exists() or path.is_symlink():
+            if os.path.lexists(path):
                 self._discard()
                 raise InputError(f"{path}: exists already; remove it or choose another name")
         return self
@@ -375,7 +376,7 @@ class StoreWriter:
 def sweep(prefix: str | Path) -> None:
     """Remove what a killed writer of the store `prefix` has left, if none is at work."""
     writer = StoreWriter(prefix, token_dtype(1))
-    if writer.hidden[0].exists():
+    if exists(writer.hidden[0]):
         with suppress(InputError, OSError), claim(writer.hidden[0], str(prefix)):
             for path in writer.hidden:
                 path.unlink(missing_ok=True)

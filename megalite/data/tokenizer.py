@@ -8,7 +8,7 @@ from typing import Protocol
 import sentencepiece
 
 from megalite.config.errors import InputError, listing
-from megalite.config.files import read_object
+from megalite.config.files import exists, is_file, read_object
 
 try:
     import tokenizers
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer:
     def _named_beside(self) -> str | None:
         """The end that a file of BESIDE names."""
         for file in map(self._path.with_name, BESIDE):
-            token = read_object(file, MOST_BESIDE).get("eos_token") if file.exists() else None
+            token = read_object(file, MOST_BESIDE).get("eos_token") if exists(file) else None
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 return token
@@ -162,7 +162,7 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
     `eod` names the end-of-document token where the usual choice is wrong. Raises InputError.
     """
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise InputError(f"{path}: no such tokenizer file")
     if path.suffix.lower() == ".model":
         return SentencePieceTokenizer(path, eod)
@@ -174,7 +174,7 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
 def tokenizer_hash(path: str | Path) -> str:
     """SHA-256 of a tokenizer's file, in hexadecimal: the same wherever the file lies. Raises InputError."""
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise InputError(f"{path}: no such tokenizer file")
     try:
         with path.open("rb") as file:

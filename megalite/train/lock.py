@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megalite.config.errors import InputError
+from megalite.config.shape import TEXT, WHOLE, misfits
 from megalite.dist.activity import HIDDEN
 
 BEAT = 2.0  # seconds between two signs of life
@@ -36,6 +37,7 @@ FREE = ".free"
 NAME = re.compile(rf"([1-9][0-9]*)({re.escape(FREE)})?")
 TOLD = 4  # looks after which people are told what is waited for
 LARGEST = 4096  # bytes read of an owner's file
+OWNER = dict.fromkeys(("host", "machine", "job", "attempt", "since"), TEXT) | dict.fromkeys(("pid", "began"), WHOLE)
 
 log = logging.getLogger("megalite")
 
@@ -64,10 +66,10 @@ class Owner:
     @staticmethod
     def parse(text: str) -> "Owner | None":
         """The inverse of writing one as JSON; None for anything else."""
-        with suppress(ValueError, TypeError, RecursionError):
-            owner = Owner(**json.loads(text))
-            if all(type(value) is type(asdict(_NOBODY)[name]) for name, value in asdict(owner).items()):
-                return owner
+        with suppress(ValueError, RecursionError):
+            found = json.loads(text)
+            if not any(misfits(found, OWNER, "")):
+                return Owner(**found)
         return None
 
     def __str__(self) -> str:
@@ -91,9 +93,6 @@ class Owner:
     def same_job_as(self, other: "Owner") -> bool:
         """Whether `other` is another attempt of the same job, which never has two at a time."""
         return self.job == other.job != "" and self.attempt != other.attempt
-
-
-_NOBODY = Owner("", "", 0, 0, "", "", "")
 
 
 @dataclass(frozen=True)

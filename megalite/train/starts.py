@@ -5,7 +5,6 @@ A start has its configuration in `starts/NNN.yaml` and what the code had changed
 """
 
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.progress import Progress
+from megalite.config.files import as_json
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
@@ -59,7 +59,7 @@ def record_start(folder: Path, config: Config, places: Sequence[tuple[str, str]]
         "tokenizer": tokenizer and {"path": tokenizer, "hash": tokenizer_hash(tokenizer)},
         "resumed": _resumed(folder, config, progress),
     }
-    path = _create(folder / "starts", json.dumps(record, indent=2) + "\n")
+    path = _create(folder / "starts", as_json(record))
     path.with_suffix(".yaml").write_text(text)
     if changes := _changes():
         path.with_suffix(".diff").write_bytes(changes)

@@ -1,7 +1,6 @@
 """Weights & Biases, served by a thread of its own: no network, disk or server of it holds up training."""
 
 import importlib
-import json
 import logging
 import re
 import secrets
@@ -13,7 +12,7 @@ from typing import Any
 
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.files import read_object, write_whole
+from megalite.config.files import exists, read_object, write_object
 from megalite.config.schema import Config
 from megalite.output import Outlet
 
@@ -86,7 +85,7 @@ class WandbRun:
 
 def run_id(path: Path, project: str | None) -> str:
     """The id in the file `path`, or a new one where there is none of this project. Raises InputError."""
-    if path.exists():
+    if exists(path):
         found = read_object(path, 4096)
         known = found.get("id")
         if not isinstance(known, str) or not ID.fullmatch(known):
@@ -96,7 +95,7 @@ def run_id(path: Path, project: str | None) -> str:
         if found.get("project") == project:
             return known
     new = secrets.token_hex(8)
-    write_whole(path, json.dumps({"project": project, "id": new}) + "\n")
+    write_object(path, {"project": project, "id": new})
     return new
 
 

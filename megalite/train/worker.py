@@ -17,6 +17,7 @@ from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
+from megalite.config.convert import same_everywhere
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
 from megalite.data.check import check_data
@@ -37,7 +38,7 @@ from megalite.train.folder import Folder
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report
-from megalite.train.sources import as_remembered, open_samples, same_everywhere
+from megalite.train.sources import as_remembered, open_samples
 from megalite.train.starts import record_start
 
 PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
@@ -56,9 +57,8 @@ def run(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
 def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
     standard_streams(go_on)
     folder, timeout, activity = Folder.of(config), config.train.timeout, Activity()
-    meeting = meet(
-        place, timeout, same_everywhere(config)
-    )  # rank 0 owns the run folder: from here on all may write there
+    meeting = meet(place, timeout, same_everywhere(config))
+    # Rank 0 owns the run folder: from here on all may write there.
     logging.basicConfig(
         handlers=[LogFile(log_file(folder.logs, place.rank))],
         level=logging.INFO,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megalite.config.convert import same_everywhere
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Context, Data, Model, Parallel, Source, Train
-from megalite.train.sources import same_everywhere
 from megalite.train.worker import check_attention, outcome
 
 CUDA = torch.device("cuda")

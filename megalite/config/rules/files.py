@@ -1,10 +1,10 @@
 """Which files and packages training needs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from megalite.config.errors import Problem, listing
+from megalite.config.files import UnreachableError, exists, is_file
 from megalite.config.schema import SCHEDULES, Config, Source
 
 
@@ -18,18 +18,17 @@ def validate_files(config: Config) -> list[Problem]:
         problems.append(
             Problem("eval.steps", "evaluation needs data.valid", "list token stores there, or use 0", config.eval.steps)
         )
-    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
-        problems.append(Problem("data.tokenizer", "no such file", "correct the path, or use null", data.tokenizer))
-    schedule = config.parallel.pipeline.schedule
-    if schedule not in SCHEDULES and not Path(schedule).is_file():
-        problems.append(Problem("parallel.pipeline.schedule", "no such file", "correct the path", schedule))
-    if resume not in ("auto", "never") and not Path(resume).exists():
-        problems.append(
-            Problem("checkpoint.resume", "no such checkpoint", "use auto, never or the path of a checkpoint", resume)
-        )
-    weights = config.checkpoint.weights
-    if weights is not None and not Path(weights).exists():
-        problems.append(Problem("checkpoint.weights", "no such checkpoint", "correct the path, or use null", weights))
+    if data.tokenizer is not None:
+        problems += _missing("data.tokenizer", data.tokenizer, is_file, "no such file", "correct the path, or use null")
+    schedule, weights = config.parallel.pipeline.schedule, config.checkpoint.weights
+    if schedule not in SCHEDULES:
+        problems += _missing("parallel.pipeline.schedule", schedule, is_file, "no such file", "correct the path")
+    if resume not in ("auto", "never"):
+        fix = "use auto, never or the path of a checkpoint"
+        problems += _missing("checkpoint.resume", resume, exists, "no such checkpoint", fix)
+    if weights is not None:
+        fix = "correct the path, or use null"
+        problems += _missing("checkpoint.weights", weights, exists, "no such checkpoint", fix)
     if config.log.wandb is not None and not _installed("wandb"):
         rule = "needs the package wandb, which is not installed"
         problems.append(Problem("log.wandb", rule, "pip install 'megalite[wandb]', or use null", config.log.wandb))
@@ -42,9 +41,22 @@ def _installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
+def _missing(key: str, path: str, there: Callable[[str], bool], rule: str, fix: str) -> Iterator[Problem]:
+    """What is wrong with the path that a key has, unless what it names is there."""
+    try:
+        if not there(path):
+            yield Problem(key, rule, fix, path)
+    except UnreachableError as error:
+        yield Problem(key, error.rule, error.fix, path)
+
+
 def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
     for i, source in enumerate(sources):
-        missing = [source.path + end for end in (".bin", ".idx") if not Path(source.path + end).is_file()]
+        try:
+            missing = [source.path + end for end in (".bin", ".idx") if not is_file(source.path + end)]
+        except UnreachableError as error:
+            yield Problem(f"{key}[{i}].path", error.rule, error.fix, source.path)
+            continue
         if missing:
             extra = source.path.endswith((".bin", ".idx"))
             fix = (

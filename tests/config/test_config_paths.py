@@ -1,0 +1,85 @@
+"""Paths at which the system does not tell what is there, wherever somebody can give one."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.config.errors import InputError
+from megalite.config.files import UnreachableError, exists, is_file, is_folder, read_object, write_whole
+from megalite.config.load import load
+from megalite.config.rules.files import validate_files
+from megalite.data.store import StoreWriter, TokenStore, sweep
+from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
+
+LONG = "x" * 300  # no file system has such a name
+
+
+def test_what_is_there_and_what_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    names = ("file", ".", "nowhere", "link", "file/inside")
+    looks = [[look(tmp_path / name) for look in (exists, is_file, is_folder)] for name in names]
+    assert looks == [[True, True, False], [True, False, True], *[[False] * 3] * 3]
+    assert exists(tmp_path / "link", follow=False)
+    assert not is_folder(tmp_path / "link", follow=False)
+
+
+@pytest.mark.parametrize("look", [exists, is_file, is_folder])
+def test_what_the_system_does_not_tell_is_bad_input(look: Callable[[Path], bool], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UnreachableError, match=r"cannot be looked at: File name too long; use a shorter name"):
+        look(tmp_path / LONG)
+    with pytest.raises(UnreachableError, match=r"loop: cannot be looked at: Too many .*; mend the link"):
+        look(tmp_path / "loop")
+    with pytest.raises(UnreachableError, match=r"is no path: embedded null byte") as caught:
+        look(tmp_path / "a\0b")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # noqa: S301 - ours
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_a_folder_that_lets_nobody_in_is_told(tmp_path: Path) -> None:
+    script = "import os, sys\nfrom megalite.config.files import is_file\nos.setuid(65534)\nis_file(sys.argv[1])"
+    (tmp_path / "shut").mkdir(mode=0o700)
+    command = [sys.executable, "-c", script, str(tmp_path / "shut/file")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "Permission denied; let this user into the folders that lead there" in done.stderr
+
+
+def test_every_path_of_a_configuration_is_told_with_its_key(tmp_path: Path) -> None:
+    long, resume = str(tmp_path / LONG), "checkpoint.resume"
+    single = ("data.tokenizer", resume, "checkpoint.weights")
+    overrides = [f"{key}={long}" for key in single] + [f"data.{name}=[{{path: {long}}}]" for name in ("train", "valid")]
+    problems = validate_files(load([], [*overrides, f"parallel.pipeline.schedule={long}.yaml"]))
+    assert {problem.rule for problem in problems} == {"cannot be looked at: File name too long"}
+    assert len(problems) == 6
+    assert {problem.fix for problem in problems} == {"use a shorter name"}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        TokenStore,
+        load_tokenizer,
+        tokenizer_hash,
+        sweep,
+        lambda path: StoreWriter(path, "uint16").__enter__(),
+        lambda path: read_object(Path(path), 10),
+        lambda path: write_whole(Path(path), ""),
+        lambda path: load([path]),
+        lambda path: load([f"{path}=1.yaml"]),
+    ],
+)
+def test_whatever_opens_a_path_refuses_one_that_cannot_be(use: Callable[[str], object], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"{LONG}.*: .*File name too long"):
+        use(str(tmp_path / LONG))
+
+
+def test_a_file_includes_none_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"include: {LONG}.yaml")
+    with pytest.raises(InputError, match=r"File name too long \(included by .*a.yaml\)"):
+        load([str(tmp_path / "a.yaml")])

@@ -17,6 +17,7 @@ COMMANDS = {  # module and summary
     "verify": ("megalite.verify", "compare the layout with a single process, step by step in float64"),
     "show": ("megalite.show", "print the resolved configuration, the layout, sizes and FLOPs"),
 }
+STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
 EPILOG = """\
 CONFIG is a YAML file; several are merged, the later over the earlier. KEY=VALUE changes one dotted key, as in
 model.layers=8. Files and overrides may be mixed.
@@ -63,7 +64,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="check configuration, data and checkpoint as before a start, print what would start, and end",
     )
     train.add_argument("--world-size", type=_count, metavar="N", help="with --check: number of ranks of the job")
-    verify.add_argument("--steps", type=_count, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
+    verify.add_argument("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
     )
@@ -110,10 +111,14 @@ def _near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else f" (choose from {', '.join(listed)})"
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > len(str(RANKS)) or not 1 <= int(text) <= RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to {RANKS:,}")
+def _count(text: str, most: int = RANKS) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to {most:,}")
     return int(text)
+
+
+def _steps(text: str) -> int:
+    return _count(text, STEPS)
 
 
 def _tolerance(text: str) -> float:
@@ -121,8 +126,8 @@ def _tolerance(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number from 0 to below 1, where nothing would differ")
     return value
 
 

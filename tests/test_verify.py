@@ -15,14 +15,17 @@ import torch
 import verify_faults as faults
 from ranks import Ranks
 from rich.console import Console
+from toy_jobs import one_rank
 
 from megalite import cli
+from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import Batch, Config, Curriculum, Kernels, Model, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.config.validate import check, validate
+from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.plan.memory import recompute_modes
-from megalite.verify import Difference, Part, _distance, compare, not_compared, show, shrink
+from megalite.verify import Difference, Part, Trace, _differences, _distance, compare, not_compared, show, shrink
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
@@ -97,6 +100,17 @@ def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
 
 def test_a_budget_is_shrunk_to_one_that_mixes_modes(ranks: Ranks) -> None:
     assert len(ranks.run(faults.modes_in_use, MIXED)[0]) > 1
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_layout_is_compared_as_it_is_compiled(compiles: bool) -> None:
+    """The single process is not compiled."""
+    config = configuration()
+    small = shrink(replace(config, train=replace(config.train, compile=compiles)))
+    with one_rank(), patch.object(torch, "compile", side_effect=lambda forward: forward) as compiled:
+        assert all(difference.passed for difference in compare(small, 1, 1e-10))
+    assert compiled.call_count == compiles * small.model.layers
+    assert "compile" not in "; ".join(not_compared(small, 3))
 
 
 @contextmanager
@@ -202,12 +216,11 @@ def test_what_train_refuses_is_refused_before_it_is_shrunk(
 
 def test_what_is_not_compared_is_told() -> None:
     batch = Batch(4, 1024, None, Rampup(64, None, 100), Curriculum(4, 100))
-    config = replace(configuration(pp=2), batch=batch, train=Train(compile=True))
+    config = replace(configuration(pp=2), batch=batch, train=Train())
     told = "; ".join(not_compared(config, 3))
     for what in (
         "batch.rampup but for 8 and 10 seq",
         "batch.curriculum but for 6 and 12 tok",
-        "train.compile",
         "precision bf16",
         "batch.micro 4 as 2",
         "width",
@@ -225,6 +238,17 @@ def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:
     assert _distance(zeros, part, noise=0.0) > 1
     assert _distance(zeros, part, noise=1e-4) < 1e-15
     assert _distance(zeros.zero_(), part, noise=0.0) == 1e-20
+
+
+def test_a_norm_of_nothing_is_compared() -> None:
+    """Weights can be so small that no gradient is left."""
+    part = Part((slice(None),), torch.zeros(2, dtype=torch.float64))
+    nothing = Trace([1.0], [0.0], *([("w", part)],) * 3)
+    with one_rank():
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        told = [_differences(nothing, replace(nothing, norms=[norm]), 1, 1e-10, mesh) for norm in (0.0, 3.0)]
+    assert [differences[1].value for differences in told] == [0.0, 3.0]
 
 
 def test_bad_configurations_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

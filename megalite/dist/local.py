@@ -15,6 +15,7 @@ from typing import IO
 
 from megalite.config.errors import InputError
 from megalite.dist.forked import Forked
+from megalite.dist.host import check_ranks
 from megalite.imports import import_for_good
 from megalite.output import Outlet
 from megalite.stop import STOP, end_at_once, listen, restore
@@ -49,13 +50,14 @@ def launch(
     Rank 0 keeps the terminal, the others write into the folder `logs`. The first rank to fail ends the job: the others
     are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5. The signals of `STOP`
     are handed on to the ranks, however long these take to obey; ranks start with them blocked. Raises KeyboardInterrupt
-    at the second SIGINT, when no rank is left.
+    at the second SIGINT, when no rank is left; InputError where this machine cannot have so many ranks.
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
     process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver
     nor threads survive a fork. A signal before there are ranks ends this process at once. importing: entered while
     that module is imported, which takes a minute on some file systems; it leaves no thread behind.
     """
+    check_ranks(world_size)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     previous = end_at_once()
@@ -72,13 +74,27 @@ def launch(
                     handing_on.enter_context(_handing_on(ranks))
                     for rank in range(world_size):
                         environment = _environment(rank, world_size, Path(meeting))
-                        ranks.append(start(module, arguments, environment, None if rank == 0 else log_file(logs, rank)))
+                        log = None if rank == 0 else log_file(logs, rank)
+                        try:
+                            ranks.append(start(module, arguments, environment, log))
+                        except OSError as error:
+                            _kill(ranks)
+                            ranks.clear()  # their open files are needed to clean up
+                            raise _no_more(rank, world_size, error) from error
                 failed = _wait(ranks)
                 _stop(ranks)
         finally:
             _kill(ranks)
             restore(previous)
         return _explain(ranks, failed, Path(meeting), logs) if failed else 0
+
+
+def _no_more(started: int, world_size: int, error: OSError) -> InputError:
+    """For a limit of the system, such as of processes or of open files."""
+    return InputError(
+        f"only {started} of {world_size} ranks could be started: {error.strerror}; use smaller degrees in parallel.*, "
+        "or raise the limits of processes (ulimit -u) and open files (ulimit -n)"
+    )
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:

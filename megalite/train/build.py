@@ -1,12 +1,15 @@
 """From a configuration and a mesh to a job ready to train: the only place where parallelisms are composed."""
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import nn
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.dist.activity import Activity
@@ -69,9 +72,11 @@ def build(config: Config, mesh: Mesh, activity: Activity | None = None) -> Job:
     """Build this rank's stages with their initial weights, and its optimizer.
 
     activity: where the rank notes what it is doing; None: nobody watches. Raises InputError for a schedule, and for
-    kernels, that cannot run.
+    kernels, that cannot run, and where there is no compiler.
     """
     check_kernels(config, mesh.device)
+    if config.train.compile:
+        check_compiler(mesh.device)
     table, pp = table_of(config), mesh.coordinates["pp"]
     modes = recompute_modes(config, mesh)
     stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
@@ -91,6 +96,14 @@ def check_kernels(config: Config, device: torch.device) -> None:
         except ValueError as error:
             key = "kernels" if isinstance(config.kernels, str) else f"kernels.{operation}"
             raise InputError(f"{key} = {backend}: {error}") from None
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises InputError where `torch.compile` has no compiler of C++, which it needs for a CPU."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler on a CPU, and there is no {compiler}"
+        raise InputError([Problem("train.compile", rule, "install one, name one as CXX, or use false", True)])
 
 
 def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Sequence[Mode] | None = None) -> Decoder:

@@ -4,9 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from megalite.checkpoint.choose import check_start, starting_point
 from megalite.config.errors import InputError
@@ -15,6 +14,7 @@ from megalite.config.rules.optim import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
 from megalite.data.check import check_data
+from megalite.dist.host import host_memory, on_cpus
 from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
@@ -26,8 +26,6 @@ from megalite.train.lock import Lock
 from megalite.train.sources import as_remembered, open_samples
 
 WORKER = "megalite.train.worker"
-LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2, and 1
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
         folder, world_size = Folder.of(config), config.parallel.layout.world_size
         folder.check(world_size)
         step = _first_step(config, folder) if place is None else 0
-        on_cpus = _on_cpus(config.run.device)
+        without_gpu = on_cpus(config.run.device)
         if place is None:
-            _warn(config, on_cpus)
+            _warn(config, without_gpu)
         with _owning(folder, place) as lock:
             check_start(config, folder.checkpoints)
             folder.make()
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
                     code: int = import_for_good(WORKER).run(place, config, check_owner)
                     return code
             assert lock is not None, "a launcher takes it"
-            arguments, shared = ["train", *args.files, *args.overrides], WORKER if on_cpus else None
+            arguments, shared = ["train", *args.files, *args.overrides], WORKER if without_gpu else None
             # Who loses the lock meanwhile cannot pass it on, and rank 0 says so.
             return launch("megalite.cli", arguments, world_size, folder.logs, shared, lock.beating(lambda _: None))
     except InputError:
@@ -127,24 +125,10 @@ def _end(place: Place, text: str) -> None:
     os._exit(5)
 
 
-def _warn(config: Config, on_cpus: bool) -> None:
+def _warn(config: Config, without_gpu: bool) -> None:
     """Tell what may not be meant, or may not fit. Raises InputError for ranks on this machine that cannot fit."""
     told = [str(doubt) for doubt in doubts(config)]
-    if on_cpus and config.batch.micro != "auto":
+    if without_gpu and config.batch.micro != "auto":
         told.append(check_memory(config, host_memory(), "this machine's memory", config.parallel.layout.world_size))
     for text in filter(None, told):
         print(f"megalite: warning: {text}", file=sys.stderr)
-
-
-def host_memory() -> int:
-    """Bytes of memory that processes here can have: the machine's, or what a control group leaves of it."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in LIMITS:
-        with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int(limit.read_text()))
-    return min(found)
-
-
-def _on_cpus(device: str) -> bool:
-    """Whether ranks here will be on CPUs, told without torch."""
-    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DRIVERS)))

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -123,14 +124,22 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
 
     def spawn_one(*arguments: Any) -> subprocess.Popen[bytes]:
         if started:
-            raise OSError("no more processes")
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
         started.append(spawn(*arguments))
         return started[0]
 
     monkeypatch.setattr(local, "_spawn", spawn_one)
-    with pytest.raises(OSError, match="no more processes"):
+    with pytest.raises(
+        InputError, match=r"only 1 of 2 ranks could be started: no more processes; use .* \(ulimit -u\)"
+    ):
         launch(program("time.sleep(600)"), [str(tmp_path)], 2, tmp_path / "logs")
     assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_more_ranks_than_memory_are_refused_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_spawn", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(InputError, match=r"16,777,216 ranks need 655,360.0 GiB"):
+        launch("program", [], 1 << 24, tmp_path)
 
 
 def test_a_missing_folder_for_temporary_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

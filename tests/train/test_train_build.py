@@ -14,7 +14,7 @@ from toy_jobs import MODEL, advance, config_of, make, one_rank
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Data, Kernels
-from megalite.train.build import check_kernels
+from megalite.train.build import check_compiler, check_kernels
 
 Recompute = Literal["none", "full"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs a C++ compiler")
@@ -76,3 +76,12 @@ def test_apex_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"kernels\.adamw = apex: apex is asked for, but tensors are on cpu"):
         check_kernels(config, torch.device("cpu"))
     check_kernels(config, torch.device("cuda"))
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check_compiler(torch.device("cuda"))
+    with pytest.raises(
+        InputError, match=r"train.compile = true: needs a C\+\+ compiler .* there is no no-such-compiler"
+    ):
+        check_compiler(torch.device("cpu"))

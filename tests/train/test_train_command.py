@@ -273,7 +273,7 @@ def test_ranks_share_their_imports_where_they_have_no_gpu(
     device: str, driver: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = device == "cpu" or (device == "auto" and not driver)
-    monkeypatch.setattr("megalite.train.command.DRIVERS", ["/dev/no_such_device", *["/dev/null"] * driver])
+    monkeypatch.setattr("megalite.dist.host.DRIVERS", ["/dev/no_such_device", *["/dev/null"] * driver])
     launched: list[object] = []
     monkeypatch.chdir(place)
     monkeypatch.setattr("megalite.train.command.launch", lambda *given: launched.extend(given) or 0)

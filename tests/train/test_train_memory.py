@@ -19,12 +19,3 @@ def test_a_model_too_big_for_the_machine_is_refused_before_ranks_start(
     assert "all ranks together would need" in told
     assert "of this machine's memory (of the fullest rank: optimizer states" in told
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = command.host_memory()
-    limits = [tmp_path / "max", tmp_path / "limit", tmp_path / "absent"]
-    limits[0].write_text("max\n")
-    limits[1].write_text("1234567\n")
-    monkeypatch.setattr(command, "LIMITS", limits)
-    assert command.host_memory() == 1234567 < whole

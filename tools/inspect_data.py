@@ -7,17 +7,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.files import write_whole
 from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
 from megalite.data.store import Scan, TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 from megalite.entry import exit_code
-from megalite_tools.terminal import bar
+from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-data"
 SHOWN_TOKENS = 64  # of each sample document
@@ -47,22 +45,21 @@ def _inspect(options: argparse.Namespace) -> None:
         raise InputError(f"--samples {options.samples} is not at least 0")
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     store = TokenStore(options.prefix)
-    table = Table(title=store.prefix, show_header=False, title_justify="left")
-    for name, value in _facts(store):
-        table.add_row(name, value)
+    facts = _facts(store)
     if options.describe or options.verify:
         with bar("reading", store.tokens * store.dtype.itemsize) as advanced:
             limit = tokenizer.vocab_size if tokenizer else None
             scan = store.verify(limit, lambda tokens: advanced(tokens * store.dtype.itemsize))
-        table.add_row("verified", f"everything read; largest token id {scan.largest_id:,}")
+        facts.append(("verified", f"everything read; largest token id {scan.largest_id:,}"))
         if options.describe:
             _describe(store, scan, options.tokenizer)
-    for name, value in _described(store):
-        table.add_row(name, value)
-    Console(markup=False, highlight=False).print(table)
+    facts += _described(store)
+    terminal = Terminal()
+    terminal.line(store.prefix)
+    terminal.facts(facts)
     count = min(options.samples, store.documents)
     for nth in range(count):
-        _show(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer)
+        terminal.line(_sample(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer))
 
 
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
@@ -103,19 +100,23 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
     yield "tokenizer", f"{made_with.file}, SHA-256 {made_with.sha256[:12]}…" if made_with else "not known"
     if found.source_files:
         size = sum(source.bytes for source in found.sources)
-        shown = ", ".join(ascii(source.path) for source in found.sources[:SHOWN_SOURCES])
+        shown = ", ".join(repr(source.path) for source in found.sources[:SHOWN_SOURCES])
         rest = ", …" if found.source_files > SHOWN_SOURCES else ""
-        yield "made from", f"{found.source_files:,} files ({size:,} bytes in those listed): {shown}{rest}"
-    yield "written by", f"megalite {ascii(found.megalite)[1:-1]}"
+        read = f"some or all documents of {counted(found.source_files, 'file')} ({size:,} bytes in those listed)"
+        yield "made from", f"{read}: {shown}{rest}"
+    yield "written by", f"megalite {found.megalite}"
 
 
-def _show(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> None:
-    """Print the start of a document: escaped text, which cannot disturb a terminal, or bare ids."""
+def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> str:
+    """The start of a document as a line: its text as Python would write it, or bare ids."""
     document = store.document(index)
     ids = document[:SHOWN_TOKENS].tolist()
-    shown = repr(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))
+    try:
+        shown = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.decode(ids))
+    except InputError as error:
+        raise InputError(f"{store.prefix}.bin: document {index:,}: {error}; was it made with another one?") from error
     rest = " …" if len(document) > SHOWN_TOKENS else ""
-    print(f"document {index:,} ({len(document):,} tokens): {shown}{rest}")
+    return f"document {index:,} ({counted(len(document), 'token')}): {shown}{rest}"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from megalite.config.errors import printable
+
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -23,7 +25,7 @@ class Terminal:
         self._console = Console(markup=False, highlight=False, quiet=quiet, width=width)
 
     def line(self, text: str) -> None:
-        self.text(_harmless(text))
+        self.text(printable(text))
 
     def text(self, text: str) -> None:
         """Lines as they are."""
@@ -42,13 +44,13 @@ class Terminal:
             )
         red = set(marked)
         for number, row in enumerate(rows):
-            table.add_row(*map(_harmless, row), style="red" if number in red else None)
+            table.add_row(*map(printable, row), style="red" if number in red else None)
         self._print(table)
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
         table = Table(box=None, show_header=False)
         for name, value in facts:
-            table.add_row(name, _harmless(value))
+            table.add_row(name, printable(value))
         self._print(table)
 
     def _print(self, shown: RenderableType, soft_wrap: bool = False) -> None:
@@ -74,7 +76,3 @@ def size(count: int) -> str:
     """Bytes, to three digits: `1.23 GB`."""
     name, unit = next(((name, unit) for name, unit in UNITS if count >= unit), ("bytes", 1))
     return f"{count / unit:.3g} {name}"
-
-
-def _harmless(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -27,19 +27,24 @@ class Problem:
 
 def _shortened(text: str) -> str:
     """At most LONGEST printable characters."""
-    shown = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return printable(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}")
+
+
+def printable(text: str, kept: str = "") -> str:
+    """`text` with escapes in place of what could disturb a terminal; the characters of `kept` stay."""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class InputError(ValueError):
     """Bad input from the user: shown as one message, exit code 2.
 
-    Made from a message, or from all the problems of a configuration.
+    Made from a message, or from all the problems of a configuration. Names and values of files may stand in it as they
+    are: what could disturb a terminal is escaped here.
     """
 
     def __init__(self, what: str | Sequence[Problem]) -> None:
         self.problems = () if isinstance(what, str) else tuple(what)
-        super().__init__(what if isinstance(what, str) else _listed(self.problems))
+        super().__init__(printable(what if isinstance(what, str) else _listed(self.problems), kept="\n"))
 
 
 class Unhealthy(RuntimeError):

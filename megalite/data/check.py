@@ -64,17 +64,12 @@ def checked_description(store: TokenStore) -> Description | None:
     found, path = Description.read(store.prefix), description_file(store.prefix)
     if found is None:
         return None
-    said, there = (
-        (found.documents, found.tokens, found.fingerprint),
-        (store.documents, store.tokens, store.fingerprint()),
-    )
-    if said != there:
+    said = found.documents, found.tokens, found.fingerprint
+    if said != (store.documents, store.tokens, store.fingerprint()):
         rule = f"describes another store, of {found.documents:,} documents and {found.tokens:,} tokens"
         raise InputError(f"{path}: {rule}; megalite-inspect-data {store.prefix} --describe writes it anew")
-    if found.end_of_document is not None:
-        for index in (
-            np.unique(np.linspace(0, store.documents - 1, LOOKED_AT, dtype=np.int64)) if store.documents else ()
-        ):
+    if found.end_of_document is not None and store.documents:
+        for index in np.unique(np.linspace(0, store.documents - 1, LOOKED_AT, dtype=np.int64)):
             document = store.document(int(index))
             if len(document) and document[-1] != found.end_of_document:
                 rule = f"says that documents end with token {found.end_of_document}"

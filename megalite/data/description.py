@@ -66,7 +66,8 @@ class Description:
 
     def render(self) -> str:
         """The text of the file."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2, ensure_ascii=False)
+        return text.encode(errors="backslashreplace").decode() + "\n"  # file names need not be UTF-8
 
     @staticmethod
     def read(prefix: str | Path) -> "Description | None":
@@ -79,9 +80,10 @@ class Description:
             raise InputError(f"{path}: is not what megalite writes beside a store; move it away, or name another store")
         version = found.pop("version", None)
         unknown = sorted(found.keys() - FIELDS.keys())
-        if version != VERSION or unknown:
+        if type(version) is not int or version != VERSION or unknown:
             more = f", with the unknown fields {', '.join(unknown)[:200]}" if unknown else ""
-            raise InputError(f"{path}: has version {str(version)[:20]}{more}; this megalite reads version {VERSION}")
+            rule = f"has version {repr(version)[:20]}{more}; this megalite reads the number {VERSION}"
+            raise InputError(f"{path}: {rule}")
         return _checked(path, {"end_of_document": None, **found})
 
 

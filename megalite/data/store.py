@@ -29,6 +29,7 @@ from megalite.data.description import MOST_SOURCES, Description, SourceFile, Tok
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+MOST_TOKENS = 1 << 31  # of a vocabulary: Megatron's largest type of a token is int32
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 
 _CHUNK = 1 << 22  # entries verified at a time
@@ -111,10 +112,10 @@ class TokenStore:
         return fingerprint(self._bin, self._idx)
 
     def verify(self, vocab_size: int | None = None, advanced: Callable[[int], None] = lambda _: None) -> Scan:
-        """Read everything; `advanced` hears of tokens read.
+        """Read everything; `advanced` is called with the number of tokens read.
 
         Raises InputError unless the sequences lie back to back, the boundaries ascend, and every id is at least 0
-        and, if `vocab_size` is given, below it.
+        and below `vocab_size`; None: below what any vocabulary has.
         """
         self._verify_sequences()
         self._verify_boundaries()
@@ -153,7 +154,7 @@ class TokenStore:
                 raise self._broken(self._idx, found, "boundaries that ascend")
 
     def _verify_ids(self, vocab_size: int | None, advanced: Callable[[int], None]) -> Scan:
-        limit = vocab_size if vocab_size is not None else np.iinfo(np.int64).max
+        limit = vocab_size if vocab_size is not None else MOST_TOKENS
         largest = -1
         last_of_documents: set[int] = set()
         for at in range(0, self.tokens, _CHUNK):
@@ -311,7 +312,7 @@ class StoreWriter:
                     index.write(table.tobytes())
                 index.flush()
                 os.fsync(index.fileno())
-            with self.hidden[2].open("w", encoding="utf-8", errors="backslashreplace") as description:
+            with self.hidden[2].open("w", encoding="utf-8") as description:
                 description.write(self._describe().render())
                 description.flush()
                 os.fsync(description.fileno())

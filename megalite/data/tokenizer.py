@@ -1,14 +1,16 @@
 """Tokenizers behind one small interface: SentencePiece models and Hugging Face `tokenizer.json` files."""
 
 import hashlib
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import sentencepiece
 
 from megalite.config.errors import InputError, listing
 from megalite.config.files import exists, is_file, read_object
+from megalite.data.store import MOST_TOKENS
 
 try:
     import tokenizers
@@ -27,96 +29,123 @@ EOD_NAMES = (
 )
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
 MOST_BESIDE = 16 << 20  # bytes of such a file
+MOST_BYTES = 1 << 30  # of a tokenizer's file
+NO_TEXT = "the tokenizer cannot encode some text; use one that has a token for every character or byte"
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back. Special tokens that appear in text are encoded as plain text, never as themselves."""
+class Tokenizer(ABC):
+    """Text to token ids and back. Special tokens that appear in text are encoded as plain text, never as themselves.
 
-    name: str
+    Raises InputError for text or ids that the tokenizer cannot take, whatever the package behind it raises.
+    """
+
     vocab_size: int  # one more than the largest id
+    _eod: int | InputError | None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
     @property
     def eod(self) -> int | None:
         """End-of-document id, which no text is encoded as. Raises InputError where it has to be named."""
-        ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece `.model`; documents end with its eos piece unless `eod` names another."""
-
-    def __init__(self, path: Path, eod: str | None = None) -> None:
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
-            raise InputError(f"{path}: not a SentencePiece model: {error}") from error
-        self.name = path.name
-        self.vocab_size = self._model.vocab_size()
-        end = self._model.eos_id() if eod is None else self._model.piece_to_id(eod)
-        if eod is not None:
-            if self._model.id_to_piece(end) != eod:
-                raise _unknown_token(path, eod)
-            if not self._model.is_control(end):
-                raise _forgeable(path, eod)
-        # A model may declare its eos as a piece that text is encoded as.
-        self.eod = end if end >= 0 and self._model.is_control(end) else None
+        if isinstance(self._eod, InputError):
+            raise self._eod
+        return self._eod
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
+        with _told(f"{self.path}: {NO_TEXT}"):
+            return self._encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.encode(list(texts), num_threads=1)
+        with _told(f"{self.path}: {NO_TEXT}"):
+            return self._encode_batch(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(token) for token in ids])
+        plain = [int(token) for token in ids]
+        for token in plain:
+            if not 0 <= token < self.vocab_size:
+                raise InputError(f"{self.path}: token id {token} is outside the tokenizer's {self.vocab_size:,} tokens")
+        with _told(f"{self.path}: the tokenizer cannot decode some tokens"):
+            return self._decode(plain)
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
 
 
-class HuggingFaceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model`; documents end with its eos piece unless `eod` names another."""
+
+    def __init__(self, path: Path, content: bytes, eod: str | None = None) -> None:
+        super().__init__(path)
+        with _told(f"{path}: not a SentencePiece model"):
+            self._model = sentencepiece.SentencePieceProcessor()
+            self._model.load_from_serialized_proto(content)
+            self.vocab_size = self._model.vocab_size()
+        end = self._model.eos_id() if eod is None else self._named(eod)
+        # A model may declare its eos as a piece that text is encoded as.
+        self._eod = end if end >= 0 and self._model.is_control(end) else None
+
+    def _named(self, eod: str) -> int:
+        with _told(f"{self.path}: no token {eod!a} to end documents with"):
+            end: int = self._model.piece_to_id(eod)
+            found = self._model.id_to_piece(end)
+        if found != eod:
+            raise _unknown_token(self.path, eod)
+        if not self._model.is_control(end):
+            raise _forgeable(self.path, eod)
+        return end
+
+    def _encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self._model.encode(texts, num_threads=1)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`; documents end with the token that `eod` or the files of BESIDE name.
 
     Where none does, a special token of EOD_NAMES is it. Added tokens that are not special never are by themselves:
     the file says that text is encoded as them. Where one of them is named, it becomes special here.
     """
 
-    def __init__(self, path: Path, eod: str | None = None) -> None:
+    def __init__(self, path: Path, content: bytes, eod: str | None = None) -> None:
+        super().__init__(path)
         if tokenizers is None:
             raise InputError(f"{path}: reading it needs the package `tokenizers`: pip install megalite[hf]")
-        try:
-            self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing narrower
-            raise InputError(f"{path}: not a Hugging Face tokenizer: {error}") from error
-        self._model.no_truncation()  # a file may carry settings that would cut or pad documents
-        self._model.no_padding()
-        self._model.encode_special_tokens = True
-        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        with _told(f"{path}: not a Hugging Face tokenizer"):
+            self._model = tokenizers.Tokenizer.from_buffer(content)
+            self._model.no_truncation()  # a file may carry settings that would cut or pad documents
+            self._model.no_padding()
+            self._model.encode_special_tokens = True
+            vocabulary = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise InputError(f"{path}: a tokenizer without a single token")
-        self.name = path.name
         self.vocab_size = max(vocabulary.values()) + 1
-        self._path = path
-        self._eod: int | InputError | None
         try:
-            named = eod or self._named_beside() or self._usual()
-            self._eod = self._ending(named) if named else None
+            named = eod if eod is not None else self._named_beside() or self._usual()
+            self._eod = None if named is None else self._ending(named)
         except InputError as error:
             if eod is not None:
                 raise
             self._eod = error  # most of what a tokenizer is for needs no end
 
-    @property
-    def eod(self) -> int | None:
-        if isinstance(self._eod, InputError):
-            raise self._eod
-        return self._eod
-
     def _named_beside(self) -> str | None:
         """The end that a file of BESIDE names."""
-        for file in map(self._path.with_name, BESIDE):
+        for file in map(self.path.with_name, BESIDE):
             token = read_object(file, MOST_BESIDE).get("eos_token") if exists(file) else None
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
@@ -129,31 +158,32 @@ class HuggingFaceTokenizer:
         usual = sorted(special.intersection(EOD_NAMES))
         if len(usual) > 1:
             raise InputError(
-                f"{self._path}: {listing(usual, 'and')} could each be the token that ends documents; "
+                f"{self.path}: {listing(usual, 'and')} could each be the token that ends documents; "
                 "name it: --eod-token when preparing data, data.end_of_document when training"
             )
         return usual[0] if usual else None
 
     def _ending(self, token: str) -> int:
         """The id of a token that is to end documents, and that no text is encoded as from now on."""
-        end: int | None = self._model.token_to_id(token)
+        with _told(f"{self.path}: no token {token!a} to end documents with"):
+            end: int | None = self._model.token_to_id(token)
         if end is None:
-            raise _unknown_token(self._path, token)
+            raise _unknown_token(self.path, token)
         added = self._model.get_added_tokens_decoder().get(end)
         if added is not None and not added.special:
             self._model.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
         if end in self.encode(token) or end in self.encode(f"a {token} a{token}"):
-            raise _forgeable(self._path, token)
+            raise _forgeable(self.path, token)
         return end
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoded.ids for encoded in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoded.ids for encoded in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(token) for token in ids], skip_special_tokens=False)
+    def _decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids, skip_special_tokens=False)
 
 
 def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
@@ -162,25 +192,51 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
     `eod` names the end-of-document token where the usual choice is wrong. Raises InputError.
     """
     path = Path(path)
-    if not is_file(path):
-        raise InputError(f"{path}: no such tokenizer file")
-    if path.suffix.lower() == ".model":
-        return SentencePieceTokenizer(path, eod)
-    if path.suffix.lower() == ".json":
-        return HuggingFaceTokenizer(path, eod)
-    raise InputError(f"{path}: unknown kind of tokenizer; expected a SentencePiece .model or a tokenizer.json")
+    tokenizer: Tokenizer
+    match path.suffix.lower():
+        case ".model":
+            tokenizer = SentencePieceTokenizer(path, _content(path), eod)
+        case ".json":
+            tokenizer = HuggingFaceTokenizer(path, _content(path), eod)
+        case _:
+            rule = "expected a SentencePiece .model or a tokenizer.json"
+            raise InputError(f"{path}: unknown kind of tokenizer; {rule}")
+    if tokenizer.vocab_size > MOST_TOKENS:
+        rule = f"has the token id {tokenizer.vocab_size - 1:,}; ids must be below {MOST_TOKENS:,}"
+        raise InputError(f"{path}: {rule}")
+    return tokenizer
 
 
 def tokenizer_hash(path: str | Path) -> str:
     """SHA-256 of a tokenizer's file, in hexadecimal: the same wherever the file lies. Raises InputError."""
-    path = Path(path)
+    return hashlib.sha256(_content(Path(path))).hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a tokenizer's file. Raises InputError."""
     if not is_file(path):
         raise InputError(f"{path}: no such tokenizer file")
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise InputError(f"{path}: is larger than {MOST_BYTES:,} bytes, more than a tokenizer ever has")
+    return content
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turns whatever a tokenizer's package raises into an InputError that begins with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        # The packages raise Exception itself, and a panic of Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{what}: {reason[:300]}") from error
 
 
 def _unknown_token(path: Path, token: str) -> InputError:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.config.errors import number_ranges
+from megalite.config.errors import InputError, number_ranges
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,10 @@ from megalite.config.errors import number_ranges
 )
 def test_neighbours_are_joined(numbers: list[int], expected: str) -> None:
     assert number_ranges(numbers) == expected
+
+
+def test_a_message_cannot_disturb_a_terminal() -> None:
+    assert str(InputError("a\x1b[31m.txt: é\n  \udcff")) == "a\\x1b[31m.txt: é\n  \\udcff"
 
 
 def test_a_number_may_stand_for_several() -> None:

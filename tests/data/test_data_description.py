@@ -58,6 +58,10 @@ def changed(**fields: object) -> Callable[[dict[str, object]], object]:
         (lambda _: {"text": "a line of a corpus"}, "is not what megalite writes beside a store"),
         (changed(version=2, dialect=1, alphabet=2), "has version 2, with the unknown fields alphabet, dialect"),
         (changed(dialect=1), "has version 1, with the unknown fields dialect"),
+        (changed(version="1"), "has version '1'; this megalite reads the number 1"),
+        (changed(version=1.0), "has version 1.0; this megalite reads the number 1"),
+        (changed(version=True), "has version True; this megalite reads the number 1"),
+        ({"\x1b[31m": 1}.__ror__, "with the unknown fields \\x1b[31m"),
         (changed(tokens=-1), "'tokens' = -1: must be a whole number from 0"),
         (changed(tokens=True), "'tokens' = True"),
         (changed(tokens=1e3), "'tokens' = 1000.0"),
@@ -114,12 +118,15 @@ NAMES = st.sampled_from([*Description.__dataclass_fields__, "format", "version"]
 def test_any_description_is_read_or_refused(prefix: Path, changes: dict[str, object], left_out: set[str]) -> None:
     path = prefix.with_suffix(".json")
     good = path.read_text()
+    fields = {name: value for name, value in (json.loads(good) | changes).items() if name not in left_out}
     try:
-        fields = json.loads(good) | changes
-        path.write_text(json.dumps({name: value for name, value in fields.items() if name not in left_out}))
-        Description.read(prefix)
-    except InputError:
-        pass
+        path.write_text(json.dumps(fields))
+        found = Description.read(prefix)
+    except InputError as error:
+        assert str(error).startswith(str(path))  # noqa: PT017 - hypothesis tries both
+    else:
+        assert found is not None
+        assert json.loads(found.render()) | fields == json.loads(found.render())  # nothing is read otherwise
     finally:
         path.write_text(good)
 

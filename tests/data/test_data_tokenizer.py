@@ -1,6 +1,8 @@
+import errno
 import hashlib
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -189,6 +191,77 @@ def test_an_unknown_end_of_document_is_an_error(fixture: str, request: pytest.Fi
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
+        load_tokenizer(tmp_path / name)
+
+
+def test_a_damaged_model_is_told_whatever_its_package_raises(sentence_piece: Path, tmp_path: Path) -> None:
+    content = sentence_piece.read_bytes()
+    at = content.index(b"<0x00>")
+    (tmp_path / "t.model").write_bytes(content[:at] + b"\xff" + content[at + 1 :])  # not UTF-8: a UnicodeDecodeError
+    with pytest.raises(InputError, match=r"t\.model: not a SentencePiece model: "):
+        load_tokenizer(tmp_path / "t.model")
+
+
+MUTE = {
+    "word level": tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"),
+    "unigram": tokenizers.models.Unigram([("a", -1.0)], unk_id=None),
+}
+
+
+@pytest.mark.parametrize("model", MUTE.values(), ids=MUTE.keys())
+def test_text_that_cannot_be_encoded_is_told(tmp_path: Path, model: tokenizers.models.Model) -> None:
+    path = tmp_path / "tokenizer.json"
+    mute = tokenizers.Tokenizer(model)
+    mute.add_special_tokens(["</s>"])  # that text cannot forge it is tried at once
+    mute.save(str(path))
+    tokenizer = load_tokenizer(path)
+    for use in (lambda: tokenizer.encode("b"), lambda: tokenizer.encode_batch(["a", "b"]), lambda: tokenizer.eod):
+        with pytest.raises(InputError, match=r"tokenizer\.json: the tokenizer cannot encode .*(UNK|unk_id)"):
+            use()
+
+
+def test_text_that_is_not_unicode_is_told(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match="cannot encode some text"):
+        tokenizer.encode("\udcff")
+    with pytest.raises(InputError, match=r"no token '\\udcff'"):
+        load_tokenizer(tokenizer.path, eod="\udcff")
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**40])
+def test_ids_outside_of_the_tokenizer_are_told(tokenizer: Tokenizer, token: int) -> None:
+    with pytest.raises(InputError, match=rf"token id {token} is outside the tokenizer's 300 tokens"):
+        tokenizer.decode([1, token])
+
+
+def test_ids_that_no_store_can_hold_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    model = tokenizers.models.WordLevel({"a": 0, "b": 2**31 - 1}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(path))
+    assert load_tokenizer(path).vocab_size == 2**31
+    path.write_text(path.read_text().replace(str(2**31 - 1), str(2**31)))
+    with pytest.raises(InputError, match="has the token id 2,147,483,648; ids must be below 2,147,483,648"):
+        load_tokenizer(path)
+
+
+def test_an_empty_name_is_no_end_of_document(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match="no token ''"):
+        load_tokenizer(tokenizer.path, eod="")
+
+
+def test_a_name_that_is_not_utf8_is_read(sentence_piece: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t\udcff.model"
+    path.write_bytes(sentence_piece.read_bytes())
+    assert load_tokenizer(path).eod == 2
+
+
+@pytest.mark.parametrize("name", ["t.model", "t.json"])
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    (tmp_path / name).write_bytes(b"content")
+    monkeypatch.setattr(Path, "open", refused)  # root may read everything
+    with pytest.raises(InputError, match=rf"{name}: cannot read the tokenizer: Permission denied"):
         load_tokenizer(tmp_path / name)
 
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,38 @@ def test_verify_with_a_tokenizer_checks_ids(
     assert main(arguments) == 0
     assert main([*arguments, "--tokenizer", str(tokenizer_file)]) == 2
     assert "token 2 is 60000, outside a vocabulary of 320" in capsys.readouterr().err
+
+
+def test_samples_of_another_tokenizer_are_told(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with StoreWriter(tmp_path / "other", "uint16") as writer:
+        writer.add([1, 2])
+        writer.add([1, 2, 60_000])
+    assert main([str(tmp_path / "other"), "--samples", "2", "--tokenizer", str(tokenizer_file)]) == 2
+    error = capsys.readouterr().err
+    assert "other.bin: document 1: " in error
+    assert "token id 60000 is outside the tokenizer's 320 tokens" in error
+
+
+def test_what_no_vocabulary_can_hold_is_not_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StoreWriter(tmp_path / "huge", "int64") as writer:
+        writer.add([1, 2**62])
+    (tmp_path / "huge.json").unlink()
+    assert main([str(tmp_path / "huge"), "--describe"]) == 2
+    assert "huge.bin: token 1 is 4611686018427387904, outside a vocabulary of 2147483648" in capsys.readouterr().err
+    assert not (tmp_path / "huge.json").exists()
+
+
+def test_a_description_cannot_disturb_the_terminal(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(prefix + ".json")
+    evil = "\x1b]0;title\x07"
+    fields = json.loads(path.read_text()) | {"megalite": evil, "tokenizer": {"file": evil, "sha256": "0" * 64}}
+    path.write_text(json.dumps(fields | {"sources": [{"path": evil, "bytes": 1}], "source_files": 1}))
+    assert main([prefix]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\\x1b]0;title\\x07") == 3
+    assert not {"\x1b", "\x07"} & set(printed)
 
 
 def test_the_description_is_shown(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

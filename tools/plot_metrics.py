@@ -85,7 +85,7 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, marks: dict[str, Marks] |
         top.set_xlabel("tokens")
         top.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     losses.set_ylabel("loss, nats per token")
-    losses.legend(frameon=False)
+    losses.legend(framealpha=0.9, edgecolor="none")  # marks may pass behind it
     norms.set_ylabel("grad norm")
     rates.set_ylabel("lr")
     rates.ticklabel_format(axis="y", scilimits=(-2, 3))

@@ -30,7 +30,7 @@ from megalite.data.tokenizer import tokenizer_hash
 SOURCE = Path(__file__).parents[2]  # of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
 VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "SLURM_", "MASTER_", "GLOO_", "TRITON_", "PYTORCH_")
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "JWT", "COOKIE")  # SLURM_JWT is one
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

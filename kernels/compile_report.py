@@ -204,7 +204,12 @@ bytes, doubles instructions on float64.
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megalite_kernels.compile_report", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the report anew, if no kernel is at fault")
-    parser.add_argument("--processes", type=int, default=min(len(os.sched_getaffinity(0)), 4), help="%(default)s")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(len(os.sched_getaffinity(0)), 4),
+        help="processes that compile (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     if triton.knobs.runtime.interpret:
         print(

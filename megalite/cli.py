@@ -19,13 +19,14 @@ COMMANDS = {  # module and summary
 }
 STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
 EPILOG = """\
-CONFIG is a YAML file; several are merged, the later over the earlier. KEY=VALUE changes one dotted key, as in
-model.layers=8. Files and overrides may be mixed.
+CONFIG is a YAML file; several are merged, the later over the earlier.
+KEY=VALUE changes one key, as in model.layers=8, over all files.
+docs/configuration.md lists the keys.
 
 exit codes:
   0    done
   1    verify: a difference above the tolerance
-  2    bad input, a configuration that cannot work, or a stdout that cannot be written to
+  2    bad input, or a stdout that cannot be written to
   3    stopped on request; the run can be resumed
   4    unhealthy training
   5    lost contact with other ranks
@@ -48,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "megalite",
-        description="Pretrain Llama-class language models on one CPU or on a cluster.",
+        description="Pretrain Llama-class language models, on a laptop's CPU or on a cluster.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,12 +57,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        command.add_argument("arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="see megalite --help")
+        command.add_argument(
+            "arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="a YAML file, or a key that is changed"
+        )
     train, verify, show = (commands.choices[name] for name in ("train", "verify", "show"))
     train.add_argument(
         "--check",
         action="store_true",
-        help="check configuration, data and checkpoint as before a start, print what would start, and end",
+        help="check configuration, data and checkpoint, print what would start, and end",
     )
     train.add_argument("--world-size", type=_count, metavar="N", help="with --check: number of ranks of the job")
     verify.add_argument("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
@@ -74,8 +77,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="FILE",
-        help="print the pipeline schedule's timeline instead, and write it to FILE: a picture (.svg) or a schedule "
-        "file (.yaml)",
+        help="print the timeline of the pipeline schedule instead; FILE: also write it there, as a picture (.svg) or a "
+        "schedule file (.yaml)",
     )
     show.add_argument(
         "--memory", action="store_true", help="print the predicted memory of the ranks at the peak of a step instead"

@@ -62,14 +62,24 @@ def _ranks(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
     parser.add_argument(
-        "--width", type=int, default=1024, help="of the model, a multiple of 64; 1024: 12.6M parameters a layer"
+        "--width",
+        type=int,
+        default=1024,
+        help="width of the model, a multiple of 64 (default: %(default)s, 12.6M parameters a layer)",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="of every measurement (7)")
-    parser.add_argument("--folder", default=".", help="on the disk to be measured (the working directory)")
-    parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/checkpoint_cpu.json", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of every measurement (default: %(default)s)")
+    parser.add_argument(
+        "--folder", default=".", help="a folder on the disk to be measured (default: the working directory)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="JSON",
+        default="docs/benchmarks/checkpoint_cpu.json",
+        help="result to write (default: %(default)s)",
+    )
     return parser
 
 

@@ -100,10 +100,17 @@ def _ranks(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--cp", type=int, default=4, help="ranks (4)")
-    parser.add_argument("--length", type=int, default=4096, metavar="TOKENS", help="of the sequence (4096)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of every method (5)")
-    parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/context_cpu.json", help="(%(default)s)")
+    parser.add_argument("--cp", type=int, default=4, help="ranks (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=4096, metavar="TOKENS", help="length of the sequence (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of every method (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        metavar="JSON",
+        default="docs/benchmarks/context_cpu.json",
+        help="result to write (default: %(default)s)",
+    )
     return parser
 
 

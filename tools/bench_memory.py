@@ -70,7 +70,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the model of 100M parameters")
-    parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/memory_cpu.json", help="(%(default)s)")
+    parser.add_argument(
+        "--out",
+        metavar="JSON",
+        default="docs/benchmarks/memory_cpu.json",
+        help="result to write (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     try:
         configs = _configs(options.overrides)

@@ -155,10 +155,23 @@ def too_slow(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--unit", type=float, default=30.0, metavar="MS", help="length of a sleep (30)")
-    parser.add_argument("--micro-batches", type=int, default=12, metavar="M", help="in a step (12)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of every runner (5)")
-    parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/pipeline_cpu.json", help="(%(default)s)")
+    parser.add_argument(
+        "--unit",
+        type=float,
+        default=30.0,
+        metavar="MS",
+        help="length of a sleep, in milliseconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=12, metavar="M", help="micro-batches in a step (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of every runner (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        metavar="JSON",
+        default="docs/benchmarks/pipeline_cpu.json",
+        help="result to write (default: %(default)s)",
+    )
     return parser
 
 

@@ -100,9 +100,13 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("inputs", nargs="*", metavar="CONFIG | key=value", help=f"as for megalite train ({MODEL})")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of every variant (20)")
-    parser.add_argument("--out", metavar="JSON", default="docs/benchmarks/step_cpu.json", help="(%(default)s)")
+    parser.add_argument(
+        "inputs", nargs="*", metavar="CONFIG | key=value", help=f"as for megalite train (default: {MODEL})"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of every variant (default: %(default)s)")
+    parser.add_argument(
+        "--out", metavar="JSON", default="docs/benchmarks/step_cpu.json", help="result to write (default: %(default)s)"
+    )
     return parser
 
 

@@ -45,19 +45,29 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
     """What programs that read documents are told about them."""
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory that --glob selects from")
     parser.add_argument("--glob", default="**/*.txt", help="files to take from a directory (default: %(default)s)")
-    parser.add_argument("--format", choices=("text", "jsonl", "parquet"), help="of all files (default: by suffix)")
-    parser.add_argument("--encoding", default="utf-8", help="of text and JSON Lines (default: %(default)s)")
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="field or column with the text, as meta.text (%(default)s)"
+        "--format", choices=("text", "jsonl", "parquet"), help="format of the files (default: by suffix)"
+    )
+    parser.add_argument("--encoding", default="utf-8", help="encoding of text and JSON Lines (default: %(default)s)")
+    parser.add_argument(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="field or column that holds the text, such as meta.text (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-document", type=int, default=MOST, metavar="BYTES", help="of text in one document (default: %(default)s)"
+        "--max-document",
+        type=int,
+        default=MOST,
+        metavar="BYTES",
+        help="the most text that a document may have (default: %(default)s)",
     )
     parser.add_argument(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="at a document or file that cannot be used: stop and leave nothing, or leave it out and count it",
+        help="where a document or file cannot be used: stop and write nothing, or leave it out and count it "
+        "(default: %(default)s)",
     )
 
 

@@ -39,12 +39,26 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
-    parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write (default: 100)")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (default: 0.7)")
-    parser.add_argument("--top-k", type=int, default=40, metavar="K", help="draw among K; 0: all (default: 40)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--tokenizer", help="instead of the run's own")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="randomness; 0: always the likeliest token (default: 0.7)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=40,
+        metavar="K",
+        help="draw among the K likeliest tokens; 0: among all (default: 40)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="the same seed writes the same text (default: 0)"
+    )
+    parser.add_argument("--tokenizer", metavar="FILE", help="use this instead of the run's copy")
     return parser
 
 

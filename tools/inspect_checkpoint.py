@@ -1,4 +1,6 @@
-"""List the checkpoints of a run, verify their hashes, show their tensors, and compare two of them."""
+"""List the checkpoints of a run, verify their hashes, show their tensors, and
+compare two of them.
+"""
 
 import argparse
 import json
@@ -23,13 +25,14 @@ from megalite_tools.terminal import Terminal, bar, size
 
 COMMAND = "megalite-inspect-checkpoint"
 EPILOG = """\
-It works in one process, and holds one tensor at a time in memory (diff: two) beside the largest part of it that a
-rank has written. Where show and diff take a checkpoint, a run folder means its newest. In JSON, null also stands for
-numbers that are not finite.
+One process does it, and holds one tensor at a time in memory (diff: two)
+beside the largest part of it that a rank has written. In JSON, null also
+stands for numbers that are not finite.
 
 exit codes:
   0    all is well
-  1    list, verify: a checkpoint is damaged; show: a value is not finite; diff: the tensors differ
+  1    list, verify: a checkpoint is damaged; show: a value is not finite;
+       diff: the tensors differ
   2    bad input, or a checkpoint that cannot be read
   130  interrupted from the keyboard
   141  the reader of the output has left
@@ -51,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, work: Callable[[argparse.Namespace, Terminal], Report], summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         command.set_defaults(work=work)
-        command.add_argument("--json", metavar="FILE", help="write the result to FILE as well; -: to stdout instead")
+        command.add_argument(
+            "--json", metavar="FILE", help="write the result as JSON to FILE too; -: to stdout instead"
+        )
         return command
 
     listing = add("list", _list, "all checkpoints of a run, and whether they are there in full")
@@ -59,12 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", _verify, "read checkpoints in full, and compare every file's size and hash")
     verify.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a checkpoint; a run folder: all of them")
     showing = add("show", show, "what a checkpoint holds")
-    showing.add_argument("path", type=Path, metavar="PATH", help="a checkpoint")
+    showing.add_argument("path", type=Path, metavar="PATH", help="a checkpoint; a run folder: its newest")
     showing.add_argument(
-        "--values", action="store_true", help="read the tensors: norms, and values that are not finite"
+        "--values", action="store_true", help="read the tensors: show their norms, and find values that are not finite"
     )
     diffing = add("diff", diff, "how two checkpoints, of any layouts, differ in configuration and tensors")
-    diffing.add_argument("a", type=Path, metavar="A", help="a checkpoint")
+    diffing.add_argument("a", type=Path, metavar="A", help="a checkpoint; a run folder: its newest")
     diffing.add_argument("b", type=Path, metavar="B", help="another")
     diffing.add_argument(
         "--tolerance",
@@ -79,10 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         nargs="+",
         metavar="YAML",
-        help="of the model, where another program has written the folder with torch.distributed.checkpoint",
+        help="configuration of the model, needed if another program wrote the folder with torch.distributed.checkpoint",
     )
     for command in (showing, diffing):
-        command.add_argument("--tensors", default="*", metavar="PATTERN", help="only these, as in 'model.*norm*'")
+        command.add_argument(
+            "--tensors", default="*", metavar="PATTERN", help="only tensors of these names, such as 'model.*norm*'"
+        )
     return parser
 
 

@@ -31,10 +31,14 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("prefix", metavar="PREFIX", help="the store is PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--tokenizer", help="decode the samples with it; with --verify, check ids against it")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="decode the samples with it; with --verify, check ids against it"
+    )
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="documents to show, spread over the store")
     parser.add_argument(
-        "--describe", action="store_true", help="read everything and write PREFIX.json anew; --tokenizer is named in it"
+        "--describe",
+        action="store_true",
+        help="read everything and write PREFIX.json anew, with the name of --tokenizer",
     )
     parser.add_argument("--verify", action="store_true", help="read every length, offset, boundary and token")
     return parser

@@ -17,8 +17,10 @@ Losses = dict[int, float]  # by step
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: drawn; 2: bad input."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, named as it is to be labelled")
-    parser.add_argument("--out", type=Path, required=True, help="SVG, PNG or PDF to write")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run folder; its name is the label of its curve"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="SVG, PNG or PDF to write")
     return exit_code(COMMAND, lambda: _plot(parser.parse_args(argv)))
 
 

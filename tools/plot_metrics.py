@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--out", type=Path, help="PNG, SVG or PDF to write (default: RUN/loss.png of the first run)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="PNG, SVG or PDF to write (default: RUN/loss.png of the first run)"
+    )
     return parser
 
 

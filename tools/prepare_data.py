@@ -47,8 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_reading_options(parser)
     parser.add_argument("--lines", action="store_true", help="every line of a text file is a document")
-    parser.add_argument("--separator", metavar="TEXT", help="what stands between the documents of a text file")
-    parser.add_argument("--tokenizer", required=True, help="SentencePiece .model or Hugging Face tokenizer.json")
+    parser.add_argument("--separator", metavar="TEXT", help="text that stands between the documents of a text file")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="SentencePiece .model or Hugging Face tokenizer.json"
+    )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     parser.add_argument(
         "--valid-fraction",
@@ -57,10 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F",
         help="share of documents to hold out: writes PREFIX_train and PREFIX_valid instead of PREFIX",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="chooses the held-out documents (default: 0)")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
-    parser.add_argument("--eod-token", metavar="TOKEN", help="that token, where the tokenizer's usual one is wrong")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes (%(default)s)")
+    parser.add_argument(
+        "--eod-token", metavar="TOKEN", help="end-of-document token to use in place of the tokenizer's own"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
+    )
     return parser
 
 

@@ -77,10 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_reading_options(parser)
     parser.add_argument("--out", required=True, metavar="FILE.model", help="the tokenizer to write")
-    parser.add_argument("--vocab-size", type=int, required=True, help="pieces, 259 of which are bytes and specials")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="tokens; 259 of them are bytes and special tokens"
+    )
     parser.add_argument("--type", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: %(default)s)")
     parser.add_argument(
-        "--lines", type=int, default=2_000_000, help="lines to learn from, sampled from all (default: %(default)s)"
+        "--lines",
+        type=int,
+        default=2_000_000,
+        metavar="N",
+        help="learn from a random sample of N lines (default: %(default)s)",
     )
     return parser
 

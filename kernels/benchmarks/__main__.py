@@ -45,10 +45,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare on tiny inputs, on any machine; time nothing")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP", help="(all)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(all)")
-    parser.add_argument("--rounds", type=_rounds, default=50, help="of timing, at most (%(default)s)")
-    parser.add_argument("--out", type=_json, default=OUT, metavar="JSON", help="and a page beside it (%(default)s)")
+    parser.add_argument(
+        "--ops",
+        nargs="+",
+        choices=OPS,
+        default=list(OPS),
+        metavar="OP",
+        help=f"some of {', '.join(OPS)} (default: all)",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="MODEL",
+        help=f"some of {', '.join(MODELS)} (default: all)",
+    )
+    parser.add_argument("--rounds", type=_rounds, default=50, help="most rounds of timing (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=_json,
+        default=OUT,
+        metavar="JSON",
+        help="result to write; a page goes beside it (default: %(default)s)",
+    )
     return parser
 
 

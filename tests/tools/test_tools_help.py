@@ -1,0 +1,27 @@
+"""What `--help` says: of every program, and narrow enough for a terminal."""
+
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import main
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+TOOLS = [entry.partition(":")[2] for name, entry in SCRIPTS.items() if name != "megalite"]
+
+
+@pytest.mark.parametrize("tool", ["", *TOOLS])
+def test_help_fits_80_columns_and_explains_every_option(
+    tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        (import_module(f"megalite_tools.{tool}").main if tool else main)(["--help"])
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    options = re.findall(r"^  (--?\S.*)\n(.*)", told.partition("options:")[2], re.MULTILINE)
+    assert [option for option, after in options if "  " not in option and not after.startswith("   ")] == []

@@ -17,7 +17,7 @@ from megalite.checkpoint.files import METADATA
 from megalite.checkpoint.load import checked_progress
 from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, check_sizes, complete
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.read import Reader
+from megalite.checkpoint.read import Reader, allocated
 from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL, check_folder
 from megalite.checkpoint.state import empty_progress
 from megalite.config.errors import InputError
@@ -51,13 +51,17 @@ def survey(path: Path) -> list[Entry]:
     folders = sorted((int(match[1]), child, match[2]) for child, match in named.items() if match)
     entries = [_examine(child, step, suffix) for step, child, suffix in folders]
     if not (found := [entry for entry in entries if entry is not None]):
+        if _is_checkpoint(path):
+            raise InputError(
+                f"{path}: is a checkpoint itself; `show` tells what it holds, and list takes its run folder"
+            )
         raise InputError(f"{folder}: holds no checkpoint; give a run folder")
     return found
 
 
 def find(path: Path) -> list[Path]:
     """The checkpoints that `path` means, oldest first: itself, or all that a run has completed."""
-    if is_folder(path) and (exists(path / MANIFEST) or NAME.match(os.path.basename(os.path.realpath(path)))):
+    if _is_checkpoint(path):
         return [path]
     folder = _folder_of(path)
     if not (found := complete(folder)):
@@ -82,8 +86,7 @@ def _misplaced(path: Path) -> list[str]:
     try:
         checkpoint = Checkpoint(path)
         checkpoint.check_places()
-        if any(name.startswith("progress.") for name in checkpoint.tensors):  # else another program has written it
-            checkpoint.progress()
+        checkpoint.progress()
     except DamagedError as error:
         return [error.what]
     return []
@@ -105,7 +108,7 @@ class Checkpoint:
         """A whole tensor. Takes memory for it alone."""
         self._check(name)
         stored = self.tensors[name]
-        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        tensor = allocated(self.path, stored.shape, getattr(torch, stored.dtype))
         self._reader.fill({name: tensor})
         return tensor
 
@@ -121,8 +124,10 @@ class Checkpoint:
         kind = self.kind(name)
         return f"{kind['dtype']} {kind['shape']}" if kind else "absent"
 
-    def progress(self) -> tuple[Progress, float]:
-        """And the learning rate. No hash is checked for so little."""
+    def progress(self) -> tuple[Progress, float] | None:
+        """And the learning rate; None: another program has saved. No hash is checked for so little."""
+        if self.manifest.foreign:
+            return None
         with damage_of(self.path, INDEX):
             tensors = empty_progress(self._reader.index)
             rate = torch.empty((), dtype=torch.float64)
@@ -148,11 +153,16 @@ def choose(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def layout_of(manifest: Manifest) -> str:
-    return str(Layout(**manifest.layout))
+    return "of another program" if manifest.layout is None else str(Layout(**manifest.layout))
 
 
 def saved_at(manifest: Manifest) -> str:
     return f"{datetime.fromisoformat(manifest.saved).astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _is_checkpoint(path: Path) -> bool:
+    named = NAME.match(os.path.basename(os.path.realpath(path))) is not None
+    return is_folder(path) and (named or exists(path / MANIFEST))
 
 
 def _folder_of(path: Path) -> Path:

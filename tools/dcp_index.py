@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from megalite.checkpoint.archive import Archive
 from megalite.checkpoint.disk import damage_of, opened, read_whole
 from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.index import ITEM_BYTES, Chunk, Index
-from megalite.checkpoint.manifest import is_plain
-from megalite_tools.inert_pickle import Made, read_pickle
+from megalite.checkpoint.index import ITEM_BYTES, Chunk, Index, check_form
+from megalite.checkpoint.manifest import INDEX, MANIFEST, is_plain
+from megalite_tools.inert_pickle import Made, Named, read_pickle
 
 LIMIT = 1 << 28  # bytes of DCP's index
+RESERVED = (METADATA, INDEX, MANIFEST)  # files that hold no tensor
 STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -49,9 +50,6 @@ class Part(NamedTuple):
     length: int
 
 
-Key = tuple[str, tuple[int, ...]]  # of a part: name and offsets
-
-
 def dcp_index(path: Path) -> tuple[Index, list[str]]:
     """The index of the tensors in the folder `path`, and the names of what is there and no tensor.
 
@@ -62,43 +60,53 @@ def dcp_index(path: Path) -> tuple[Index, list[str]]:
         entries, places = _dict(fields["state_dict_metadata"]), dict(_places(_dict(fields["storage_data"])))
         tensors = {name: entry for name, entry in entries.items() if not _is(entry, "metadata.BytesStorageMetadata")}
         parts = [part for name, entry in tensors.items() for part in _parts(name, entry, places)]
-    index = Index.of(_chunks(path, parts))
+    with damage_of(path, METADATA):
+        index = Index.of(_chunks(path, parts))
     return index, [shortened(name) for name in entries if name not in tensors]
 
 
-def _places(storage_data: dict[Any, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """Where every part lies, by name and offsets of the part."""
+def _places(storage_data: dict[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where every part lies, by `_key`."""
     for key, place in storage_data.items():
         found = _state(key, "metadata.MetadataIndex")
         if found.get("offset") is not None:  # else it is no tensor
-            yield (_text(found["fqn"]), _size(found["offset"])), _state(place, "filesystem._StorageInfo")
+            yield _key(_text(found["fqn"]), _sizes(found["offset"])), _state(place, "filesystem._StorageInfo")
 
 
-def _parts(name: Any, entry: Any, places: dict[Key, dict[str, Any]]) -> Iterator[Part]:
+def _key(name: str, offsets: tuple[int, ...]) -> str:
+    """Of a part. It is a text, as tuples of numbers can be chosen so that all have the same hash."""
+    return f"{name} {offsets}"
+
+
+def _parts(name: Any, entry: Any, places: dict[str, dict[str, Any]]) -> Iterator[Part]:
+    """The parts of a tensor, each taken from `places`."""
     fields = _state(entry, "metadata.TensorStorageMetadata")
-    properties = fields["properties"]
+    properties, shape = fields["properties"], _sizes(fields["size"])
     if not _is(properties, "metadata.TensorProperties") or not isinstance(properties.state, tuple):
         raise ValueError(f"has no properties of {shortened(name)}")
     dtype = properties.state[0].name.removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"has {shortened(name)} of {shortened(dtype)}; known are {', '.join(ITEM_BYTES)}")
+    check_form(name, dtype, shape)
     for chunk in fields["chunks"]:
         at = _state(chunk, "metadata.ChunkStorageMetadata")
-        offsets, sizes = _size(at["offsets"]), _size(at["sizes"])
-        place = places[_text(name), offsets]
+        offsets, sizes = _sizes(at["offsets"]), _sizes(at["sizes"])
+        place = places.pop(_key(name, offsets))
         if place.get("transform_descriptors"):
-            raise ValueError(f"has {shortened(name)} transformed, compressed for example")
-        file, start, length = _text(place["relative_path"]), *_size((place["offset"], place["length"]))
-        if not is_plain(file):
-            raise ValueError(f"places {shortened(name)} in {shortened(file)}, which is no file of its folder")
-        yield Part(name, dtype, _size(fields["size"]), offsets, sizes, file, start, length)
+            raise ValueError(f"has {name} transformed, compressed for example")
+        file, start, length = _text(place["relative_path"]), *_sizes((place["offset"], place["length"]))
+        if not is_plain(file) or file.lower() in RESERVED:
+            raise ValueError(f"places {name} in {shortened(file)}, which is no file of tensors in its folder")
+        yield Part(name, dtype, shape, offsets, sizes, file, start, length)
 
 
 def _chunks(path: Path, parts: Iterable[Part]) -> Iterator[Chunk]:
     """Where the elements of `parts` lie, looked up in the files themselves."""
     for file, group in groupby(sorted(parts, key=attrgetter("file", "start")), attrgetter("file")):
         with opened(path, file) as descriptor, _told(path, file):
+            end = 0
             for part in group:
+                if part.start < end:
+                    raise ValueError(f"has {part.name} in bytes of another part, as {METADATA} tells")
+                end = part.start + part.length
                 position = 0 if 0 in part.sizes else _position(descriptor, part)
                 yield Chunk(part.name, part.dtype, part.shape, file, position, part.offsets, part.sizes)
 
@@ -106,21 +114,22 @@ def _chunks(path: Path, parts: Iterable[Part]) -> Iterator[Chunk]:
 def _position(descriptor: int, part: Part) -> int:
     """Of the first element of a part. Raises ValueError unless all of them follow, the last dimension fastest."""
     archive = Archive(descriptor, part.start, part.length)
-    call = read_pickle(archive.read("data.pkl"))
-    if not isinstance(call, Made) or call.name != "torch._utils._rebuild_tensor_v2":
-        raise ValueError(f"holds no tensor where {part.name} should be")
-    storage, offset, sizes, strides, *_ = call.arguments
-    _, kind, record, *_ = storage.arguments[0]
-    dtype = STORAGES.get(kind.name.removeprefix("torch."))
-    if (dtype, sizes) != (part.dtype, part.sizes):
+    match read_pickle(archive.read("data.pkl")):
+        case Made(
+            "torch._utils._rebuild_tensor_v2",
+            (Made("persistent", ((_, Named(kind), str(record), *_),)), offset, sizes, strides, *_),
+        ):
+            (first,), sizes, strides = _sizes((offset,)), _sizes(sizes), _sizes(strides)
+        case _:
+            raise ValueError(f"holds no tensor where {part.name} should be")
+    if (STORAGES.get(kind.removeprefix("torch.")), sizes) != (part.dtype, part.sizes):
         raise ValueError(f"holds another dtype or shape of {part.name} than {METADATA} tells")
     rows = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    if any(size > 1 and stride != row for size, stride, row in zip(sizes, strides, rows, strict=True)):
+    if len(strides) != len(rows) or any(size > 1 and a != b for size, a, b in zip(sizes, strides, rows, strict=True)):
         raise ValueError(f"holds {part.name} in another order of elements")
     if archive.holds("byteorder") and archive.read("byteorder").decode() != sys.byteorder:
         raise ValueError(f"holds {part.name} in another order of bytes than this machine's")
     position, size = archive.place(f"data/{record}")
-    (first,) = _size((offset,))
     if (first + math.prod(sizes)) * ITEM_BYTES[part.dtype] > size:
         raise ValueError(f"holds only a part of {part.name}")
     return position + first * ITEM_BYTES[part.dtype]
@@ -134,6 +143,8 @@ def _told(path: Path, file: str) -> Iterator[None]:
             yield
         except (TypeError, KeyError, AttributeError, IndexError):
             raise ValueError("is not as DCP writes it") from None
+        except MemoryError:
+            raise ValueError("takes more memory than there is") from None
 
 
 def _is(value: Any, name: str) -> bool:
@@ -158,9 +169,9 @@ def _text(value: Any) -> str:
     return value
 
 
-def _size(value: Any) -> tuple[int, ...]:
+def _sizes(value: Any) -> tuple[int, ...]:
     """Whole numbers, of which a torch.Size is made."""
-    (numbers,) = value.arguments if isinstance(value, Made) and value.name == "torch.Size" else (value,)
+    numbers = value.arguments[0] if isinstance(value, Made) and value.name == "torch.Size" else value
     if not isinstance(numbers, tuple) or not all(type(number) is int and 0 <= number < 1 << 56 for number in numbers):
         raise ValueError("has something else in place of sizes")
     return numbers

@@ -11,10 +11,11 @@ import torch
 
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, check_sizes, complete
+from megalite.checkpoint.manifest import INDEX, NAME, Manifest, check_sizes, complete
 from megalite.checkpoint.read import Reader
 from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
+from megalite.checkpoint.wanted import differences_from
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Parallel, Train
@@ -24,7 +25,6 @@ from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.model.decoder import Decoder
 from megalite.model.generate import sample
-from megalite.plan.size import model_parameters
 from megalite.train.build import build_stage
 from megalite.train.starts import kept_tokenizer
 
@@ -112,11 +112,9 @@ def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
 
 def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     """The whole model in this process, in float32, from a checkpoint of any layout."""
-    model, tensors = manifest.configuration.model, Reader(path, manifest).index.tensors
-    described = model_parameters(model).total
-    there = sum(stored.elements for name, stored in tensors.items() if name.startswith("model."))
-    if described != there:  # told before the memory for them is asked for
-        raise DamagedError(path, f"{MANIFEST} describes {described} parameters, but {INDEX} {there}")
+    model = manifest.configuration.model
+    if differ := differences_from(Reader(path, manifest).index, model):  # told before any memory is asked for
+        raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
     alone = Config(model=model, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None

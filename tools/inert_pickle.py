@@ -1,22 +1,26 @@
 """Pickles as data. Nothing is imported, called or changed: a call becomes a record of its name and arguments.
 
 Only the opcodes are known that `torch.save` and PyTorch Distributed Checkpoint (DCP) need for tensors and their index.
-Time and memory grow with the length of the pickle.
+Time and memory grow with the length of the pickle, whoever has written it.
 """
 
 import pickletools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+LONGEST = 200  # characters of a module's name, and of a name in it
+LARGEST = 1 << 31  # of whole numbers that are keys: hashes of larger ones can be made to collide
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """A class or function, which is not looked up."""
 
     name: str  # with its module
 
 
-@dataclass(eq=False, repr=False)  # what it holds may be deep, and may hold itself
+@dataclass(eq=False, repr=False, slots=True)  # what it holds may be deep, and may hold itself
 class Made:
     """What a call would have made."""
 
@@ -27,102 +31,155 @@ class Made:
 
 def read_pickle(data: bytes) -> Any:
     """What `data` holds. Raises ValueError for any other opcode, and for operands of another type than it has there."""
-    stack: list[Any] = []
-    below: list[list[Any]] = []  # stacks that were there before a mark
-    memo: dict[int, Any] = {}
-
-    def made() -> Made:
-        function, arguments = popped()
-        if not isinstance(function, Named) or not isinstance(arguments, tuple):
-            raise ValueError("calls what is no name, or with what are no arguments")
-        return Made(function.name, arguments)
-
-    def popped(count: int = 2) -> list[Any]:
-        items = stack[-count:]
-        if len(items) < count:
-            raise ValueError("takes more than there is")
-        del stack[-count:]
-        return items
-
+    machine = _Machine()
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            match opcode.name:
-                case "PROTO" | "FRAME":
-                    pass
-                case "BINGET" | "LONG_BINGET":
-                    stack.append(memo[argument])
-                case "MEMOIZE":
-                    memo[len(memo)] = stack[-1]
-                case "BINPUT" | "LONG_BINPUT":
-                    memo[argument] = stack[-1]
-                case "BININT" | "BININT1" | "BININT2" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE" | "BINFLOAT":
-                    stack.append(argument)
-                case "NONE":
-                    stack.append(None)
-                case "NEWTRUE" | "NEWFALSE":
-                    stack.append(opcode.name == "NEWTRUE")
-                case "EMPTY_TUPLE":
-                    stack.append(())
-                case "EMPTY_LIST":
-                    stack.append([])
-                case "EMPTY_DICT":
-                    stack.append({})
-                case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                    stack.append(tuple(popped(int(opcode.name[-1]))))
-                case "MARK":
-                    below.append(stack)
-                    stack = []
-                case "TUPLE" | "APPENDS" | "SETITEMS":
-                    items, stack = stack, below.pop()
-                    if opcode.name == "TUPLE":
-                        stack.append(tuple(items))
-                    elif opcode.name == "APPENDS":
-                        _list(stack[-1]).extend(items)
-                    else:
-                        _set(stack[-1], items)
-                case "APPEND":
-                    target, item = popped()
-                    stack.append(_list(target))
-                    target.append(item)
-                case "SETITEM":
-                    items = popped()
-                    _set(stack[-1], items)
-                case "GLOBAL":
-                    stack.append(Named(argument.replace(" ", ".")))
-                case "STACK_GLOBAL":
-                    module, name = popped()
-                    stack.append(Named(f"{module:s}.{name:s}"))
-                case "REDUCE" | "NEWOBJ":
-                    stack.append(made())
-                case "BINPERSID":
-                    stack.append(Made("persistent", (popped(1)[0],)))
-                case "BUILD":
-                    target, state = popped()
-                    if not isinstance(target, Made) or target.state is not None:
-                        raise ValueError("changes what it has not just made")
-                    target.state = state
-                    stack.append(target)
-                case "STOP":
-                    (result,) = stack
-                    return result
-                case name:
-                    raise ValueError(f"has the opcode {name}, which no checkpoint needs")
-    except (IndexError, KeyError, TypeError) as error:
+            if opcode.name == "STOP":
+                (result,) = machine.stack
+                return result
+            if (apply := OPCODES.get(opcode.name)) is None:
+                raise ValueError(f"has the opcode {opcode.name}, which no checkpoint needs")
+            apply(machine, argument)
+    except (IndexError, KeyError) as error:  # an empty stack, no mark, or nothing of that number in the memo
         raise ValueError(f"is damaged: {error!r}") from None
     raise ValueError("has no end")
 
 
-def _list(target: Any) -> list[Any]:
+class _Machine:
+    """What a pickle has made so far. Every method is an opcode, or a kind of them, and takes its argument."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._below: list[list[Any]] = []  # stacks that were there before a mark
+        self._memo: dict[int, Any] = {}
+
+    def skip(self, _: Any) -> None:
+        pass
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def get(self, number: int) -> None:
+        self.push(self._memo[number])
+
+    def put(self, number: int) -> None:
+        self._memo[number] = self.stack[-1]
+
+    def memoize(self, _: Any) -> None:
+        self.put(len(self._memo))
+
+    def mark(self, _: Any) -> None:
+        self._below.append(self.stack)
+        self.stack = []
+
+    def tuple_of(self, count: int) -> None:
+        self.push(tuple(self._pop(count)))
+
+    def tuple_from_mark(self, _: Any) -> None:
+        items = self._pop_to_mark()
+        self.push(tuple(items))
+
+    def append(self, _: Any) -> None:
+        items = self._pop(1)
+        _extend(self.stack[-1], items)
+
+    def appends(self, _: Any) -> None:
+        items = self._pop_to_mark()
+        _extend(self.stack[-1], items)
+
+    def set_item(self, _: Any) -> None:
+        items = self._pop(2)
+        _set(self.stack[-1], items)
+
+    def set_items(self, _: Any) -> None:
+        items = self._pop_to_mark()
+        _set(self.stack[-1], items)
+
+    def global_name(self, words: str) -> None:
+        self._name(*words.split(" ", 1))
+
+    def stacked_name(self, _: Any) -> None:
+        self._name(*self._pop(2))
+
+    def call(self, _: Any) -> None:
+        function, arguments = self._pop(2)
+        if not isinstance(function, Named) or not isinstance(arguments, tuple):
+            raise ValueError("calls what is no name, or with what are no arguments")
+        self.push(Made(function.name, arguments))
+
+    def persistent(self, _: Any) -> None:
+        self.push(Made("persistent", tuple(self._pop(1))))
+
+    def build(self, _: Any) -> None:
+        target, state = self._pop(2)
+        if not isinstance(target, Made) or target.state is not None:
+            raise ValueError("changes what it has not just made")
+        target.state = state
+        self.push(target)
+
+    def _pop(self, count: int) -> list[Any]:
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise ValueError("takes more than there is")
+        del self.stack[-count:]
+        return items
+
+    def _pop_to_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self._below.pop()
+        return items
+
+    def _name(self, module: Any, name: Any) -> None:
+        # Both may be long texts of the memo, which would be joined anew by every opcode of one byte.
+        if not all(isinstance(part, str) and len(part) <= LONGEST for part in (module, name)):
+            raise ValueError(f"names a class by what is no text of at most {LONGEST} characters")
+        self.push(Named(f"{module}.{name}"))
+
+
+def _pushing(value: Any) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.push(value)
+
+
+OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), _Machine.skip),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE"), _Machine.push),
+    "NONE": _pushing(None),
+    "NEWTRUE": _pushing(True),
+    "NEWFALSE": _pushing(False),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_TUPLE": _pushing(()),
+    **{f"TUPLE{count}": lambda machine, _, count=count: machine.tuple_of(count) for count in (1, 2, 3)},
+    "MARK": _Machine.mark,
+    "TUPLE": _Machine.tuple_from_mark,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "MEMOIZE": _Machine.memoize,
+    "GLOBAL": _Machine.global_name,
+    "STACK_GLOBAL": _Machine.stacked_name,
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    "BINPERSID": _Machine.persistent,
+    "BUILD": _Machine.build,
+}
+
+
+def _extend(target: Any, items: list[Any]) -> None:
     if not isinstance(target, list):
         raise ValueError("appends to what is no list")
-    return target
+    target.extend(items)
 
 
 def _set(target: Any, items: list[Any]) -> None:
-    if (
-        not isinstance(target, dict)
-        or len(items) % 2
-        or not all(isinstance(key, str | int | Made) for key in items[::2])
-    ):
+    keys = items[::2]
+    if not isinstance(target, dict) or len(items) % 2 or not all(map(_is_key, keys)):
         raise ValueError("sets items of what is no dictionary, or by keys that are no names")
-    target.update(zip(items[::2], items[1::2], strict=True))
+    target.update(zip(keys, items[1::2], strict=True))
+
+
+def _is_key(value: Any) -> bool:
+    """Whether `value` has a hash that is soon made, and that nobody can choose. Those of tuples and floats are not."""
+    return isinstance(value, str | Made) or (type(value) is int and -LARGEST <= value < LARGEST)

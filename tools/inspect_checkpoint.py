@@ -117,7 +117,8 @@ def _row(entry: Entry) -> tuple[str, ...]:
     manifest = entry.manifest
     origin = ("", "", "", "")
     if manifest is not None:
-        origin = (f"{manifest.tokens:,}", saved_at(manifest), layout_of(manifest), f"{manifest.ranks:,}")
+        tokens, ranks = ("" if count is None else f"{count:,}" for count in (manifest.tokens, manifest.ranks))
+        origin = (tokens, saved_at(manifest), layout_of(manifest), ranks)
     state = f"{entry.state}: {entry.why}" if entry.why else entry.state
     return f"{entry.step:,}", *origin, size(entry.bytes), state
 

@@ -36,7 +36,7 @@ def show(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
-    progress, rate = checkpoint.progress()
+    progress, rate = checkpoint.progress() or (None, None)
     return {
         "path": str(checkpoint.path),
         "saved": manifest.saved,
@@ -45,7 +45,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "ranks": manifest.ranks,
         "layout": manifest.layout,
         "versions": manifest.versions,
-        "progress": asdict(progress),
+        "progress": None if progress is None else asdict(progress),
         "learning_rate": rate,
         "data": [asdict(source) for source in manifest.data],
         "config": manifest.config,
@@ -53,22 +53,36 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _facts(checkpoint: Checkpoint, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    progress, manifest = summary["progress"], checkpoint.manifest
+    manifest = checkpoint.manifest
+    saved = [("saved", f"{saved_at(manifest)} UTC")]
+    if manifest.foreign:
+        saved.append(("by", "another program; there is no progress of a run"))
+    else:
+        saved = [
+            *_progress_facts(summary),
+            *saved,
+            ("by", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+            ("layout", layout_of(manifest)),
+            ("ranks", f"{manifest.ranks:,}"),
+        ]
+    return [
+        *saved,
+        ("size", f"{len(checkpoint.tensors):,} tensors in {summary['files']:,} files, {size(summary['bytes'])}"),
+        *(
+            ("data", f"{source.path}: weight {source.weight:g}, {source.tokens:,} tokens, {source.fingerprint[:12]}…")
+            for source in manifest.data
+        ),
+    ]
+
+
+def _progress_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    progress = summary["progress"]
     left_out = sum(end - first for first, end in progress["left_out"])
     return [
         ("step", f"{progress['step']:,}, {progress['updates']:,} of which changed the weights"),
         ("tokens", f"{progress['tokens']:,}"),
         ("samples", f"{progress['samples']:,}" + (f", {left_out:,} of them left out" if left_out else "")),
         ("learning rate", f"{summary['learning_rate']:.6g}"),
-        ("saved", f"{saved_at(manifest)} UTC"),
-        ("by", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
-        ("layout", layout_of(manifest)),
-        ("ranks", f"{manifest.ranks:,}"),
-        ("size", f"{len(checkpoint.tensors):,} tensors in {summary['files']:,} files, {size(summary['bytes'])}"),
-        *(
-            ("data", f"{source.path}: weight {source.weight:g}, {source.tokens:,} tokens, {source.fingerprint[:12]}…")
-            for source in manifest.data
-        ),
     ]
 
 

@@ -4,22 +4,29 @@ import io
 import os
 import struct
 import zipfile
-from typing import Any
 
 LARGEST = 1 << 20  # bytes asked for at a time; the directory of an archive of one tensor has 463
-RECORD = struct.Struct("<26xHH")  # a record's header, which ends in the lengths of its name and of what else follows
+RECORD = struct.Struct("<4s22xHH")  # a record's header: its mark, and the lengths of its name and of what else follows
+MARK = b"PK\3\4"
+ENCRYPTED = 1  # a bit of a record's flags
+REFUSALS = (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, UnicodeDecodeError, struct.error)
 
 
 class Archive:
     """One tensor, saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor, self._start, self._length = descriptor, start, length
+        self._descriptor, self._start, self._end = descriptor, start, start + length
+        if self._end > os.fstat(descriptor).st_size:
+            raise ValueError(f"ends before the {length} bytes from {start} that should hold a tensor")
         try:
             with zipfile.ZipFile(_Section(descriptor, start, length)) as archive:
-                self._records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
-        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+                records = archive.infolist()
+        except REFUSALS as error:
             raise ValueError(f"is no tensor that torch has saved: {error}") from None
+        self._records = {record.filename.partition("/")[2]: record for record in records}
+        if len(self._records) < len(records):
+            raise ValueError("has two records of one name")
 
     def holds(self, name: str) -> bool:
         return name in self._records
@@ -34,18 +41,24 @@ class Archive:
     def place(self, name: str) -> tuple[int, int]:
         """Position in the file and size of a record that is not compressed."""
         record = self._records.get(name)
-        if record is None or record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+        if (
+            record is None
+            or record.compress_type != zipfile.ZIP_STORED
+            or record.compress_size != record.file_size
+            or record.flag_bits & ENCRYPTED
+        ):
             raise ValueError(f"has no record {name} as it was in memory")
         header = self._start + record.header_offset
-        lengths = RECORD.unpack(os.pread(self._descriptor, RECORD.size, header).ljust(RECORD.size))
-        position = header + RECORD.size + sum(lengths)
-        if not self._start <= header <= position <= self._start + self._length - record.file_size:
-            raise ValueError(f"has a record {name} that does not lie in it")
-        return position, record.file_size
+        if self._start <= header <= self._end - RECORD.size:
+            mark, *lengths = RECORD.unpack(os.pread(self._descriptor, RECORD.size, header))
+            position = header + RECORD.size + sum(lengths)
+            if mark == MARK and position <= self._end - record.file_size:
+                return position, record.file_size
+        raise ValueError(f"has a record {name} that does not lie in it")
 
 
 class _Section(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file, as a file of which little is read at a time."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
@@ -56,17 +69,19 @@ class _Section(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if origin + offset < 0:
-            raise OSError  # as zipfile expects it
+            raise OSError("it refers to what is before its beginning")  # as zipfile expects it
         self._at = origin + offset
         return self._at
 
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, target: Any) -> int:
-        count = max(0, min(len(target), self._length - self._at))
+    def read(self, size: int | None = -1) -> bytes:
+        """Before memory is asked for, `size` is compared with what is left: it may be what a damaged file says."""
+        left = max(0, self._length - self._at)
+        count = left if size is None or size < 0 else min(size, left)
         if count > LARGEST:
             raise ValueError(f"is no tensor that torch has saved: it has a directory of {count} bytes")
-        count = os.preadv(self._descriptor, [memoryview(target)[:count]], self._start + self._at)
-        self._at += count
-        return count
+        content = os.pread(self._descriptor, count, self._start + self._at)
+        self._at += len(content)
+        return content

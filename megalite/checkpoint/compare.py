@@ -28,6 +28,11 @@ def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[
 
     Batch sizes, ramp-up, curriculum and layout may differ: the position counts samples.
     """
+    if manifest.foreign:
+        raise InputError(
+            f"{path}: another program has saved it, without the state of a run; "
+            f"begin a new run from its weights with checkpoint.weights={path}"
+        )
     there = manifest.configuration
     pairs = {
         "run.seed": (there.run.seed, here.run.seed),

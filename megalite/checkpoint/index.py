@@ -12,14 +12,17 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from reprlib import repr as shortened
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.checkpoint.bounded import parse
 from megalite.checkpoint.manifest import is_plain
 
-LIMIT = 1 << 28  # bytes; the index of Llama 3.1 405B on 16,384 ranks has 170 MB
+LIMIT = 1 << 28  # bytes; the index of Llama 3.1 405B on 16,384 ranks has 168 MB
+HEADER = 1 << 24  # bytes of its header, of which that one has 0.8 MB
 DIMENSIONS = 4  # of a tensor, at most
 ELEMENTS = 1 << 56  # of a tensor, at most
 NAME_LENGTH = 1000  # of a tensor, at most
@@ -83,11 +86,16 @@ class Index:
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> "Index":
+        """The index of `chunks`. Raises ValueError where they cannot be those of tensors in a checkpoint."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         rows: dict[str, list[list[int]]] = {}
         for chunk in chunks:
-            kinds[chunk.name] = chunk.dtype, tuple(chunk.shape)
+            kind = chunk.dtype, tuple(chunk.shape)
+            if (known := kinds.setdefault(chunk.name, kind)) is kind:
+                check_form(chunk.name, *kind)
+            if known != kind or not len(chunk.offsets) == len(chunk.sizes) == len(chunk.shape):
+                raise ValueError(f"has parts of {chunk.name} that do not belong together")
             found = rows.setdefault(chunk.name, [])
             if 0 not in chunk.sizes:
                 number = files.setdefault(chunk.file, len(files))
@@ -116,7 +124,9 @@ class Index:
         try:
             (length,) = LENGTH.unpack_from(data)
             position = LENGTH.size + length
-            header = json.loads(data[LENGTH.size : position])
+            if length > HEADER:
+                raise ValueError
+            header = parse(data[LENGTH.size : position])
             files, described = header["files"], header["tensors"]
             tensors = {}
             for name, fields in described.items():
@@ -125,7 +135,7 @@ class Index:
                 rows = np.frombuffer(data[position : position + 8 * chunks * width], "<i8").reshape(chunks, width)
                 position += rows.nbytes
                 tensors[name] = Stored(dtype, shape, rows)
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError):
             raise ValueError("is no index") from None
         if position != len(data):
             raise ValueError(f"has {len(data)} bytes instead of {position}")
@@ -143,6 +153,7 @@ class Index:
         for name in names:
             if (tensor := self.tensors.get(name)) is None:
                 raise ValueError(f"lacks {name}")
+            check_form(name, tensor.dtype, tensor.shape)
             files, starts = tensor.rows[:, 0], tensor.rows[:, 1]
             if not ((files >= 0) & (files < len(limits)) & (starts >= 0)).all():
                 raise ValueError(f"places {name} outside of its files")
@@ -174,14 +185,23 @@ def merged(parts: Iterable[Index]) -> Index:
     )
 
 
+def check_form(name: Any, dtype: Any, shape: Sequence[Any]) -> None:
+    """Raises ValueError unless a checkpoint can hold a tensor of this name, dtype and shape."""
+    if not isinstance(name, str) or len(name) > NAME_LENGTH or not name.isprintable():
+        raise ValueError(f"has a tensor named {shortened(name)}; names have at most {NAME_LENGTH} printable characters")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"has {name} of {shortened(dtype)}; known are {', '.join(ITEM_BYTES)}")
+    if len(shape) > DIMENSIONS:
+        raise ValueError(f"has {name} of {len(shape)} dimensions; tensors have at most {DIMENSIONS}")
+    sizes_fit = all(type(size) is int and 0 <= size <= ELEMENTS for size in shape)
+    if not sizes_fit or math.prod(size + 1 for size in shape) > ELEMENTS:
+        raise ValueError(f"has {name} of the shape {shortened(shape)}, which no tensor has")
+
+
 def _described(name: str, dtype: str, shape: list[int], chunks: int) -> tuple[str, tuple[int, ...], int]:
     """Raises ValueError or TypeError unless the header may say this of a tensor."""
-    sizes_fit = len(shape) <= DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes_fit or math.prod(size + 1 for size in shape) > ELEMENTS:
-        raise ValueError
-    if dtype not in ITEM_BYTES or type(chunks) is not int or not 0 <= chunks <= LIMIT:
-        raise ValueError
-    if len(name) > NAME_LENGTH or not name.isprintable():
+    check_form(name, dtype, shape)
+    if type(chunks) is not int or not 0 <= chunks <= LIMIT:
         raise ValueError
     return dtype, tuple(shape), chunks
 

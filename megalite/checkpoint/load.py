@@ -1,6 +1,6 @@
 """Loading: every rank reads its part of a checkpoint of any layout, while all together check every file's hash."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -10,20 +10,18 @@ from torch import Tensor
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.finite import refuse_poisoned
-from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader
 from megalite.checkpoint.retain import check_own, damaged, set_aside
 from megalite.checkpoint.state import State, empty_progress, progress_from
 from megalite.checkpoint.together import Together
-from megalite.config.errors import InputError, listing
+from megalite.checkpoint.wanted import FLOATS, differences
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.parallel.fsdp import parameter_dtype
 
 Say = Callable[[str], None]
-SHOWN = 5  # names of differing tensors
-FLOATS = ("float64", "float32", "bfloat16", "float16")  # of weights that other programs have saved
 
 
 class Restorer:
@@ -109,7 +107,9 @@ class Restorer:
     def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
         reader = Reader(path, manifest)
         own = str(parameter_dtype(manifest.configuration.train.precision)).removeprefix("torch.")
-        _refuse_other_tensors(path, reader.index, tensors, {own} if progress else FLOATS)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if differ := differences(reader.index, shapes, {own} if progress else FLOATS):
+            raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
         if progress:
             with damage_of(path, INDEX):
                 tensors |= empty_progress(reader.index)
@@ -162,23 +162,3 @@ def checked_progress(path: Path, manifest: Manifest, tensors: dict[str, Tensor])
         if (progress.step, progress.tokens) != (manifest.step, manifest.tokens):
             raise ValueError(f"is of step {progress.step}, {progress.tokens} tokens; {MANIFEST} is of another")
     return progress
-
-
-def _refuse_other_tensors(path: Path, index: Index, tensors: dict[str, Tensor], dtypes: Collection[str]) -> None:
-    """Raises DamagedError with the names of tensors that the index lacks, or has of another shape or dtype."""
-
-    def told(name: str) -> str:
-        there = index.tensors.get(name)
-        kind = "missing" if there is None else f"{there.dtype} {list(there.shape)}"
-        return f"{name} {kind} instead of {listing(sorted(dtypes))} {list(tensors[name].shape)}"
-
-    differ = [
-        name
-        for name, tensor in tensors.items()
-        if (there := index.tensors.get(name)) is None or there.shape != tuple(tensor.shape) or there.dtype not in dtypes
-    ]
-    if differ:
-        more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
-        raise DamagedError(
-            path, f"{INDEX} does not have the tensors of its model: {', '.join(map(told, differ[:SHOWN]))}{more}"
-        )

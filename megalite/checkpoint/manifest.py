@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from megalite.checkpoint.bounded import parse
 from megalite.checkpoint.disk import DamagedError, File, check_size, read_whole
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.errors import InputError, Problem, listing
@@ -24,7 +25,7 @@ from megalite.config.layout import AXES
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config
-from megalite.config.shape import SECTION, TEXT, Each, Kind, digits, misfits, whole
+from megalite.config.shape import SECTION, TEXT, Each, Kind, OrNull, digits, misfits, whole
 
 FORMAT = 2
 WITHOUT_INDEX = 1  # the format before
@@ -52,11 +53,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Manifest:
+    """None stands for what is not known of a checkpoint that another program has saved."""
+
     step: int
-    tokens: int  # trained on so far
+    tokens: int | None  # trained on so far
     saved: str  # when, in ISO 8601
-    ranks: int
-    layout: dict[str, int]
+    ranks: int | None
+    layout: dict[str, int] | None
     versions: dict[str, str]
     config: dict[str, Any]  # under the names that YAML uses
     data: tuple[Source, ...]
@@ -87,6 +90,11 @@ class Manifest:
         data = tuple(Source(**source) for source in fields.pop("data"))
         files = {name: File(**file) for name, file in fields.pop("files").items()}
         return Manifest(**fields, data=data, files=files)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another program has saved: then there are weights, but no state of a run."""
+        return self.layout is None
 
     @property
     def configuration(self) -> Config:
@@ -125,14 +133,15 @@ def is_plain(name: str) -> bool:
 def _intact(path: Path, text: bytes) -> dict[str, Any]:
     """The fields of a manifest without its digest. Raises DamagedError unless that covers them."""
     try:
-        fields = json.loads(text)
+        fields = parse(text)
         digest = fields.pop("digest")
         # To the byte: a changed blank between two fields is not overlooked either.
-        if digest == _digest(fields) and text == as_json({**fields, "digest": digest}).encode():
-            return fields
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # no JSON, or too deep, or no object
-        pass
-    raise DamagedError(path, f"{MANIFEST} is damaged")
+        intact = digest == _digest(fields) and text == as_json({**fields, "digest": digest}).encode()
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # no JSON, no object, none that we write
+        intact = False
+    if not intact:
+        raise DamagedError(path, f"{MANIFEST} is damaged")
+    return fields
 
 
 def _refuse_other_format(path: Path, fields: dict[str, Any], format: int) -> None:
@@ -160,10 +169,10 @@ WEIGHT = Kind("a number above 0", lambda value: type(value) in (int, float) and 
 TIME = Kind("a time in ISO 8601", _is_time)
 FIELDS = {  # beside `format`
     "step": COUNT,
-    "tokens": COUNT,
+    "tokens": OrNull(COUNT),
     "saved": TIME,
-    "ranks": SIZE,
-    "layout": dict.fromkeys(AXES, SIZE),
+    "ranks": OrNull(SIZE),
+    "layout": OrNull(dict.fromkeys(AXES, SIZE)),
     "versions": Each(TEXT),
     "config": SECTION,
     "data": [{"path": TEXT, "weight": WEIGHT, "tokens": COUNT, "fingerprint": TEXT}],
@@ -178,12 +187,14 @@ def _unfit(fields: dict[str, Any], format: int) -> str | None:
             return f"{MANIFEST}: files: {shortened(name)} is no name of a file of a checkpoint"
     if format == FORMAT and INDEX not in fields["files"]:
         return f"{MANIFEST}: files: {INDEX} is not among them"
-    for problem in _config_problems(fields["config"]):
+    if len({fields[name] is None for name in ("tokens", "ranks", "layout")}) > 1:
+        return f"{MANIFEST}: of tokens, ranks and layout, only some are null"
+    for problem in config_problems(fields["config"]):
         return f"{MANIFEST}: config: {problem.key} = {shortened(problem.value)}: {problem.rule}"
     return None
 
 
-def _config_problems(plain: dict[str, Any]) -> Iterator[Problem]:
+def config_problems(plain: dict[str, Any]) -> Iterator[Problem]:
     """What is wrong with the types of a configuration, or else with its model."""
     config, problems = from_plain(_known(plain))
     yield from problems

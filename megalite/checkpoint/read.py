@@ -1,7 +1,7 @@
 """Reading tensors: plain bytes, from where the index tells, into whatever part of a tensor is wanted."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megalite.checkpoint.disk import DamagedError, damage_of, opened, read_at, read_whole
 from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, Manifest
+from megalite.config.errors import InputError
 
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
@@ -44,7 +45,8 @@ class Reader:
                 raise DamagedError(self.path, f"{INDEX} has {name} {list(there)} instead of {list(tensor.shape)}")
         pieces = [piece for name, tensor in tensors.items() for piece in _pieces(self.index.tensors[name], tensor)]
         pieces.sort(key=lambda piece: (piece.file, piece.position))
-        scratch = torch.empty(max([BLOCK, *(piece.row_bytes for piece in pieces)]), dtype=torch.uint8)
+        longest = max([BLOCK, *(piece.row_bytes for piece in pieces)])
+        scratch = allocated(self.path, (longest,), torch.uint8)
         for number, group in groupby(pieces, key=lambda piece: piece.file):
             name = self.index.files[number]
             with opened(self.path, name) as descriptor:
@@ -81,6 +83,15 @@ class Piece:
             block = scratch[: len(target) * self.row_bytes]
             read(block.numpy().data, self.position + (self.first[0] + start) * self.row_bytes)
             target.copy_(block.view(self.dtype).view(-1, *self.sizes[1:])[:, *inner])
+
+
+def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU for what is read of `path`. Raises InputError where there is no memory for it."""
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError:
+        asked = math.prod(shape) * dtype.itemsize
+        raise InputError(f"{path}: takes {asked:,} bytes of memory at a time, more than there is") from None
 
 
 def _pieces(stored: Stored, tensor: Tensor) -> Iterator[Piece]:

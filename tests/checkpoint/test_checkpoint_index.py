@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.checkpoint.disk import DamagedError, File, measure
-from megalite.checkpoint.index import Chunk, Index, Stored, merged
+from megalite.checkpoint.index import HEADER, Chunk, Index, Stored, merged
 from megalite.checkpoint.manifest import INDEX, Manifest
 from megalite.checkpoint.read import Reader
 
@@ -185,6 +185,9 @@ WRONG = {
     "one byte more": lambda: VALID.encode() + b"\0",
     "a header without end": lambda: b"\xff" * 8 + VALID.encode()[8:],
     "a deep header": lambda: struct.pack("<Q", 200_000) + b"[" * 200_000,
+    "a header of lists": lambda: struct.pack("<Q", 12 << 20) + b"[" + b"[]," * (4 << 20),
+    "a header that is too long": lambda: struct.pack("<Q", HEADER + 8) + b"{}" + b" " * (HEADER + 6),
+    "a name of two lines": change_header(tensors={"w\n": {"dtype": "bool", "shape": [0], "chunks": 0}}),
     "a number of 5000 digits": lambda: struct.pack("<Q", 5000) + b"9" * 5000,
 }
 
@@ -195,6 +198,22 @@ def test_a_wrong_index_is_damage(how: str, written: Path) -> None:
     with pytest.raises(DamagedError, match=INDEX):
         reader(written, WRONG[how]()).fill({"w": found})
     assert not found.any(), "nothing is read before all is checked"
+
+
+@pytest.mark.timeout(20)
+def test_tensors_that_no_index_can_hold_are_refused() -> None:
+    """Those of many dimensions would have 2^dimensions corners."""
+    deep = Chunk("w", "float32", (1,) * 40, "a.distcp", 0, (0,) * 40, (1,) * 40)
+    rows = np.array([[0, 0, *deep.offsets, *deep.sizes]], np.int64)
+    for make in (
+        lambda: Index.of([deep]),
+        lambda: Index(("a.distcp",), {"w": Stored("float32", (1,) * 40, rows)}).check(SIZES, ["w"]),
+    ):
+        with pytest.raises(ValueError, match="has w of 40 dimensions; tensors have at most 4"):
+            make()
+    for other in (deep._replace(shape=(1,) * 3), CHUNKS[0]._replace(dtype="float64"), CHUNKS[0]._replace(sizes=(2,))):
+        with pytest.raises(ValueError, match="has parts of w that do not belong together"):
+            Index.of([CHUNKS[0], other])
 
 
 @settings(max_examples=100, deadline=None)

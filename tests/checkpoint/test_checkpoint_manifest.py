@@ -55,7 +55,17 @@ def test_fields_of_a_later_version_are_named(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 50_000, '{"step": ' + "9" * 5000 + "}", "NaN", '{"digest": [[[]]]}', "\0"]
+    "text",
+    [
+        "[" * 100_000,
+        "[" + "[]," * (4 << 20),
+        '{"a":' * 50_000,
+        '{"step": ' + "9" * 5000 + "}",
+        "NaN",
+        '{"digest": [[[]]]}',
+        "\0",
+    ],
+    ids=range(7),
 )
 def test_what_is_no_manifest_at_all_is_damage(text: str, path: Path) -> None:
     (path / MANIFEST).write_text(text)

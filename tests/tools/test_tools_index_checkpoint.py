@@ -1,19 +1,26 @@
 """`megalite-inspect-checkpoint index`: what it makes loadable, and that it runs nothing it reads."""
 
+import json
 import shutil
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tampering import tamper
-from toy_jobs import config_of, make, one_rank, save
+from tampering import DATA, tamper
+from toy_jobs import MODEL, config_of, make, one_rank, save
 
+from megalite.checkpoint.compare import refuse_other_data
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, OldFormatError, check_sizes
+from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import dump
+from megalite.plan.shapes import weight_shapes
 from megalite_tools.checkpoints import Checkpoint
 from megalite_tools.dcp_index import dcp_index
 from megalite_tools.inspect_checkpoint import main
@@ -71,30 +78,144 @@ def test_damage_is_not_made_good(old: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """What another program has saved: views, an empty tensor, and what is no tensor."""
-    tensors = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.tensor(3, dtype=torch.int16), "c": torch.empty(0, 2)}
-    tensors |= {"view": torch.arange(100)[10:30].reshape(4, 5), "d": torch.arange(6, dtype=torch.bfloat16)}
-    dcp.save(
-        {"model": tensors, "words": {"deep": ["x", 1]}, "count": 7}, checkpoint_id=tmp_path / "foreign", no_dist=True
-    )
+    """What another program has saved: a model, a view, an empty tensor, and what is no tensor."""
+    model = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in weight_shapes(MODEL).items()}
+    others = {"b": torch.tensor(3, dtype=torch.int16), "c": torch.empty(0, 2), "view": torch.arange(9)[2:8].view(2, 3)}
+    state = {"model": model, "other": others, "words": {"deep": ["x", 1]}, "count": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "foreign", no_dist=True)
     return tmp_path / "foreign"
 
 
-def test_a_folder_of_another_program(foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["index", str(foreign)]) == 2
-    assert "has no manifest.json; give the configuration of its model with --config" in capsys.readouterr().err
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
     (tmp_path / "c.yaml").write_text(dump(config_of(Layout())))
-    assert main(["index", str(foreign), "--config", str(tmp_path / "c.yaml")]) == 0
+    return tmp_path / "c.yaml"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that `index` says."""
+    assert main(["index", *map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_folder_of_another_program(foreign: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has no manifest.json; give the configuration of its model with --config" in refused(capsys, foreign)
+    saved = (foreign / METADATA).stat().st_mtime
+    assert main(["index", str(foreign), "--config", str(config)]) == 0
     out = capsys.readouterr().out
     assert "has an index now; left out, as no tensors: " in out
     assert "'count'" in out
     found = Checkpoint(foreign)
-    assert set(found.tensors) == {"model.a", "model.b", "model.c", "model.view", "model.d"}
-    assert found.read("model.a").equal(torch.arange(24.0).reshape(4, 6))
-    assert found.read("model.view").equal(torch.arange(100)[10:30].reshape(4, 5))
-    assert found.read("model.d").equal(torch.arange(6, dtype=torch.bfloat16))
-    assert (found.read("model.b").item(), found.read("model.c").shape) == (3, (0, 2))
+    assert {name for name in found.tensors if name.startswith("other.")} == {"other.b", "other.c", "other.view"}
+    assert found.read("other.view").equal(torch.arange(9)[2:8].view(2, 3))
+    assert (found.read("other.b").item(), found.read("other.c").shape) == (3, (0, 2))
+    there = {"model.embed.weight": torch.empty(32, 16, dtype=torch.bfloat16)}
+    dcp.load(there, checkpoint_id=foreign, no_dist=True)
+    assert found.read("model.embed.weight").equal(there["model.embed.weight"])
+    manifest = found.manifest
+    assert (manifest.tokens, manifest.ranks, manifest.layout, manifest.versions) == (None, None, None, {})
+    assert abs(datetime.fromisoformat(manifest.saved).timestamp() - saved) <= 1
+    assert found.progress() is None
     assert main(["verify", str(foreign)]) == 0
+    assert main(["show", str(foreign)]) == 0
+    assert "another program; there is no progress of a run" in capsys.readouterr().out
+    assert main(["show", str(foreign), "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["progress"], told["learning_rate"], told["layout"]) == (None, None, None)
+    assert main(["diff", str(foreign), str(foreign)]) == 0
+    named = foreign.rename(foreign.with_name("step-00000000"))
+    assert main(["list", str(named.parent)]) == 0
+    with pytest.raises(InputError, match=f"without the state of a run; .*checkpoint.weights={named}"):
+        refuse_other_data(named, manifest, config_of(Layout()), ())
+
+
+def test_another_configuration_can_be_given(
+    foreign: Path, config: Path, old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["index", str(foreign), "--config", str(config)]) == 0
+    before = Manifest.read(foreign)
+    assert main(["index", str(foreign), "--config", str(config)]) == 0
+    assert capsys.readouterr().out.endswith("has an index\n")
+    config.write_text(dump(config_of(Layout(), replace(MODEL, sequence_length=16))))
+    assert main(["index", str(foreign), "--config", str(config)]) == 0
+    assert capsys.readouterr().out.endswith("has this configuration now\n")
+    again = Manifest.read(foreign)
+    assert again == replace(before, config=again.config)
+    assert again.configuration.model.sequence_length == 16
+    config.write_text(dump(config_of(Layout(), replace(MODEL, ffn=25))))
+    told = refused(capsys, foreign, "--config", config)
+    assert f"--config: {foreign} does not hold this model: model.layers.0.mlp.gate.weight bfloat16 [24, 16]" in told
+    assert Manifest.read(foreign) == again
+    for ours in (old, old.parent):  # format 1, and then format 2
+        assert "with a configuration of its own; leave --config out" in refused(capsys, ours, "--config", config)
+        assert main(["index", str(old)]) == 0
+
+
+WRONG_MODELS = {
+    "fewer layers": (replace(MODEL, layers=1), "model.layers.1.attention.q.weight is no weight of it"),
+    "more layers": (replace(MODEL, layers=3), "model.layers.2.attention.q.weight missing instead of"),
+    "a tied head": (replace(MODEL, tie_embeddings=True), "model.head.output.weight is no weight of it"),
+    "heads that do not fit": (replace(MODEL, heads=7), "model.heads = 7: must"),
+    "no layers": (replace(MODEL, layers=0), "model.layers = 0: must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG_MODELS)
+def test_a_configuration_of_another_model_is_refused(
+    how: str, foreign: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, told = WRONG_MODELS[how]
+    config.write_text(dump(config_of(Layout(), model)))
+    before = sorted(foreign.iterdir())
+    assert main(["index", str(foreign), "--config", str(config)]) == 2
+    assert told in capsys.readouterr().err
+    assert sorted(foreign.iterdir()) == before
+
+
+HOSTILE_TENSORS = {
+    "40 dimensions": ({"t": torch.zeros([1] * 40)}, "has t of 40 dimensions; tensors have at most 4"),
+    "5 dimensions": ({"t": torch.zeros([1] * 5)}, "has t of 5 dimensions; tensors have at most 4"),
+    "a line break": ({"a\nb": torch.zeros(1)}, r"has a tensor named 'a\nb'; names have at most 1000 printable"),
+    "a long name": ({"x" * 1001: torch.zeros(1)}, "names have at most 1000 printable characters"),
+    "complex numbers": ({"t": torch.zeros(1, dtype=torch.complex64)}, "has t of 'complex64'; known are"),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE_TENSORS)
+@pytest.mark.timeout(20)
+def test_what_an_index_cannot_hold_is_refused(
+    how: str, tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, told = HOSTILE_TENSORS[how]
+    dcp.save(state, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    (tmp_path / "foreign/__0_0.distcp").unlink()  # before any file is opened
+    assert told in refused(capsys, tmp_path / "foreign", "--config", config)
+
+
+@pytest.mark.parametrize("name", [INDEX, MANIFEST, METADATA, INDEX.upper()])
+def test_no_file_of_another_program_is_overwritten(
+    name: str, foreign: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither as one of its tensors nor beside them."""
+    saved = (foreign / METADATA).read_bytes()
+    if name == INDEX:
+        (foreign / INDEX).write_bytes(b"another's")
+        told = refused(capsys, foreign, "--config", config)
+        assert "has another program's index.bin, which is not overwritten; move it away" in told
+        assert (foreign / INDEX).read_bytes() == b"another's"
+        (foreign / INDEX).unlink()
+    short = b"\x8c" + bytes([len(DATA)]) + DATA.encode()
+    assert short in saved
+    (foreign / METADATA).write_bytes(saved.replace(short, b"\x8c" + bytes([len(name)]) + name.encode()))
+    with pytest.raises(DamagedError, match=f"in '{name}', which is no file of tensors"):
+        dcp_index(foreign)
+
+
+def test_what_an_interrupted_attempt_left_is_overwritten(foreign: Path, config: Path) -> None:
+    (foreign / INDEX).write_bytes(Index((), {}).encode())
+    assert main(["index", str(foreign), "--config", str(config)]) == 0
+    assert "model.embed.weight" in Checkpoint(foreign).tensors
 
 
 def test_another_order_of_elements_is_refused(tmp_path: Path) -> None:

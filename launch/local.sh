@@ -4,6 +4,8 @@
 # Expects megalite's commands on the PATH. See docs/launch.md for signals and exit codes.
 set -euo pipefail
 
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of a launcher around this one; torchrun sets them anew
+
 # Bad input is told here, once and at once: torchrun would add a traceback of its own to every rank's message.
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 ranks=${NPROC:-${gpus/#0/}}

@@ -44,8 +44,8 @@ def meet(place: Place, timeout: float, facts: Mapping[str, Any] | None = None) -
     """Wait until all ranks are there.
 
     timeout: in seconds. facts: what must be the same on all ranks, beside versions and the launcher's name of the job.
-    Raises LostPeer if some do not come, InputError if the address of rank 0 is missing, and on a rank that does not
-    belong to rank 0's job: one of a second job with the same port, or on a node with other files.
+    Raises LostPeer if some do not come, InputError if the address of rank 0 is missing or wrong, and on a rank that
+    does not belong to rank 0's job: one of a second job with the same port, or on a node with other files.
     """
     waiting = _Waiting(place, timeout)
     store, keeper = _open_store(place, waiting)
@@ -132,16 +132,21 @@ def _open_store(place: Place, waiting: _Waiting) -> tuple[dist.Store, str]:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps one for all of its attempts
     keeper = f"{'an agent of torchrun' if agent else 'rank 0'} at {host}:{port}"
     keeps = place.rank == 0 and not agent
-    if not keeps:
+    if keeps:
+        _look_up(host, port)
+    else:
         _reach(host, port, keeper, waiting)
     try:
         patience = timedelta(seconds=min(waiting.timeout, CONNECTED))
         store = dist.TCPStore(host, port, place.world_size, keeps, patience, wait_for_workers=False)
     except dist.DistNetworkError as error:
-        if keeps:
+        if keeps and "listen" in str(error):
             raise InputError(
                 f"MASTER_PORT = {port}: rank 0 cannot listen there, choose another; {reason(error)}"
             ) from None
+        if keeps:
+            rule = f"rank 0, on {socket.gethostname()}, cannot be reached there; {reason(error)}"
+            raise InputError(f"MASTER_ADDR = {host}: must be the host of rank 0: {rule}") from None
         raise LostPeer(f"{keeper} does not answer: {reason(error)}") from None
     store.set_timeout(timedelta(seconds=waiting.timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -156,7 +161,20 @@ def _address() -> tuple[str, int]:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
         raise InputError(f"MASTER_PORT = {port}: must be a port number, 1 to 65535")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise InputError(f"MASTER_ADDR = {host}: must be the name or address of a host: {error}") from None
     return host, int(port)
+
+
+def _look_up(host: str, port: int) -> None:
+    """Raises InputError for a host that rank 0 does not know: PyTorch would say so with a stack of C++."""
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        told = f"{error.strerror or error}; name the host of rank 0 as this one, {socket.gethostname()}, knows it"
+        raise InputError(f"MASTER_ADDR = {host}: {told}") from None
 
 
 def _reach(host: str, port: int, keeper: str, waiting: _Waiting) -> None:

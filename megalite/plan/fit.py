@@ -83,7 +83,8 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None) 
         return ""
     parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in KINDS), reverse=True)[:3]
     largest = ", ".join(f"{kind} {size / GIB:.2f} GiB" for size, kind in parts)
-    who = f"pipeline rank {fullest.pp}" if ranks is None else "all ranks together"
+    everybody = ranks == config.parallel.layout.world_size
+    who = f"pipeline rank {fullest.pp}" if ranks is None else f"{'all' if everybody else ranks} ranks together"
     told = (
         f"{who} would need {needed / GIB:.2f} GiB at the peak of a step, as predicted, of {total / GIB:.2f} "
         f"GiB of {of} (of the fullest rank: {largest}); use train.recompute=selective or full, a smaller "

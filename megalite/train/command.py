@@ -20,6 +20,7 @@ from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, stop_before_first_step
 from megalite.imports import import_for_good
+from megalite.output import warn
 from megalite.plan.fit import check_memory, planned
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
@@ -30,18 +31,22 @@ WORKER = "megalite.train.worker"
 
 def run(args: argparse.Namespace) -> int:
     """Train, or with `args.check` only tell what would start; the exit code."""
-    place = None if args.check else find_place()
+    found = find_place()
+    place = None if args.check else found
     if place is not None:
         die_with_launcher()
         stop_before_first_step(place)
     try:
-        config = _checked(args, place.world_size if place else args.world_size)
+        config = _checked(args, _ranks(args.world_size, found))
         folder, world_size = Folder.of(config), config.parallel.layout.world_size
         folder.check(world_size)
         step = _first_step(config, folder) if place is None else 0
         without_gpu = on_cpus(config.run.device)
-        if place is None:
-            _warn(config, without_gpu)
+        if LAUNCHER not in os.environ and (place is None or place.rank == 0):  # else the launcher has told
+            for doubt in doubts(config):
+                warn(str(doubt))
+        if place is None and args.world_size is None and without_gpu:  # else ranks may be on several hosts
+            _compare_with_memory(config)
         with _owning(folder, place) as lock:
             check_start(config, folder.checkpoints)
             folder.make()
@@ -64,6 +69,17 @@ def run(args: argparse.Namespace) -> int:
                 let_others_speak(2)
             note_outcome(2)
         raise
+
+
+def _ranks(asked: int | None, found: Place | None) -> int | None:
+    """The number of ranks, as far as it is told. Raises InputError where a launcher and --world-size contradict."""
+    if found is None:
+        return asked
+    if asked not in (None, found.world_size):
+        raise InputError(
+            f"--world-size {asked}: a launcher has started this process as one of {found.world_size} ranks"
+        )
+    return found.world_size
 
 
 def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
@@ -125,10 +141,9 @@ def _end(place: Place, text: str) -> None:
     os._exit(5)
 
 
-def _warn(config: Config, without_gpu: bool) -> None:
-    """Tell what may not be meant, or may not fit. Raises InputError for ranks on this machine that cannot fit."""
-    told = [str(doubt) for doubt in doubts(config)]
-    if without_gpu and config.batch.micro != "auto":
-        told.append(check_memory(config, host_memory(), "this machine's memory", config.parallel.layout.world_size))
-    for text in filter(None, told):
-        print(f"megalite: warning: {text}", file=sys.stderr)
+def _compare_with_memory(config: Config) -> None:
+    """Warn where ranks on this machine may not fit. Raises InputError where they cannot."""
+    if config.batch.micro != "auto":
+        ranks = config.parallel.layout.world_size
+        if told := check_memory(config, host_memory(), "this machine's memory", ranks):
+            warn(told)

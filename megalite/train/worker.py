@@ -1,7 +1,9 @@
 """One rank of `megalite train`: from start-up to the end of the run."""
 
 import logging
+import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +25,8 @@ from megalite.config.schema import Config, Source
 from megalite.data.check import check_data
 from megalite.data.loader import Loader
 from megalite.dist.activity import Activity
-from megalite.dist.local import log_file
+from megalite.dist.host import host_memory
+from megalite.dist.local import MEETING, log_file
 from megalite.dist.meeting import meet
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
@@ -78,8 +81,8 @@ def _train(
     folder = Folder.of(config)
     if config.batch.micro == "auto":
         config = fit_micro(config, device_memory(device))
-    elif (offered := device_memory(device)) is not None:
-        told = check_memory(config, round(offered / FOR_TENSORS), "the smallest GPU")
+    elif MEETING not in os.environ or device.type == "cuda":  # a local launcher has compared its ranks on CPUs
+        told = check_memory(config, *smallest_memory(device))
         if told and place.rank == 0:
             warn(told)
     check_attention(config, device)
@@ -146,11 +149,23 @@ def check_attention(config: Config, device: torch.device) -> None:
 
 def device_memory(device: torch.device) -> int | None:
     """Bytes for tensors on the smallest GPU of the job, None on CPU. Collective over all ranks."""
-    if device.type != "cuda":
-        return None
-    total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
-    dist.all_reduce(total, dist.ReduceOp.MIN)
-    return int(total.item() * FOR_TENSORS)
+    return int(smallest_memory(device)[0] * FOR_TENSORS) if device.type == "cuda" else None
+
+
+def smallest_memory(device: torch.device) -> tuple[int, str, int | None]:
+    """Bytes of the smallest memory of the job, what has them, and how many ranks share them; None: it is a GPU's.
+
+    Collective over all ranks.
+    """
+    if device.type == "cuda":
+        total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+        dist.all_reduce(total, dist.ReduceOp.MIN)
+        return int(total.item()), "the smallest GPU", None
+    found = [("", 0)] * dist.get_world_size()
+    dist.all_gather_object(found, (socket.gethostname(), host_memory()))
+    together = Counter(host for host, _ in found)
+    host, memory = min(found, key=lambda each: each[1] / together[each[0]])
+    return memory, f"the memory of {host}", together[host]
 
 
 def begin(config: Config, restorer: Restorer, reload: Callable[..., Progress | None]) -> Progress:

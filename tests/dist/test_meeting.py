@@ -143,6 +143,37 @@ def test_a_port_in_use_is_told(port: int) -> None:
             meet(Place(0, 2, 0), 1.0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["a..b", "x" * 80, "a." + "x" * 64 + ".b"])
+def test_what_cannot_be_a_host_is_refused_at_once(
+    name: str, rank: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", name)
+    with pytest.raises(InputError, match=f"^MASTER_ADDR = {name}: must be the name or address of a host"):
+        meet(Place(rank, 2, rank), 60.0)
+
+
+def test_a_host_that_rank_0_does_not_know_is_not_a_wrong_port(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=unknown))
+    with pytest.raises(
+        InputError, match=r"^MASTER_ADDR = 127.0.0.1: Name or service not known; name the host of rank 0"
+    ):
+        meet(Place(0, 2, 0), 60.0)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_host_that_is_not_that_of_rank_0_is_not_a_wrong_port(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = dist.DistNetworkError("The client socket has timed out after 60000ms. More")
+    monkeypatch.setattr(dist, "TCPStore", Mock(side_effect=elsewhere))
+    with pytest.raises(
+        InputError, match=r"^MASTER_ADDR = 127.0.0.1: must be the host of rank 0: .*; The client socket"
+    ):
+        meet(Place(0, 2, 0), 60.0)
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

@@ -1,6 +1,8 @@
 """What is refused or told before ranks start."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,3 +21,74 @@ def test_a_model_too_big_for_the_machine_is_refused_before_ranks_start(
     assert "all ranks together would need" in told
     assert "of this machine's memory (of the fullest rank: optimizer states" in told
     assert not (tmp_path / "runs").exists()
+
+
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "told"),
+    [
+        (
+            {"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            [],
+            "RANK=5 WORLD_SIZE=2 LOCAL_RANK=0: ranks are counted",
+        ),
+        ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE=2: RANK and LOCAL_RANK must be set too"),
+        (RANK_1 | SLURM | {"WORLD_SIZE": "2"}, ["--world-size=2"], "two launchers give this process two places"),
+        (RANK_1, ["--world-size=8"], "--world-size 8: a launcher has started this process as one of 4 ranks"),
+        (RANK_1, ["parallel.tp=3"], "which must divide the job's 4"),
+    ],
+)
+def test_a_check_minds_the_launcher_around_it(
+    environment: dict[str, str],
+    arguments: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--check", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
+    """Of a configuration with a doubt, and no memory to hold it."""
+    for name in ("check_files", "_first_step", "check_start", "die_with_launcher", "stop_before_first_step"):
+        monkeypatch.setattr(command, name, lambda *_: 0)
+    monkeypatch.setattr(command, "host_memory", lambda: 1)
+    monkeypatch.setattr(command, "import_for_good", lambda name: SimpleNamespace(run=lambda *_: 0))
+    settings = [f"run.dir={tmp_path / 'runs'}", "run.device=cpu", "train.steps=10", "schedule.warmup=10"]
+    return cli.main(["train", *settings, "batch.global=4", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("environment", "times"),
+    [
+        (RANK_1 | {"RANK": "0", "LOCAL_RANK": "0"}, 1),
+        (RANK_1, 0),
+        (RANK_1 | {"RANK": "0", "LOCAL_RANK": "0", "MEGALITE_LAUNCHER": str(os.getpid())}, 0),
+    ],
+    ids=["rank 0", "rank 1", "rank 0 of the local launcher"],
+)
+def test_doubts_are_told_once_under_every_launcher(
+    environment: dict[str, str],
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert checked(monkeypatch, tmp_path) == 0
+    assert capsys.readouterr().err.count("warning: schedule.warmup = 10: lasts all of train.steps = 10") == times
+
+
+def test_ranks_that_may_be_on_other_hosts_are_not_compared_with_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked(monkeypatch, tmp_path, "--check") == 2
+    assert "of this machine's memory" in capsys.readouterr().err
+    assert checked(monkeypatch, tmp_path, "--check", "--world-size=1") == 0

@@ -1,14 +1,17 @@
 """What a rank finds out about its device."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.config.convert import same_everywhere
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Context, Data, Model, Parallel, Source, Train
-from megalite.train.worker import check_attention, outcome
+from megalite.train import worker
+from megalite.train.worker import check_attention, outcome, smallest_memory
 
 CUDA = torch.device("cuda")
 RING = Config(parallel=Parallel(cp=2), model=Model(head_width=64))
@@ -52,3 +55,14 @@ def test_ranks_have_all_in_common_but_where_a_node_keeps_its_copy_of_the_data() 
     assert facts("a", 1.0, "t") != facts("a", 2.0, "t")
     assert facts("a", 1.0, "t")["data.train[0].weight"] == 1.0
     assert facts("a", 1.0, "t")["model.layers"] == Model().layers
+
+
+def test_the_host_with_the_least_memory_for_a_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(found: list[tuple[str, int]], mine: tuple[str, int]) -> None:
+        assert mine[1] > 0
+        found[:] = [("large", 900), ("large", 900), ("large", 900), ("small", 400)]
+
+    monkeypatch.setattr(dist, "get_world_size", Mock(return_value=4))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert smallest_memory(torch.device("cpu")) == (900, "the memory of large", 3)
+    assert worker.device_memory(torch.device("cpu")) is None

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from megalite.config.convert import UNRESOLVED, from_plain, keys, kind, sections, to_plain
+from megalite.config.convert import from_plain, keys, kind, sections, to_plain
 from megalite.config.errors import InputError, Problem
-from megalite.config.references import KEY, START, check_references
+from megalite.config.references import KEY, fill_in
 from megalite.config.schema import Config, Kernels
 from megalite.config.yaml import DEEPEST, parse, read_mapping
 
@@ -37,8 +37,8 @@ def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
             plain = _overridden(plain, override)
         except InputError as error:
             malformed += error.problems
-    unresolved = check_references(plain)
-    config, problems = from_plain(_without_references(plain) if unresolved else _resolved(plain))
+    plain, unresolved = fill_in(plain)
+    config, problems = from_plain(plain)
     if malformed or unresolved or problems:
         raise InputError([*malformed, *unresolved, *problems])
     return config
@@ -148,19 +148,6 @@ def _nested(steps: list[str], value: Any) -> dict[str, Any]:
     for step in reversed(steps):
         value = {step: value}
     return cast(dict[str, Any], value)
-
-
-def _resolved(plain: dict[str, Any]) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
-
-
-def _without_references(value: Any) -> Any:
-    """The container with a mark in place of what has references: they are told of already."""
-    if isinstance(value, dict):
-        return {key: _without_references(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_references(item) for item in value]
-    return UNRESOLVED if isinstance(value, str) and START.search(value) else value
 
 
 def _escape(value: Any) -> Any:

@@ -1,75 +1,149 @@
-"""References in values: `${model.width}` to another value, `${oc.env:HOME}` to the environment.
+"""References in values: `${model.width}` to another value, `${oc.env:HOME}` to the environment, as OmegaConf has them.
 
-OmegaConf fills them in. Before it does, all are looked at here: none is unreadable, missing or circular, none runs
-anything (of OmegaConf's resolvers only `oc.env` can be reached), and the result is not endless.
+They are filled in here, each value once, in a time that grows with the number of references and not with what they
+lead to. Nothing can be run by one, and the result is not endless.
 """
 
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.convert import inside
+from megalite.config.convert import UNRESOLVED, inside
 from megalite.config.errors import Problem
 
 KEY = r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*"  # model.layers, data.train[0].path
-START = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-REFERENCE = re.compile(rf"\$\{{(?:oc\.env:(?P<name>\w+)(?P<default>,[^${{}}\\]*)?|(?P<key>{KEY}))\}}")
-LONGEST = 1 << 16  # characters of all values, once references are filled in
+START = re.compile(r"(\\*)\$\{")  # after an odd number of backslashes it is plain text
+REFERENCE = re.compile(rf"\$\{{(?:oc\.env:(?P<name>\w+)(?P<default>,[^,${{}}\\]*)?|(?P<key>{KEY}))\}}")
+LONGEST = 1 << 20  # characters of all values, once references are filled in
+EACH = 50  # characters that every value counts as, beside those that it has
+STEPS = 32  # from the top to a value, into sections and along references
+SHOWN = 4  # keys of a chain in a message
 
 
-def check_references(plain: dict[str, Any]) -> list[Problem]:
-    """What is wrong with the references of a configuration, as nested dictionaries and lists."""
-    return _Walk(plain).problems
+def fill_in(plain: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """A configuration, as nested dictionaries and lists, with its references filled in.
+
+    Beside it what is wrong with them; a value that has such a reference is UNRESOLVED.
+    """
+    filling = _Filling(plain)
+    filled = filling.at("", plain)
+    if filled.size > LONGEST and not filling.problems:
+        rule = f"has more than {LONGEST:,} characters once references are filled in"
+        filling.problems.append(Problem("the configuration", rule))
+    return (plain if filling.problems and filled.size > LONGEST else filled.value), filling.problems
 
 
-class _Walk:
+@dataclass(frozen=True)
+class _Filled:
+    value: Any
+    size: int  # in characters; what is referred to counts each time
+    height: int = 0  # steps that it leads on
+
+
+class _Filling:
     def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
         self.problems: list[Problem] = []
-        self.lengths: dict[str, int] = {}  # by key, references filled in
-        self.open: list[str] = []  # keys being measured
-        if not self.length("", plain) <= LONGEST and not self.problems:
-            rule = f"has more than {LONGEST:,} characters once references are filled in"
-            self.problems.append(Problem("the configuration", rule))
+        self.done: dict[str, _Filled] = {}  # by key
+        self.open: list[str] = []  # keys that lead to the value at hand
+        self.chain: list[str] = []  # those of them that do so by a reference
+        self.too_far = False
 
-    def length(self, key: str, value: Any) -> int:
-        """Characters and items of a value, references filled in."""
-        if key not in self.lengths:
+    def at(self, key: str, value: Any) -> _Filled:
+        """What is at a key."""
+        found = self.done.get(key)
+        if len(self.open) + (found.height if found else 0) > STEPS:
+            return self._too_far(key)
+        if found is None:
             self.open.append(key)
-            self.lengths[key] = self._measure(key, value)
+            found = self.done[key] = self._text(key, value) if isinstance(value, str) else self._other(key, value)
             self.open.pop()
-        return self.lengths[key]
+        return found
 
-    def _measure(self, key: str, value: Any) -> int:
-        if not isinstance(value, str):
-            return 1 + sum(self.length(name, inner) for name, inner in inside(value, key))
-        return len(value) + sum(self._referred(key, value, start.end() - 2) for start in START.finditer(value))
+    def _other(self, key: str, value: Any) -> _Filled:
+        if not isinstance(value, dict | list):
+            return _Filled(value, EACH)
+        parts = [self.at(name, inner) for name, inner in inside(value, key)]
+        inner = [part.value for part in parts]
+        filled = dict(zip(value, inner, strict=True)) if isinstance(value, dict) else inner
+        height = max((part.height + 1 for part in parts), default=0)
+        return _Filled(filled, EACH + sum(part.size for part in parts), height)
 
-    def _referred(self, key: str, value: str, at: int) -> int:
-        def wrong(rule: str, fix: str) -> int:
-            self.problems.append(Problem(key, rule, fix, value))
-            return 0
+    def _text(self, key: str, text: str) -> _Filled:
+        if (match := REFERENCE.fullmatch(text)) is not None:
+            whole = self._referred(key, text, match)  # of whatever type
+            return _Filled(whole.value, whole.size, whole.height + 1)
+        parts = list(self._parts(key, text))
+        size, height = EACH + sum(part.size for part in parts), max((part.height for part in parts), default=0)
+        if size > LONGEST or any(part.value is UNRESOLVED for part in parts):
+            return _Filled(UNRESOLVED, size, height)
+        return _Filled("".join(str(part.value) for part in parts), size, height)
 
-        match = REFERENCE.match(value, at)
-        if match is None:
-            return wrong(
-                "has a reference that cannot be read", r"write ${section.key}, ${oc.env:NAME}, or \${ for a ${"
-            )
-        name, other = match["name"], match["key"]
-        if name is not None:
-            if name not in os.environ and match["default"] is None:
-                fix = f"set it, or give a default: ${{oc.env:{name},DEFAULT}}"
-                return wrong(f"refers to the environment variable {name}, which is not set", fix)
-            return len(os.environ.get(name, ""))
+    def _parts(self, key: str, text: str) -> Iterator[_Filled]:
+        """What stands between references of a text, and what they lead to."""
+        position = 0
+        for start in START.finditer(text):
+            slashes = len(start[1])
+            before = text[position : start.start()] + "\\" * (slashes // 2)
+            position = start.end()
+            if slashes % 2:
+                yield _Filled(before + "${", len(before) + 2)
+                continue
+            yield _Filled(before, len(before))
+            match = REFERENCE.match(text, position - 2)
+            if match is None:
+                fix = r"write ${section.key}, ${oc.env:NAME}, or \${ for a ${"
+                yield self._wrong(key, text, "has a reference that cannot be read", fix)
+                continue
+            part, position = self._referred(key, text, match), match.end()
+            if isinstance(part.value, dict | list):
+                yield self._wrong(key, text, f"refers to {match['key']} inside of a text", "name a key with one value")
+            else:
+                yield _Filled(part.value, len(str(part.value)), part.height + 1)
+        yield _Filled(text[position:], len(text) - position)
+
+    def _referred(self, key: str, text: str, match: re.Match[str]) -> _Filled:
+        if match["name"] is not None:
+            return self._environment(key, text, match)
+        other = match["key"]
         if other in self.open:
             circle = " refers to ".join([*self.open[self.open.index(other) :], other])
-            return wrong("cannot be resolved", circle)
+            return self._wrong(key, text, "cannot be resolved", circle)
         try:
             target: Any = self.plain
             for step in re.findall(r"\w+", other):
                 target = target[int(step)] if isinstance(target, list) else target[step]
         except (KeyError, IndexError, ValueError, TypeError):
-            return wrong(f"refers to {other}, which is not there", "name a key of the configuration")
+            return self._wrong(key, text, f"refers to {other}, which is not there", "name a key of the configuration")
         if target == "???":
-            return wrong(f"refers to {other}, which has no value yet", f"set {other}")
-        return self.length(other, target)
+            return self._wrong(key, text, f"refers to {other}, which has no value yet", f"set {other}")
+        self.chain.append(key)
+        found = self.at(other, target)
+        self.chain.pop()
+        return found
+
+    def _environment(self, key: str, text: str, match: re.Match[str]) -> _Filled:
+        name, default = match["name"], match["default"]
+        found: str | None = os.environ.get(name)
+        if found is None and default is not None:
+            word = default[1:].strip()
+            found = word[1:-1] if re.fullmatch(r"'.*'|\".*\"", word) else None if word == "null" else word
+        elif found is None:
+            fix = f"set it, or give a default: ${{oc.env:{name},DEFAULT}}"
+            return self._wrong(key, text, f"refers to the environment variable {name}, which is not set", fix)
+        return _Filled(found, EACH + len(found or ""))
+
+    def _wrong(self, key: str, text: str, rule: str, fix: str) -> _Filled:
+        self.problems.append(Problem(key, rule, fix, text))
+        return _Filled(UNRESOLVED, 0)
+
+    def _too_far(self, key: str) -> _Filled:
+        if not self.too_far:  # one chain has many that lead too far
+            shown = " refers to ".join([*self.chain, key][:SHOWN])
+            rule = f"leads to a value in more than {STEPS} steps, into sections and along references"
+            fix = f"refer to the value itself; {shown} and so on" if self.chain else "use less nesting"
+            self.problems.append(Problem(self.chain[0] if self.chain else key, rule, fix))
+        self.too_far = True
+        return _Filled(UNRESOLVED, 0)

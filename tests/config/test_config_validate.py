@@ -259,6 +259,11 @@ def test_the_defaults_are_valid() -> None:
             ["data.valid=[{weight: 1}]"],
             "data.valid[0].path: is missing; give the prefix of a token store: PATH.bin and PATH.idx",
         ),
+        (
+            [f"data.train=[{'{path: a},' * 1001}]"],
+            "data.train: has 1,001 sources, and 1,000 are the most: every rank opens the files of each; "
+            "prepare several files of text as one store",
+        ),
     ],
 )
 def test_every_rule_names_key_value_and_fix(overrides: list[str], line: str) -> None:

@@ -76,9 +76,9 @@ def test_files_that_are_refused(tmp_path: Path, content: bytes | str, told: str)
 
 @pytest.mark.timeout(20)
 def test_references_cannot_grow_without_end(tmp_path: Path) -> None:
-    doubling = "".join(f"  - {{path: '{f'${{data.train[{i + 1}].path}}' * 2}'}}\n" for i in range(40))
+    doubling = "".join(f"  - {{path: '{f'${{data.train[{i + 1}].path}}' * 2}'}}\n" for i in range(25))
     told = refused(tmp_path, f"data:\n  train:\n{doubling}  - {{path: x}}\n")
-    assert "has more than 65,536 characters once references are filled in" in told
+    assert "has more than 1,048,576 characters once references are filled in" in told
 
 
 @pytest.mark.timeout(20)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from megalite.config.errors import Problem
 from megalite.config.schema import Data, Source
 
+MOST_SOURCES = 1000
+
 
 def data_rules(data: Data, vocab_size: int) -> Iterator[Problem]:
     """Every broken rule of sources and documents."""
@@ -24,6 +26,9 @@ def _documents(data: Data, vocab_size: int) -> Iterator[Problem]:
 
 
 def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
+    if len(sources) > MOST_SOURCES:
+        rule = f"has {len(sources):,} sources, and {MOST_SOURCES:,} are the most: every rank opens the files of each"
+        yield Problem(key, rule, "prepare several files of text as one store")
     for i, source in enumerate(sources):
         if not source.path:
             yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")

@@ -27,10 +27,10 @@ exit codes:
   0    done
   1    verify: a difference above the tolerance
   2    bad input, or a stdout that cannot be written to
-  3    stopped on request; the run can be resumed
+  3    stopped by a signal; a run can be resumed
   4    unhealthy training
-  5    lost contact with other ranks
-  130  interrupted from the keyboard
+  5    lost contact with other ranks, or the run folder to another job
+  130  interrupted from the keyboard; train: for the second time
   141  the reader of the output has left
 """
 

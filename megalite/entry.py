@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megalite.config.errors import InputError
 from megalite.output import Lost, give_up, standard_streams
+from megalite.stop import INTERRUPTED, Stopped
 
 TRACEBACK = "MEGALITE_TRACEBACK"  # environment: set, what the system refuses is shown with the place in the code
 
@@ -13,8 +14,8 @@ TRACEBACK = "MEGALITE_TRACEBACK"  # environment: set, what the system refuses is
 def exit_code(command: str, work: Callable[[], int | None]) -> int:
     """Do `work` and return its exit code, or 0.
 
-    2: bad input, a file that the system refuses, or a stdout that cannot be written to, told on stderr; 130:
-    interrupted; 141: the reader of stdout has left.
+    2: bad input, a file that the system refuses, or a stdout that cannot be written to, told on stderr; 3: stopped by a
+    signal; 130: interrupted; 141: the reader of stdout has left.
     """
     standard_streams(give_up)
     try:
@@ -35,6 +36,9 @@ def exit_code(command: str, work: Callable[[], int | None]) -> int:
         where = f"{TRACEBACK}=1 shows where in the code"
         print(f"{command}: error: {error.filename!s:.400}: {error.strerror}; {where}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"{command}: {stopped}", file=sys.stderr)
+        return stopped.code
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED

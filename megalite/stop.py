@@ -2,10 +2,12 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
+STOPPED = 3  # exit code: on request, to be continued
+INTERRUPTED = 130  # exit code, as the shell gives it for SIGINT
 Handler = Callable[[int, FrameType | None], object] | int | None
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -16,22 +18,45 @@ def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler
     return {number: signal.signal(number, handler) for number in heard}
 
 
-def end_at_once(numbers: Iterable[int] = STOP) -> dict[int, Handler]:
-    """Let signals end this process with one line, whatever it is in the middle of; the handlers before.
+def end_at_once(interrupted: int = INTERRUPTED) -> dict[int, Handler]:
+    """Let the signals of `STOP` end this process with one line, whatever it is in the middle of; the handlers before.
 
-    An exception would not do: modules that are being imported may lose it, or make another of it. Of many ranks the
-    first speaks.
+    The exit code is `STOPPED`, that of SIGINT `interrupted`. An exception would not do: modules that are being imported
+    may lose it, or make another of it. Of many ranks the first speaks.
     """
 
     def end(number: int, _: FrameType | None) -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             with suppress(OSError):
                 os.write(2, f"megalite: stopped by {signal.Signals(number).name}\n".encode())
-        os._exit(130 if number == signal.SIGINT else 3)
+        os._exit(interrupted if number == signal.SIGINT else STOPPED)
 
-    before = listen(end, numbers)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a batch script holds them up until there are handlers
+    before = listen(end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # a batch script holds them up until there are handlers
     return before
+
+
+@contextmanager
+def ended_at_once(interrupted: int = INTERRUPTED) -> Iterator[None]:
+    """`end_at_once`, meanwhile."""
+    before = end_at_once(interrupted)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has asked this program to stop, which leaves nothing half-done behind. `code` is the exit code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = INTERRUPTED if number == signal.SIGINT else STOPPED
+
+
+def stop(number: int, _: FrameType | None) -> None:
+    """A handler of signals. Raises Stopped."""
+    raise Stopped(number)
 
 
 def restore(handlers: dict[int, Handler]) -> None:

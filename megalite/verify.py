@@ -29,6 +29,7 @@ from megalite.data.loader import Micros
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
+from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.plan.activations import Activations
 from megalite.plan.batches import global_batches, samples_after
@@ -37,6 +38,7 @@ from megalite.plan.memory import recompute_modes
 from megalite.plan.pipeline import table_of, tables_of
 from megalite.plan.recompute import GIB, MODES, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
+from megalite.stop import ended_at_once
 from megalite.train.build import Job, build
 from megalite.train.step import gradients, update
 
@@ -317,7 +319,7 @@ def run(args: argparse.Namespace) -> int:
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)
     flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
-    with TemporaryDirectory(prefix="megalite-verify-") as logs:
+    with ended_at_once(), TemporaryDirectory(prefix="megalite-verify-") as logs:
         world_size = config.parallel.layout.world_size
         return launch(__name__, [*flags, *args.files, *args.overrides], world_size, Path(logs), shared=__name__)
 
@@ -331,6 +333,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     place = find_place()
     assert place is not None
+    end_when_stopped(place)
     return run_rank(lambda: _rank(place, args), place)
 
 

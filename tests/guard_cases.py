@@ -1,7 +1,6 @@
 """What runs on the ranks in the tests of the guards: jobs in which something goes wrong."""
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from megalite.checkpoint.progress import Progress
 from megalite.config.errors import Unhealthy
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
+from megalite.stop import restore
 from megalite.train import loop, step
 from megalite.train.build import Job
+from megalite.train.guard import Requests
 from megalite.train.loop import train_step
 from megalite.train.step import gradients
 from megalite.verify import random_batch
@@ -99,12 +100,20 @@ def troubled_run(
     return Outcome(notes, error, parts(job), counts(job), asked)
 
 
-def stopped_run(config: Config, folder: Path, number: int, at: int, rank: int) -> tuple[int | None, list[str], bool]:
-    """Train one rank of all; exit code, what was reported, and whether handlers are as they were."""
-    before = signal.getsignal(number)
-    with signalled(number, at, rank):
-        notes, _, _ = run(config, folder)
-    return notes.code, notes.said, signal.getsignal(number) == before
+def stopped_run(config: Config, folder: Path, number: int, at: int, rank: int) -> tuple[int | None, list[str]]:
+    """Train one rank of all; exit code, and what was reported."""
+    requests = Requests()
+
+    def prepare(job: Job) -> None:
+        job.activity.asked = requests.received
+
+    before = requests.listen()
+    try:
+        with signalled(number, at, rank):
+            notes, _, _ = run(config, folder, prepare=prepare)
+    finally:
+        restore(before)
+    return notes.code, notes.said
 
 
 def counts(job: Job) -> set[float]:

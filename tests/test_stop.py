@@ -12,6 +12,7 @@ from megalite.stop import STOP, listen, restore
 
 BEGIN = """
 import importlib, os, sys, time
+sys.argv[1:] = {arguments}
 from {package} import {name}
 
 def import_slowly(module):
@@ -35,16 +36,18 @@ def ignored() -> Iterator[signal.Signals]:
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "number", "code"),
+    ("package", "name", "arguments", "number", "code"),
     [
-        *(("megalite.__main__", "main", number, 130 if number == signal.SIGINT else 3) for number in STOP),
-        ("megalite_tools.commands", "prepare_data", signal.SIGINT, 130),
+        *(("megalite.__main__", "main", ["show"], number, 130 if number == signal.SIGINT else 3) for number in STOP),
+        ("megalite.__main__", "main", ["train"], signal.SIGINT, 3),
+        ("megalite_tools.commands", "prepare_data", [], signal.SIGINT, 130),
+        ("megalite_tools.commands", "prepare_data", [], signal.SIGHUP, 3),
     ],
 )
 def test_a_signal_while_modules_are_imported_ends_a_command_with_one_line(
-    package: str, name: str, number: signal.Signals, code: int
+    package: str, name: str, arguments: list[str], number: signal.Signals, code: int
 ) -> None:
-    program = BEGIN.format(package=package, name=name, number=int(number))
+    program = BEGIN.format(package=package, name=name, arguments=arguments, number=int(number))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", f"megalite: stopped by {number.name}\n")
 

@@ -15,6 +15,7 @@ import torch
 
 from megalite.dist.local import launch
 from megalite.dist.ranks import Place, find_place
+from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.entry import exit_code
 from megalite_tools.results import cpu_name
@@ -47,6 +48,7 @@ def run_on_ranks(
     def run() -> int:
         options, place = parser.parse_args(arguments), find_place()
         if place is not None:
+            end_when_stopped(place)
             return run_rank(lambda: as_rank(place, options), place)
         with TemporaryDirectory(prefix=f"{parser.prog}-") as logs:
             return launch(module, arguments, ranks(options), Path(logs)) or judge(options)

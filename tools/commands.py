@@ -1,24 +1,23 @@
-"""Where the installed programs begin: they hear an interrupt before they import anything that takes time."""
+"""Where the installed programs begin: they hear signals before they import anything that takes time."""
 
-import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from megalite.stop import end_at_once, restore
+from megalite.stop import Stopped, ended_at_once, listen, stop
 
 
 def _program(module: str) -> Callable[[], int]:
     def main() -> int:
-        before = end_at_once([signal.SIGINT])
-        program = import_module(f"megalite_tools.{module}")
-        try:
-            restore(before)  # an exception now, so that the program leaves nothing behind
-            code: int = program.main()
-        except KeyboardInterrupt:  # while it reads its arguments
-            print("interrupted", file=sys.stderr)
-            return 130
-        return code
+        with ended_at_once():
+            program = import_module(f"megalite_tools.{module}")
+            try:
+                listen(stop)  # an exception now, so that the program leaves nothing behind
+                code: int = program.main()
+            except Stopped as stopped:  # while it reads its arguments
+                print(stopped, file=sys.stderr)
+                return stopped.code
+            return code
 
     return main
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import InputError
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.stop import STOP, listen
 from megalite_tools.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
@@ -91,7 +92,7 @@ def _tokenizer(encoding: Encoding) -> Tokenizer:
 
 def _start_worker() -> None:
     Thread(target=_die_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    listen(signal.SIG_IGN, set(STOP) - {signal.SIGTERM})  # what the terminal sends to all is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 

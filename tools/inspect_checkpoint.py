@@ -34,6 +34,7 @@ exit codes:
   1    list, verify: a checkpoint is damaged; show: a value is not finite;
        diff: the tensors differ
   2    bad input, or a checkpoint that cannot be read
+  3    stopped by a signal
   130  interrupted from the keyboard
   141  the reader of the output has left
 """

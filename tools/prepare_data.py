@@ -4,8 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from hashlib import blake2b
 
@@ -18,6 +17,7 @@ from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, sweep, token_dtype
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite.entry import exit_code
+from megalite.stop import listen, restore
 from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 from megalite_tools.encode import Encoding, encode_texts
 from megalite_tools.opened import format_of
@@ -26,9 +26,8 @@ COMMAND = "megalite-prepare-data"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: written; 2: bad input; 130: interrupted. Then nothing is left behind."""
-    with _terminated_as_interrupted():
-        return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
+    """Exit code 0: written; 2: bad input; 3 or 130: stopped by a signal. Then nothing is left behind."""
+    return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
 
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:
@@ -90,7 +89,7 @@ def _prepare(options: argparse.Namespace) -> None:
     splits = ("_train", "_valid") if options.valid_fraction else ("",)
     for leftover in {"", "_train", "_valid"}.difference(splits):
         sweep(f"{options.out}{leftover}")
-    with ExitStack() as stack:
+    with ExitStack() as late, ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
         writers = [
             stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources))
@@ -116,8 +115,7 @@ def _prepare(options: argparse.Namespace) -> None:
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
         for writer in writers:  # all that can fail happens before the first store appears
             writer.seal()
-        for number in (signal.SIGINT, signal.SIGTERM):  # too late: all stores appear, or none
-            signal.signal(number, signal.SIG_IGN)
+        late.callback(restore, listen(signal.SIG_IGN))  # from here on: all stores appear, or none
     _report(writers, skipped)
 
 
@@ -139,18 +137,6 @@ def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
             print("  this split is empty: raise --valid-fraction or give more documents")
     for line in skipped.lines():
         print(f"skipped {line}")
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM like Ctrl-C, so that temporary files are removed."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

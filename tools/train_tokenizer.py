@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from megalite.config.errors import InputError
 from megalite.config.files import exists, write_whole
 from megalite.entry import exit_code
+from megalite.stop import STOP, Handler, listen, restore
 from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 
 COMMAND = "megalite-train-tokenizer"
@@ -107,8 +109,15 @@ def _train(options: argparse.Namespace) -> None:
         first = next(texts, None)
         if first is None:
             raise InputError(skipped.nothing_kept())
-        told = _then(chain([first], texts), lambda: progress.reset(task, total=None, description="learning"))
-        model = train_model(told, options.vocab_size, options.type, options.lines)
+
+        def learn() -> None:
+            progress.reset(task, total=None, description="learning")
+            # SentencePiece lets no handler run, and nothing is left behind yet: let the system end this process.
+            previous.update(listen(signal.SIG_DFL, set(STOP) - {signal.SIGINT}))
+
+        previous: dict[int, Handler] = {}
+        model = train_model(_then(chain([first], texts), learn), options.vocab_size, options.type, options.lines)
+        restore(previous)
         progress.update(task, total=1, completed=1)
     write_whole(out, model)
     print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {len(files):,} files")

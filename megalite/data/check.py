@@ -15,6 +15,7 @@ from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
 from megalite.data.store import Scan, TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
+from megalite.output import warn
 
 LOOKED_AT = 64  # documents of a described store whose last token is read
 SILENT = 10.0  # seconds between two words on a scan
@@ -37,25 +38,58 @@ class Known:
     description: Description | None
 
 
-def check_data(data: Data, vocab_size: int, memory: Path, tick: Callable[[], None] = lambda: None) -> Checked:
+class Scans:
+    """What scans of stores have found, kept in a file by the store's fingerprint. A file that is no good is as none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.changed = False
+        try:
+            self.stores: dict[str, Any] = dict(read_object(path, MOST_REMEMBERED)["stores"])
+        except (InputError, KeyError, TypeError, ValueError):
+            self.stores = {}
+
+    def of(self, store: TokenStore, tick: Callable[[], None]) -> Scan:
+        """Read `store`, unless that has been done and it was not changed since."""
+        modified = [path.stat().st_mtime_ns for path in store_files(store.prefix)]
+        key = store.fingerprint()
+        entry = self.stores.get(key)
+        if isinstance(entry, dict) and entry.get("modified") == modified:
+            largest, end = entry.get("largest_id"), entry.get("end_of_document")
+            if type(largest) is int and (end is None or type(end) is int):
+                return Scan(largest, end)
+        scan = store.verify(advanced=_Telling(store, tick))
+        self.stores[key] = {"modified": modified} | asdict(scan)
+        self.changed = True
+        return scan
+
+    def keep(self) -> None:
+        """Write what is new into the file. Warns where that cannot be: the next start scans again."""
+        if not self.changed:
+            return
+        try:
+            write_object(self.path, {"stores": self.stores})
+        except InputError as error:
+            warn(f"{error}; the next start will read the data once more")
+
+
+def check_data(data: Data, vocab_size: int, scans: Scans, tick: Callable[[], None] = lambda: None) -> Checked:
     """Refuse tokenizers and stores that do not belong together or to a model of `vocab_size`.
 
-    A store without a description is read whole, once: what is found is kept in the file `memory`. tick: called as
-    that goes on. Raises InputError with every problem.
+    A store without a description is read whole, unless `scans` has that; they are not written. tick: called as that
+    goes on. Raises InputError with every problem.
     """
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
-    remembered = _Memory(memory)
     lists = {"data.train": data.train, "data.valid": data.valid}
     sources = [(f"{key}[{i}].path", source.path) for key, listed in lists.items() for i, source in enumerate(listed)]
     stores = {path: TokenStore(path) for _, path in sources}
-    known = {path: _know(store, remembered, tick) for path, store in stores.items()}
+    known = {path: _know(store, scans, tick) for path, store in stores.items()}
     end = _end_of_document(data, known, tokenizer)
     problems = [*_tokenizer_problems(data, tokenizer, vocab_size), *_end_problems(data, end, stores, vocab_size)]
     for key, path in sources:
         problems += _problems(key, path, known[path], data, vocab_size)
     if problems:
         raise InputError(problems)
-    remembered.write()
     return Checked(end, tuple(_warnings(data, end, stores, known)))
 
 
@@ -77,11 +111,11 @@ def checked_description(store: TokenStore) -> Description | None:
     return found
 
 
-def _know(store: TokenStore, memory: "_Memory", tick: Callable[[], None]) -> Known:
+def _know(store: TokenStore, scans: Scans, tick: Callable[[], None]) -> Known:
     description = checked_description(store)
     if description is not None:
         return Known(Scan(description.largest_id, description.end_of_document), description)
-    return Known(memory.scan(store, tick), None)
+    return Known(scans.of(store, tick), None)
 
 
 def _end_of_document(data: Data, known: dict[str, Known], tokenizer: Tokenizer | None) -> int | None:
@@ -137,36 +171,6 @@ def _warnings(data: Data, end: int | None, stores: dict[str, TokenStore], known:
             yield f"{path}: documents end {found}, not with {end}; where they begin is taken from {path}.idx"
         else:
             yield f"{path}: does not end with the end-of-document token {end}; is it the right one?"
-
-
-class _Memory:
-    """What scans have found, in a file, by the store's fingerprint. A file that is no good is as none."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.changed = False
-        try:
-            self.stores: dict[str, Any] = dict(read_object(path, MOST_REMEMBERED)["stores"])
-        except (InputError, KeyError, TypeError, ValueError):
-            self.stores = {}
-
-    def scan(self, store: TokenStore, tick: Callable[[], None]) -> Scan:
-        """Read `store`, unless that has been done and it was not changed since."""
-        modified = [path.stat().st_mtime_ns for path in store_files(store.prefix)]
-        key = store.fingerprint()
-        entry = self.stores.get(key)
-        if isinstance(entry, dict) and entry.get("modified") == modified:
-            largest, end = entry.get("largest_id"), entry.get("end_of_document")
-            if type(largest) is int and (end is None or type(end) is int):
-                return Scan(largest, end)
-        scan = store.verify(advanced=_Telling(store, tick))
-        self.stores[key] = {"modified": modified} | asdict(scan)
-        self.changed = True
-        return scan
-
-    def write(self) -> None:
-        if self.changed:
-            write_object(self.path, {"stores": self.stores})
 
 
 class _Telling:

@@ -18,7 +18,7 @@ from megalite.dist.forked import Forked
 from megalite.dist.host import check_ranks
 from megalite.imports import import_for_good
 from megalite.output import Outlet
-from megalite.stop import STOP, end_at_once, listen, restore
+from megalite.stop import STOP, listen, restore
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
 LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
@@ -54,38 +54,35 @@ def launch(
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
     process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver
-    nor threads survive a fork. A signal before there are ranks ends this process at once. importing: entered while
-    that module is imported, which takes a minute on some file systems; it leaves no thread behind.
+    nor threads survive a fork. importing: entered while that module is imported, which takes a minute on some file
+    systems; it leaves no thread behind.
     """
     check_ranks(world_size)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    previous = end_at_once()
     start = _spawn
     if shared is not None and sys.platform == "linux":
         with importing or nullcontext():
             import_for_good(shared)
         start = _fork
-    with _temporary_folder() as meeting:
+    with _temporary_folder() as meeting, ExitStack() as handing_on:
         ranks: list[Process] = []
         try:
-            with ExitStack() as handing_on:
-                with _blocked():
-                    handing_on.enter_context(_handing_on(ranks))
-                    for rank in range(world_size):
-                        environment = _environment(rank, world_size, Path(meeting))
-                        log = None if rank == 0 else log_file(logs, rank)
-                        try:
-                            ranks.append(start(module, arguments, environment, log))
-                        except OSError as error:
-                            _kill(ranks)
-                            ranks.clear()  # their open files are needed to clean up
-                            raise _no_more(rank, world_size, error) from error
-                failed = _wait(ranks)
-                _stop(ranks)
+            with _blocked():
+                handing_on.enter_context(_handing_on(ranks))
+                for rank in range(world_size):
+                    environment = _environment(rank, world_size, Path(meeting))
+                    log = None if rank == 0 else log_file(logs, rank)
+                    try:
+                        ranks.append(start(module, arguments, environment, log))
+                    except OSError as error:
+                        _kill(ranks)
+                        ranks.clear()  # their open files are needed to clean up
+                        raise _no_more(rank, world_size, error) from error
+            failed = _wait(ranks)
+            _stop(ranks)
         finally:
             _kill(ranks)
-            restore(previous)
         return _explain(ranks, failed, Path(meeting), logs) if failed else 0
 
 

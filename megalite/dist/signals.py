@@ -8,7 +8,7 @@ import sys
 from megalite.dist.last_words import log, tell
 from megalite.dist.local import LAUNCHER, MEETING
 from megalite.dist.ranks import Place
-from megalite.stop import STOP, listen
+from megalite.stop import INTERRUPTED, STOP, STOPPED, listen
 
 
 def die_with_launcher() -> None:
@@ -21,19 +21,22 @@ def die_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop_before_first_step(place: Place) -> None:
-    """End with exit code 3 when asked to stop, until the training loop listens itself: there is nothing to save yet.
+def end_when_stopped(place: Place, when: str = "", interrupted: int = INTERRUPTED) -> None:
+    """End this rank as soon as it is asked to stop: with exit code `STOPPED`, or `interrupted` after SIGINT.
 
-    The other ranks are asked as well, so rank 0 speaks where no launcher of ours picks the one to speak.
+    when: added to the message. The other ranks are asked as well, so rank 0 speaks where no launcher of ours picks the
+    one to speak.
     """
 
     def stop(number: int, frame: object) -> None:
-        text = f"stopped by {signal.Signals(number).name} before the first step"
+        text, code = f"stopped by {signal.Signals(number).name}{when}", STOPPED
+        if number == signal.SIGINT:
+            code = interrupted
         log.error(text)
         if place.rank == 0 or MEETING in os.environ:
-            tell(3, text, place)
+            tell(code, text, place)
             sys.stderr.flush()
-        os._exit(3)
+        os._exit(code)
 
     listen(stop)
     hear()

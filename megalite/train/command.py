@@ -13,15 +13,16 @@ from megalite.config.load import load
 from megalite.config.rules.optim import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
-from megalite.data.check import check_data
+from megalite.data.check import Scans, check_data
 from megalite.dist.host import host_memory, on_cpus
 from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import Place, find_place, let_others_speak
-from megalite.dist.signals import die_with_launcher, stop_before_first_step
+from megalite.dist.signals import die_with_launcher, end_when_stopped
 from megalite.imports import import_for_good
 from megalite.output import warn
 from megalite.plan.fit import check_memory, planned
+from megalite.stop import STOPPED, ended_at_once
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
 from megalite.train.sources import as_remembered, open_samples
@@ -31,43 +32,18 @@ WORKER = "megalite.train.worker"
 
 def run(args: argparse.Namespace) -> int:
     """Train, or with `args.check` only tell what would start; the exit code."""
-    found = find_place()
-    place = None if args.check else found
-    if place is not None:
-        die_with_launcher()
-        stop_before_first_step(place)
+    place = find_place()
+    if args.check or place is None:
+        with ended_at_once(STOPPED):
+            return _launch(args, _ranks(args.world_size, place))
+    die_with_launcher()
+    end_when_stopped(place, " before the first step", STOPPED)
     try:
-        config = _checked(args, _ranks(args.world_size, found))
-        folder, world_size = Folder.of(config), config.parallel.layout.world_size
-        folder.check(world_size)
-        step = _first_step(config, folder) if place is None else 0
-        without_gpu = on_cpus(config.run.device)
-        if LAUNCHER not in os.environ and (place is None or place.rank == 0):  # else the launcher has told
-            for doubt in doubts(config):
-                warn(str(doubt))
-        if place is None and args.world_size is None and without_gpu:  # else ranks may be on several hosts
-            _compare_with_memory(config)
-        with _owning(folder, place) as lock:
-            check_start(config, folder.checkpoints)
-            folder.make()
-            if args.check:
-                print(f"ranks   {world_size}\nlayout  {config.parallel.layout}\nfolder  {folder.path}")
-                print(f"steps   {step} to {config.train.steps}")
-                return 0
-            if place is not None:
-                with _guarding(lock, place) as check_owner:
-                    # By name and only now: bad input is answered without waiting for torch.
-                    code: int = import_for_good(WORKER).run(place, config, check_owner)
-                    return code
-            assert lock is not None, "a launcher takes it"
-            arguments, shared = ["train", *args.files, *args.overrides], WORKER if without_gpu else None
-            # Who loses the lock meanwhile cannot pass it on, and rank 0 says so.
-            return launch("megalite.cli", arguments, world_size, folder.logs, shared, lock.beating(lambda _: None))
+        return _be_rank(args, place)
     except InputError:
-        if place is not None:
-            if place.rank != 0:
-                let_others_speak(2)
-            note_outcome(2)
+        if place.rank != 0:
+            let_others_speak(2)
+        note_outcome(2)
         raise
 
 
@@ -82,6 +58,58 @@ def _ranks(asked: int | None, found: Place | None) -> int | None:
     return found.world_size
 
 
+def _launch(args: argparse.Namespace, ranks: int | None) -> int:
+    """Check all that ranks will need; then start them, or with `args.check` write nothing and start nothing.
+
+    ranks: their number, where it is told.
+    """
+    config = _checked(args, ranks)
+    folder, world_size = Folder.of(config), config.parallel.layout.world_size
+    folder.check(world_size)
+    scans = Scans(folder.data)
+    step = _first_step(config, folder, scans)
+    without_gpu = on_cpus(config.run.device)
+    _tell_doubts(config)
+    if args.world_size is None and without_gpu:  # else ranks may be on several hosts
+        _compare_with_memory(config)
+    if args.check:
+        if (owner := Lock.holder(folder.path)) is not None:
+            warn(f"{folder.path}: {owner} has locked this folder; while it is alive, no other job is let in")
+        print(f"ranks   {world_size}\nlayout  {config.parallel.layout}\nfolder  {folder.path}")
+        print(f"steps   {step} to {config.train.steps}")
+        return 0
+    with _owning(folder) as lock:
+        check_start(config, folder.checkpoints)
+        folder.make()
+        scans.keep()
+        arguments, shared = ["train", *args.files, *args.overrides], WORKER if without_gpu else None
+        # Who loses the lock meanwhile cannot pass it on, and rank 0 says so.
+        return launch("megalite.cli", arguments, world_size, folder.logs, shared, lock.beating(lambda _: None))
+
+
+def _be_rank(args: argparse.Namespace, place: Place) -> int:
+    """Be one rank of the job; the first one owns the run folder, which the others touch when they have met it."""
+    config = _checked(args, _ranks(args.world_size, place))
+    folder = Folder.of(config)
+    folder.check(place.world_size)
+    if place.rank != 0:
+        return _worker(place, config, lambda: None)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None:  # else it has told
+        _tell_doubts(config)
+    with _owning(folder, None if launcher is None else int(launcher)) as lock:
+        check_start(config, folder.checkpoints)
+        folder.make()
+        with _guarding(lock, place) as check_owner:
+            return _worker(place, config, check_owner)
+
+
+def _worker(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
+    # By name and only now: bad input is answered without waiting for torch.
+    code: int = import_for_good(WORKER).run(place, config, check_owner)
+    return code
+
+
 def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
     """The configuration, if it can work and the files that it names are there."""
     config = check(load(args.files, args.overrides), world_size)
@@ -89,9 +117,9 @@ def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
     return planned(config)
 
 
-def _first_step(config: Config, folder: Folder) -> int:
+def _first_step(config: Config, folder: Folder, scans: Scans) -> int:
     """The step that training goes on from, if data and checkpoint are what every rank will need."""
-    check_data(config.data, config.model.vocab_size, folder.data)
+    check_data(config.data, config.model.vocab_size, scans)
     train = open_samples(config, config.data.train)
     if config.data.valid:
         open_samples(config, config.data.valid)
@@ -100,16 +128,13 @@ def _first_step(config: Config, folder: Folder) -> int:
 
 
 @contextmanager
-def _owning(folder: Folder, place: Place | None) -> Iterator[Lock | None]:
-    """Let no other job into the run folder meanwhile. Yields the lock, None on ranks that need none.
+def _owning(folder: Folder, launcher: int | None = None) -> Iterator[Lock]:
+    """Let no other job into the run folder meanwhile. Raises InputError where another job has it.
 
-    A local launcher takes the lock before it starts ranks, and passes it on to rank 0, which is the one that writes.
-    Raises InputError where another job has it.
+    launcher: the process id of a local launcher. It takes the lock before it starts ranks, and passes it on to rank 0,
+    which is the one that writes.
     """
-    if place is not None and place.rank != 0:
-        yield None
-        return
-    lock = Lock.take(folder.path, int(os.environ[LAUNCHER]) if place and LAUNCHER in os.environ else None)
+    lock = Lock.take(folder.path, launcher)
     try:
         yield lock
     finally:
@@ -117,11 +142,8 @@ def _owning(folder: Folder, place: Place | None) -> Iterator[Lock | None]:
 
 
 @contextmanager
-def _guarding(lock: Lock | None, place: Place) -> Iterator[Callable[[], None]]:
+def _guarding(lock: Lock, place: Place) -> Iterator[Callable[[], None]]:
     """Give signs of life meanwhile. Yields what ends this process if another job has come in all the same."""
-    if lock is None:
-        yield lambda: None
-        return
     end = partial(_end, place)
 
     def check() -> None:
@@ -139,6 +161,12 @@ def _end(place: Place, text: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(5)
+
+
+def _tell_doubts(config: Config) -> None:
+    """Warn of what may not be meant."""
+    for doubt in doubts(config):
+        warn(str(doubt))
 
 
 def _compare_with_memory(config: Config) -> None:

@@ -18,7 +18,7 @@ from megalite.config.errors import Unhealthy
 from megalite.config.schema import Config, Train
 from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, joined, latest_batches
-from megalite.stop import Handler, listen, restore
+from megalite.stop import Handler, listen
 from megalite.train.build import Job
 from megalite.train.signs import Reading, Signs
 
@@ -103,21 +103,14 @@ def rolled_back(saved: Progress, progress: Progress, judged: Judged, config: Con
 
 
 class Requests:
-    """Signals by which this rank is asked to stop after the step under way; a context manager of the main thread.
-
-    A second SIGINT raises KeyboardInterrupt.
-    """
+    """Signals that ask this rank to stop after the step under way. A second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: set[int] = set()
-        self._previous: dict[int, Handler] = {}
 
-    def __enter__(self) -> "Requests":
-        self._previous = listen(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore(self._previous)
+    def listen(self) -> dict[int, Handler]:
+        """Note signals from now on, in the main thread; the handlers before."""
+        return listen(self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and number in self.received:

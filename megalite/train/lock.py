@@ -59,16 +59,17 @@ class Owner:
         slurm, torchrun = environment.get("SLURM_JOB_ID"), environment.get("TORCHELASTIC_RUN_ID")
         names = [f"Slurm job {slurm}"] * bool(slurm)
         names += [f"torchrun {torchrun}"] * (torchrun not in (None, "", "none"))  # none: it was given no id
+        job = "".join(character if character.isprintable() else "?" for character in ", ".join(names))
         attempts = [environment.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
         now, pid = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"), os.getpid()
-        return Owner(socket.gethostname(), _machine(), pid, _began(pid) or 0, ", ".join(names), ".".join(attempts), now)
+        return Owner(socket.gethostname(), _machine(), pid, _began(pid) or 0, job, ".".join(attempts), now)
 
     @staticmethod
     def parse(text: str) -> "Owner | None":
-        """The inverse of writing one as JSON; None for anything else."""
+        """The inverse of writing one as JSON; None for anything else, and for what could steer a terminal."""
         with suppress(ValueError, RecursionError):
             found = json.loads(text)
-            if not any(misfits(found, OWNER, "")):
+            if not any(misfits(found, OWNER, "")) and all(str(value).isprintable() for value in found.values()):
                 return Owner(**found)
         return None
 
@@ -101,7 +102,7 @@ class Seen:
 
     number: int  # the highest; 0: there was none yet
     free: bool
-    owner: Owner | None = None  # None: not told
+    owner: Owner | None = None  # None: not told, or free
     beat: int = 0  # the time of its file, on whatever clock
 
 
@@ -126,6 +127,18 @@ class Lock:
         except OSError as error:
             remedy = f"make {run} a folder that can be written to, or set run.dir"
             raise InputError(f"{folder}: cannot be read and written: {error.strerror}; {remedy}") from error
+
+    @staticmethod
+    def holder(run: Path) -> Owner | None:
+        """Who may be at work in the folder `run`, told by one look that changes nothing; None: nobody, or not told.
+
+        An earlier attempt of this process's job is nobody.
+        """
+        try:
+            owner = _look(run / "lock").owner
+        except OSError:
+            return None
+        return None if owner is None or owner.alive is False or owner.same_job_as(Owner.this()) else owner
 
     def lost(self) -> str:
         """To whom the lock was lost, as a message; "": it is held. Raises OSError where that cannot be told."""
@@ -186,27 +199,28 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
         passed_on = owner is not None and (owner.machine, owner.pid) == (me.machine, launcher)
         silent = alive is None and still >= (SUCCESSOR if same_job else LOOKS)
         gone = seen.free or alive is False or silent
-        if (gone or passed_on) and _create(folder, seen.number + 1, me):
-            return Lock(folder, seen.number + 1, me)
-        if gone or passed_on:  # somebody was quicker
-            before = None
-            continue
-        if (alive or (before is not None and not still)) and not (same_job and looks < LOOKS):
+        if gone or passed_on:
+            if _create(folder, seen.number + 1, me):
+                return Lock(folder, seen.number + 1, me)
+            before = None  # somebody was quicker, or NFS has given an old list of the folder
+        elif (alive or (before is not None and not still)) and not (same_job and looks < LOOKS):
             raise InputError(
                 f"{folder.parent}: another job trains in this folder, {owner or 'which has not told its name'}; "
                 "stop that one or wait for its end, or give run.name another name"
             )
+        else:
+            before = seen
         if looks == TOLD:
             told = f"megalite: {folder.parent}: {owner or 'another job'} has locked this folder"
             print(f"{told}; waiting up to {LOOKS * LOOK:.0f} s to see whether it is alive", file=sys.stderr, flush=True)
-        before, looks = seen, looks + 1
+        looks += 1
         time.sleep(LOOK)
 
 
 def _create(folder: Path, number: int, me: Owner) -> bool:
     """Whether `me` now owns the folder: no other process has created the file of this number, or of a higher one."""
     try:
-        with (folder / str(number)).open("x") as file:
+        with (folder / str(number)).open("x", encoding="utf-8") as file:
             json.dump(asdict(me), file)
             file.flush()
             os.fsync(file.fileno())
@@ -270,7 +284,8 @@ def _machine() -> str:
 def _began(pid: int) -> int | None:
     """When a process was started, in ticks since boot; -1: it has ended and waits to be noticed. None: not told."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The name of the process comes before the last parenthesis, in bytes that need be no text.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return None
     return -1 if fields[0] in "ZX" else int(fields[19])

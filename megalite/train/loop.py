@@ -12,13 +12,12 @@ from megalite.checkpoint.save import Failed, Saver
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.plan.batches import GlobalBatch, global_batches
+from megalite.stop import STOPPED
 from megalite.train.build import Job
-from megalite.train.guard import Guard, Judged, Requests
+from megalite.train.guard import Guard, Judged
 from megalite.train.metrics import Meter
-from megalite.train.report import Record, Report
+from megalite.train.report import Record, Report, scaled
 from megalite.train.step import evaluate, train_step
-
-STOPPED = 3  # exit code: on request, to be continued
 
 
 @dataclass(frozen=True)
@@ -38,37 +37,34 @@ def train(
     reload: Callable[..., Progress | None],
     report: Report | None,
 ) -> int:
-    """Train from `start` to `train.steps`, on every rank; the exit code.
+    """Train from `start` to `train.steps`, or until a rank is asked to stop; on every rank; the exit code.
 
     reload: continues from the newest checkpoint if there is one, given a step from one before it. report: on the rank
     that reports. Raises Unhealthy when a guard ends the run.
     """
     last = job.config.train.steps
-    guard = Guard(job, start)
-    with Requests() as requests:
-        job.activity.asked = requests.received
-        if start.step == 0:
-            _validate(job, batches, 0, report)
-        while guard.progress.step < last and not guard.stopped_by:
-            taken_back = _train(job, batches, saver, report, guard, requests)
-            if taken_back is not None:
-                job.activity("rolling back")
-                with _telling_saves(report, saver, guard.progress.step):
-                    saver.settle()
-                guard.roll_back(taken_back, reload)
-                _tell_rollback(report, taken_back, guard.progress)
-        job.activity("saving")
-        with _telling_saves(report, saver, guard.progress.step):
-            saver.finish()
+    guard, taken_back = Guard(job, start), None
+    if start.step == 0:
+        _validate(job, batches, 0, report)
+    # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
+    while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
+        taken_back = _train(job, batches, saver, report, guard)
+        if taken_back is not None:
+            job.activity("rolling back")
+            with _telling_saves(report, saver, guard.progress.step):
+                saver.settle()
+            guard.roll_back(taken_back, reload)
+            _tell_rollback(report, taken_back, guard.progress)
+    job.activity("saving")
+    with _telling_saves(report, saver, guard.progress.step):
+        saver.finish()
     if guard.progress.step < last:
         _tell_stop(report, guard)
         return STOPPED
     return 0
 
 
-def _train(
-    job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard, requests: Requests
-) -> Judged | None:
+def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard) -> Judged | None:
     """Train to the end, to a request to stop, or to a step that is to be taken back: that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
     meter = Meter(job)
@@ -76,7 +72,7 @@ def _train(
     wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
         job.activity.step = step
-        guard.watch(step, batch, train_step(job, micros, step - 1, requests.received))
+        guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
 
         sections = config.log, config.eval, config.checkpoint
         logs, evaluates, saves = (_due(step, section.interval, last) for section in sections)
@@ -190,7 +186,7 @@ def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
             text = f"the checkpoint of step {news.step} could not be written: {news.error}"
             report.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
         else:
-            text = f"saved {news.path}: {news.bytes / 1e6:,.1f} MB in {news.seconds:.1f} s"
+            text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
             size = {"bytes": news.bytes, "seconds": news.seconds}
             report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
 

@@ -22,7 +22,7 @@ from megalite.checkpoint.together import Together
 from megalite.config.convert import same_everywhere
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
-from megalite.data.check import check_data
+from megalite.data.check import Checked, Scans, check_data
 from megalite.data.loader import Loader
 from megalite.dist.activity import Activity
 from megalite.dist.host import host_memory
@@ -38,6 +38,7 @@ from megalite.plan.batches import samples_after
 from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
 from megalite.train.build import Job, build
 from megalite.train.folder import Folder
+from megalite.train.guard import Requests
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
 from megalite.train.report import Report
@@ -88,7 +89,7 @@ def _train(
     check_attention(config, device)
     together = Together()
     activity("checking the data")  # rank 0 does; a local launcher has refused what it could before there were ranks
-    checked = together.once(partial(check_data, config.data, config.model.vocab_size, folder.data, activity.tick))
+    checked = together.once(partial(check_and_keep, config, folder, activity.tick))
     if config.data.mask_documents:
         config = replace(config, data=replace(config.data, end_of_document=checked.end_of_document))
     if place.rank == 0:
@@ -108,6 +109,9 @@ def _train(
     restorer = Restorer(state, config, data, together, job.activity.tick, check_owner)
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)
+    requests = Requests()
+    activity.asked = requests.received
+    requests.listen()
     with Saver(state, config, data, folder.checkpoints, together, job.activity.tick, check_owner) as saver:
         places = gather_places(mesh)
         if place.rank != 0:
@@ -122,6 +126,14 @@ def _train(
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
                 report.event(report.step, "done", text)
             return code
+
+
+def check_and_keep(config: Config, folder: Folder, tick: Callable[[], None]) -> Checked:
+    """`check_data` of a run, in whose folder it leaves what it had to read the data for. Raises InputError."""
+    scans = Scans(folder.data)
+    checked = check_data(config.data, config.model.vocab_size, scans, tick)
+    scans.keep()
+    return checked
 
 
 def outcome(steps: int, first: int) -> str:

@@ -12,7 +12,7 @@ from test_data_tokenizer import sentence_piece_model
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Data, Source
-from megalite.data.check import Checked, check_data
+from megalite.data.check import Checked, Scans, check_data
 from megalite.data.description import TokenizerFile
 from megalite.data.store import StoreWriter, TokenStore
 from megalite.data.tokenizer import tokenizer_hash
@@ -34,7 +34,10 @@ Check = Callable[..., Checked]
 def check(tmp_path: Path) -> Check:
     def call(*paths: object, vocab_size: int = VOCABULARY, **data: object) -> Checked:
         sources = [Source(str(path)) for path in paths]
-        return check_data(Data(train=sources, **data), vocab_size, tmp_path / "run" / "data.json")  # type: ignore[arg-type]
+        scans = Scans(tmp_path / "run" / "data.json")
+        checked = check_data(Data(train=sources, **data), vocab_size, scans)  # type: ignore[arg-type]
+        scans.keep()
+        return checked
 
     return call
 

@@ -186,6 +186,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(
 ) -> None:
     program("""
         def stop(number, frame):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent once the other rank has ended
             (folder / f"stopped {rank}").write_text(str(int(number)))
             wait_for("stopped 0", "stopped 1")
             sys.exit(3)

@@ -14,7 +14,8 @@ import pytest
 from megalite.data.description import Description, SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, TokenStore
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
-from megalite_tools import prepare_data
+from megalite.stop import STOP
+from megalite_tools import commands, prepare_data
 from megalite_tools.encode import Encoded
 from megalite_tools.prepare_data import in_validation, main
 
@@ -223,8 +224,8 @@ def test_either_both_splits_appear_or_neither(
     assert names(out) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_leaves_nothing(
+@pytest.mark.parametrize("number", STOP)
+def test_a_signal_leaves_nothing(
     out: Path,
     corpus: Path,
     tokenizer_file: Path,
@@ -243,8 +244,11 @@ def test_an_interruption_leaves_nothing(
     monkeypatch.setattr(prepare_data, "read_texts", interrupted)
     monkeypatch.setattr("megalite_tools.encode.BATCH_DOCUMENTS", 10)
     arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
-    assert main(arguments) == 130
-    assert "interrupted" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["megalite-prepare-data", *arguments])
+    before = [signal.getsignal(number) for number in STOP]
+    assert commands.prepare_data() == (130 if number == signal.SIGINT else 3)
+    assert capsys.readouterr().err.splitlines()[-1] == f"megalite-prepare-data: stopped by {number.name}"
+    assert [signal.getsignal(number) for number in STOP] == before
     assert len(seen) == 1
     assert [name.startswith(".p.partial") for name in seen[0]] == [True]
     assert names(out) == []

@@ -310,23 +310,49 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
     assert (place / "runs/killed/lock/2.free").exists()
 
 
-def test_a_second_job_is_refused_and_touches_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_job_is_refused_and_touches_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does a check, which tells of the first."""
     monkeypatch.chdir(place)
-    folder = Path("runs/base")
+    write_store(Path("data/scanned"), 200)
+    Path("data/scanned.json").unlink()
+    folder, more = Path("runs/base"), ["train.steps=16", "data.valid=[{path: data/scanned}]"]
     held = Lock.take(folder)
 
     def changes() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
 
     before = changes()
-    done = train(place, *BASE, "train.steps=16")
+    done = train(place, *BASE, *more)
     assert (done.returncode, done.stdout) == (2, "")
     told = f"megalite: error: runs/base: another job trains in this folder, process {os.getpid()} on "
     assert done.stderr.startswith(told)
     assert done.stderr.count("\n") == 1
-    assert main(["train", "toy.yaml", "--check", *BASE]) == 2, "before a launcher starts ranks"
+    assert main(["train", "toy.yaml", "--check", *BASE, *more]) == 0
+    assert f"megalite: warning: runs/base: process {os.getpid()} on " in capsys.readouterr().err
     assert changes() == before
     held.free()
+
+
+def test_what_was_read_of_the_data_is_kept_or_a_warning_given(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    write_store(Path("data/unread"), 2000)
+    Path("data/unread.json").unlink()
+    monkeypatch.setattr("megalite.train.command.launch", lambda *_: 0)
+    arguments = ["train", "toy.yaml", "run.name=scanning", "data.train=[{path: data/unread}]"]
+    remembered = Path("runs/scanning/data.json")
+    assert main([*arguments, "--check"]) == 0
+    assert not Path("runs/scanning").exists()
+    remembered.mkdir(parents=True)
+    assert main(arguments) == 0
+    assert "data.json: cannot be written: Is a directory; the next start will read" in capsys.readouterr().err
+    remembered.rmdir()
+    assert main(arguments) == 0
+    assert len(json.loads(remembered.read_text())["stores"]) == 1
+    assert capsys.readouterr().err == ""
 
 
 def wait_for_line(path: Path, job: subprocess.Popen[str]) -> None:
@@ -374,8 +400,7 @@ def test_a_check_tells_what_would_start_or_why_not(
     shown = capsys.readouterr()
     assert code == (0 if told.endswith("\n") else 2), shown.err
     assert told.format(run="runs/checked") in (shown.out if code == 0 else shown.err)
-    assert Path("runs/checked/logs").exists() == (code == 0 and "run.name=base" not in arguments)
-    shutil.rmtree("runs/checked", ignore_errors=True)
+    assert not Path("runs/checked").exists()
 
 
 def test_bad_data_is_told_before_ranks_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from megalite.checkpoint.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config, Log, Train
 from megalite.plan.batches import GlobalBatch
+from megalite.stop import restore
 from megalite.train import guard
 from megalite.train.guard import FLOOR, Judged, Requests, advanced, is_spike, rolled_back
 from megalite.train.signs import Reading
@@ -297,7 +298,7 @@ def test_a_request_that_is_seen_a_step_late_is_obeyed_after_the_step_under_way(
     monkeypatch.setattr(guard, "left_under_way", lambda _: 1)
     settings = replace(config(), checkpoint=Checkpoint(interval=8), log=Log(interval=8))
     with one_rank():
-        code, said, _ = stopped_run(settings, tmp_path, signal.SIGTERM, 2, 0)
+        code, said = stopped_run(settings, tmp_path, signal.SIGTERM, 2, 0)
     assert (code, said[-1].partition(",")[0]) == (3, "stopped by SIGTERM after step 4")
     assert alone(settings, tmp_path).asked == samples(4, 5, 6, 7)
 
@@ -305,8 +306,8 @@ def test_a_request_that_is_seen_a_step_late_is_obeyed_after_the_step_under_way(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     with one_rank():
-        code, said, restored = stopped_run(config(), tmp_path, number, 3, 0)
-    assert (code, restored) == (3, True)
+        code, said = stopped_run(config(), tmp_path, number, 3, 0)
+    assert code == 3
     assert said[-1] == f"stopped by {number.name} after step 4, which is saved; the same command continues"
     assert [step_of(path) for path in complete(tmp_path)] == [2, 4]
     assert alone(config(), tmp_path).asked == samples(4, 5, 6, 7)
@@ -314,24 +315,26 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(number: signal.S
 
 def test_ranks_agree_to_stop_though_one_alone_was_asked(tmp_path: Path, ranks: Ranks) -> None:
     found = ranks.run(stopped_run, config(Layout(pp=2, dp_shard=2, tp=2)), tmp_path, signal.SIGUSR1, 4, 5)
-    assert {(code, restored) for code, _, restored in found} == {(3, True)}
-    assert {said[-1] for _, said, _ in found} == {
-        "stopped by SIGUSR1 after step 5, which is saved; the same command continues"
-    }
+    last = "stopped by SIGUSR1 after step 5, which is saved; the same command continues"
+    assert {(code, said[-1]) for code, said in found} == {(3, last)}
     assert [step_of(path) for path in complete(tmp_path)] == [2, 4, 5]
 
 
 def test_a_request_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
     with one_rank():
-        code, said, _ = stopped_run(config(), tmp_path, signal.SIGTERM, 8, 0)
+        code, said = stopped_run(config(), tmp_path, signal.SIGTERM, 8, 0)
     assert code == 0
     assert not any("stopped" in text for text in said)
 
 
 def test_a_second_interrupt_stops_at_once() -> None:
-    with Requests() as requests:
+    requests = Requests()
+    before = requests.listen()
+    try:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert requests.received == {signal.SIGTERM, signal.SIGINT}
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    finally:
+        restore(before)

@@ -277,6 +277,55 @@ def test_no_process_has_such_an_id(pid: int) -> None:
     assert replace(ME, pid=pid, began=-5).alive in (None, False)
 
 
+@pytest.mark.parametrize("field", ["host", "job", "since"])
+def test_what_could_steer_a_terminal_is_no_owner(field: str) -> None:
+    assert Owner.parse(json.dumps(asdict(ME) | {field: "a\33]0;b\7"})) is None
+
+
+def test_an_own_job_s_name_can_be_read_back() -> None:
+    owner = Owner.this({"TORCHELASTIC_RUN_ID": "a\33[1m\nb"})
+    assert (owner.job, Owner.parse(json.dumps(asdict(owner)))) == ("torchrun a?[1m?b", owner)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of processes on Linux")
+def test_a_process_may_have_any_name() -> None:
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    comm.write_bytes("ü".encode()[:1])  # as a long name has it that was cut off inside of a character
+    try:
+        assert lock._began(os.getpid()) == ME.began
+    finally:
+        comm.write_bytes(before)
+
+
+def test_who_may_be_at_work_is_told_without_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Lock.holder(tmp_path) is None
+    assert os.listdir(tmp_path) == []
+    held = Lock.take(tmp_path)
+    assert Lock.holder(tmp_path) == held.owner
+    held.free()
+    assert Lock.holder(tmp_path) is None
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    owned_by(tmp_path, replace(ELSEWHERE, job="Slurm job 5", attempt="0.0"), monkeypatch)
+    assert Lock.holder(tmp_path) == replace(ELSEWHERE, job="Slurm job 5", attempt="0.0")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert Lock.holder(tmp_path) is None
+
+
+def test_an_old_list_of_the_folder_is_not_asked_for_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS may give it: a number that is said to be free is taken."""
+    old = lock.Seen(0, True)
+    Lock.take(tmp_path).free()
+    slept: list[float] = []
+    monkeypatch.setattr(lock.time, "sleep", slept.append)
+    looks = iter([old] * 3)
+    monkeypatch.setattr(lock, "_look", lambda folder, look=lock._look: next(looks, None) or look(folder))
+    assert Lock.take(tmp_path).number == 2
+    assert slept == [lock.LOOK] * 3
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     assert f"{tmp_path / 'run/lock'}: cannot be read and written: Not a directory" in refused(tmp_path / "run")

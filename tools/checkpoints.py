@@ -70,7 +70,10 @@ def find(path: Path) -> list[Path]:
 
 
 def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> list[str]:
-    """What is wrong with the files of a checkpoint, read in full; `advanced` hears of bytes read."""
+    """What is wrong with the files of a checkpoint, which are read in full.
+
+    advanced: called with the number of bytes read.
+    """
     found = []
     for name, file in manifest.files.items():
         try:

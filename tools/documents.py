@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.config.errors import InputError
-from megalite.config.files import is_file, is_folder
-from megalite_tools.opened import Format, check_encoding, format_of, open_utf8
+from megalite.config.files import exists, is_file, is_folder
+from megalite_tools.opened import FORMATS, Format, UnknownFormatError, check_encoding, format_of, open_utf8
 
 try:
     import pyarrow
+    import pyarrow.compute
     import pyarrow.parquet
 except ImportError:  # optional: pip install megalite[data]
     pyarrow = None
 
 PARQUET_ROWS = 64  # rows decoded at a time
+TEXT_TYPES = ("is_null", "is_string", "is_large_string", "is_binary", "is_large_binary", "is_fixed_size_binary")
 BLOCK = 1 << 20  # bytes of text looked at at a time
 MOST = 256 << 20  # bytes of a document, unless told otherwise
 
@@ -43,11 +45,11 @@ class Reading:
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
     """What programs that read documents are told about them."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory that --glob selects from")
-    parser.add_argument("--glob", default="**/*.txt", help="files to take from a directory (default: %(default)s)")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory of files")
     parser.add_argument(
-        "--format", choices=("text", "jsonl", "parquet"), help="format of the files (default: by suffix)"
+        "--glob", help="files to take from a directory, as '**/*.txt' (default: all whose suffix tells of a format)"
     )
+    parser.add_argument("--format", choices=FORMATS, help="format of the files (default: by suffix)")
     parser.add_argument("--encoding", default="utf-8", help="encoding of text and JSON Lines (default: %(default)s)")
     parser.add_argument(
         "--json-key",
@@ -78,6 +80,11 @@ def reading_of(options: argparse.Namespace, separator: str | None = None) -> Rea
         raise InputError(f"--max-document {options.max_document} is not at least 1")
     if separator == "":
         raise InputError("--separator is empty; give the text that stands between documents")
+    if separator is not None and not separator.isascii():
+        try:
+            separator.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"--separator {separator!a} is not valid UTF-8; give it in UTF-8") from None
     return Reading(options.json_key, options.format, options.encoding, separator, options.max_document)
 
 
@@ -99,18 +106,26 @@ class Reject:
 
 
 def find_files(
-    inputs: Iterable[str], pattern: str, reading: Reading, on_error: Literal["stop", "skip"], skipped: "Skipped"
+    inputs: Iterable[str], pattern: str | None, reading: Reading, on_error: Literal["stop", "skip"], skipped: "Skipped"
 ) -> list[Path]:
     """The files named by `inputs`, in order; a directory stands for what `pattern` matches in it, sorted.
 
+    Without a pattern it stands for all files of known formats, hidden ones left out; the others are added to `skipped`.
     A file that was there before, under whatever name, is added to `skipped` if `on_error` is "skip". Raises InputError
-    for it otherwise, for a missing path, a directory without a match, and a file whose format is not known.
+    for it otherwise, for a missing path, a directory without a match, and a named file whose format is not known.
     """
     files: dict[tuple[int, int], Path] = {}
     for path in map(Path, inputs):
-        for file in _matches(path, pattern) if is_folder(path) else [path]:
+        if not is_folder(path):
+            found = [path]
+        elif pattern is None:
+            found = _known(path, reading, skipped)
+        else:
+            found = _matches(path, pattern)
+        for file in found:
             if not is_file(file):
-                raise InputError(f"{file}: no such file or directory")
+                rule = "not a regular file" if exists(file) else "no such file or directory"
+                raise InputError(f"{file}: {rule}")
             format_of(file, reading.format)
             status = file.stat()
             first = files.setdefault((status.st_dev, status.st_ino), file)
@@ -123,7 +138,7 @@ def find_files(
 def read_documents(
     path: Path, reading: Reading, advanced: Callable[[int], None] = lambda _: None
 ) -> Iterator[Document | Reject]:
-    """Every document of one file; `advanced` hears of bytes read from it.
+    """Every document of one file; `advanced` is called with the number of bytes read from it.
 
     A document is a JSON object on a line, a row of Parquet, a text file, or what stands between separators in one.
     Memory: one document of at most `reading.most` bytes, or 64 rows. What cannot be used comes as a Reject; only a
@@ -136,7 +151,7 @@ def read_documents(
         else:
             with open_utf8(path, reading.encoding, advanced) as file:
                 yield from _json_lines(path, file, reading) if form == "jsonl" else _text(path, file, reading)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         yield Reject(str(path), f"not valid {reading.encoding}", str(error)[:200])
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         yield Reject(str(path), UNREADABLE, str(error))
@@ -171,8 +186,8 @@ def read_texts(
 ) -> Iterator[str]:
     """The text of every usable document of `files`, in order; the others are added to `skipped`.
 
-    advanced: hears of bytes that are done with, which come to the sizes of all files. Raises InputError at the first
-    unusable document if `on_error` is "stop". Empty documents are always skipped.
+    advanced: called with byte counts that sum to the total size of all files. Raises InputError at the first unusable
+    document if `on_error` is "stop". Empty documents are always skipped.
     """
     for path in files:
         left = path.stat().st_size
@@ -194,6 +209,23 @@ def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped)
     if on_error == "stop":
         raise InputError(f"{reject}; --on-error skip leaves such out")
     skipped.add(reject)
+
+
+def _known(folder: Path, reading: Reading, skipped: Skipped) -> list[Path]:
+    """The files at any depth whose format is known. A hidden file, or one in a hidden directory, is none of them."""
+    known = []
+    for file in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts) or not is_file(file):
+            continue
+        try:
+            format_of(file, reading.format)
+        except UnknownFormatError:
+            skipped.add(Reject(str(file), "unknown format"))
+        else:
+            known.append(file)
+    if not known:
+        raise InputError(f"{folder}: no file in this directory has a suffix that tells of a format; --format says it")
+    return known
 
 
 def _matches(folder: Path, pattern: str) -> list[Path]:
@@ -233,7 +265,7 @@ def _json_lines(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterat
 def _between(file: io.BufferedIOBase, separator: bytes, most: int) -> Iterator[bytes | None]:
     """What stands between separators; None where that is longer than `most`. Without one, the whole file.
 
-    The mark of UTF-8 at the beginning is left out, and so is what follows the last separator if it is nothing.
+    The mark of UTF-8 at the beginning is left out, and so is an empty rest after the last separator.
     """
     held, looked_at, dropping = bytearray(), 0, False
     first = True
@@ -295,25 +327,44 @@ def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> I
         raise InputError(f"{path}: reading it needs the package `pyarrow`: pip install megalite[data]")
     key, size = reading.key, path.stat().st_size
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            column = key if key in names else key.partition(".")[0]
-            if column not in names:
-                yield Reject(str(path), f"no field {key!r}", f"the columns are {', '.join(names)}")
+        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            schema, rows = file.schema_arrow, max(1, file.metadata.num_rows)
+            fields = (key,) if key in schema.names else tuple(key.split("."))
+            if (reject := _unlike_text(path, schema, fields, key)) is not None:
+                yield reject
                 return
             row = 0
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[column]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[fields[0]]):
+                values = batch.column(fields[0])
+                if fields[1:]:  # the other fields of a struct may hold what Python has no value for
+                    values = pyarrow.compute.struct_field(values, fields[1:])
+                for value in values.to_pylist():
                     row += 1
-                    yield _checked(f"{path}:{row}", _inside({column: value}, key), reading)
-                advanced(size * row // file.metadata.num_rows - size * (row - len(batch)) // file.metadata.num_rows)
+                    yield _checked(f"{path}:{row}", value, reading)
+                advanced(size * row // rows - size * (row - len(batch)) // rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         yield Reject(str(path), UNREADABLE, str(error))
 
 
+def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> Reject | None:
+    """Why the column, or the field inside of it, that `fields` lead to holds no text; None: it does."""
+    inside = pyarrow.struct(schema)
+    for name in fields:
+        names = [field.name for field in inside] if pyarrow.types.is_struct(inside) else []
+        if names.count(name) > 1:
+            return Reject(str(path), f"field {key!r} is not a string", f"there are {names.count(name)} of {name!r}")
+        if name not in names:
+            return _missing(str(path), key, names)
+        inside = inside.field(name).type
+    plain = inside.value_type if pyarrow.types.is_dictionary(inside) else inside
+    if any(getattr(pyarrow.types, holds)(plain) for holds in TEXT_TYPES):
+        return None
+    return Reject(str(path), f"field {key!r} is not a string", f"its type is {str(inside)[:200]}")
+
+
 def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
     if isinstance(text, Missing):
-        return Reject(origin, f"no field {reading.key!r}", f"the fields are {', '.join(text.fields)[:500] or 'none'}")
+        return _missing(origin, reading.key, text.fields)
     if isinstance(text, bytes):
         try:
             text = text.decode()
@@ -328,3 +379,7 @@ def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
     except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair
         return Reject(origin, "not valid Unicode", f"lone surrogate {text[error.start]!a}")
     return Document(text) if size <= reading.most else _too_long(origin, reading)
+
+
+def _missing(origin: str, key: str, names: Iterable[str]) -> Reject:
+    return Reject(origin, f"no field {key!r}", f"the fields are {', '.join(names)[:500] or 'none'}")

@@ -8,7 +8,7 @@ import lzma
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megalite.config.errors import InputError, listing
 
@@ -18,19 +18,25 @@ except ImportError:  # optional: pip install megalite[data]
     zstandard = None  # type: ignore[assignment]
 
 Format = Literal["text", "jsonl", "parquet"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 SUFFIXES: dict[str, Format] = dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl")
 SUFFIXES |= dict.fromkeys((".parquet",), "parquet")
 SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp"), "text")
 SUFFIXES |= dict.fromkeys((".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"), "text")
+NOT_OF_FILES = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")  # of host names and of Python's source
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 BLOCK = 1 << 16  # bytes read from a file at a time
 ZSTD_BLOCK = 1 << 9  # of Zstandard: at most 128 blocks, none of which is above 128 KiB when decompressed
 
 
+class UnknownFormatError(InputError):
+    """Nothing says what format a file has."""
+
+
 def format_of(path: Path, asked: Format | None = None) -> Format:
     """The format of a file: as `asked`, or what its suffix says, in any case and beneath that of a compression.
 
-    Raises InputError for a suffix that says nothing.
+    Raises UnknownFormatError for a suffix that says nothing, InputError for compressed Parquet.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
@@ -38,16 +44,19 @@ def format_of(path: Path, asked: Format | None = None) -> Format:
     found = asked or SUFFIXES.get(suffix)
     if found is None:
         what = f"the suffix {suffix} tells of no format" if suffix else "without a suffix its format is not known"
-        raise InputError(f"{path}: {what}; --format {listing(['text', 'jsonl', 'parquet'])} says what it is")
+        raise UnknownFormatError(f"{path}: {what}; --format {listing(FORMATS)} says what it is")
     if found == "parquet" and compressed:
         raise InputError(f"{path}: Parquet compresses inside; decompress the file first")
     return found
 
 
 def check_encoding(name: str) -> None:
-    """Raises InputError for an encoding that Python does not know, or that is none of text."""
+    """Raises InputError for an encoding that Python does not know, or that files of text cannot have."""
     try:
         "text".encode(name)
+        if codecs.lookup(name).name in NOT_OF_FILES:
+            raise LookupError("is not an encoding of files; name the one that the text was saved in")
+        codecs.getincrementaldecoder(name)
     except (LookupError, UnicodeError, ValueError) as error:
         raise InputError(f"--encoding {name}: {error}") from None
 
@@ -55,8 +64,8 @@ def check_encoding(name: str) -> None:
 def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.BufferedIOBase:
     """The text of a file, which may be compressed, as UTF-8. Memory does not depend on how well it is compressed.
 
-    advanced: hears of bytes read from the file. What cannot be read raises OSError, EOFError, zlib.error or
-    lzma.LZMAError; text that is not in `encoding` raises UnicodeDecodeError, unless that is UTF-8.
+    advanced: called with the number of bytes read from the file. What cannot be read raises OSError, EOFError,
+    zlib.error or lzma.LZMAError; text that is not in `encoding` raises UnicodeError, unless that is UTF-8.
     """
     raw = io.BufferedReader(_Counted(path, advanced), BLOCK)
     plain: Any = raw

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted, listing
 from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, sweep, token_dtype
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
@@ -23,6 +23,7 @@ from megalite_tools.encode import Encoding, encode_texts
 from megalite_tools.opened import format_of
 
 COMMAND = "megalite-prepare-data"
+MOST_WORKERS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,8 +73,12 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(options: argparse.Namespace) -> None:
     if not 0 <= options.valid_fraction < 1:
         raise InputError(f"--valid-fraction {options.valid_fraction} is not in [0, 1)")
-    if options.workers < 1:
-        raise InputError(f"--workers {options.workers} is not at least 1")
+    if not 1 <= options.workers <= MOST_WORKERS:
+        raise InputError(f"--workers {options.workers} is not from 1 to {MOST_WORKERS}")
+    if options.out.endswith("/"):
+        raise InputError(
+            f"--out {options.out}: ends with a slash; add the name of the store, as in {options.out}corpus"
+        )
     if options.lines and options.separator is not None:
         raise InputError("--lines and --separator exclude each other: a line ends with a newline")
     reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
@@ -120,19 +125,21 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(  # in 80 columns
         DownloadColumn(table_column=Column(no_wrap=True)),
         TransferSpeedColumn(table_column=Column(no_wrap=True)),
         TextColumn("· {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 
 def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
     for writer in writers:
-        names = " and ".join(map(str, writer.files))
-        print(f"{names}: {writer.documents:,} documents, {writer.tokens:,} tokens")
+        counts = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
+        print(f"{listing(writer.files, 'and')}: {counts}")
         if not writer.documents:
             print("  this split is empty: raise --valid-fraction or give more documents")
     for line in skipped.lines():

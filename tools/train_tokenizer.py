@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,8 +15,9 @@ import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from megalite.config.errors import InputError
-from megalite.config.files import exists, write_whole
+from megalite.config.errors import InputError, counted
+from megalite.config.files import exists
+from megalite.data.claim import claim
 from megalite.entry import exit_code
 from megalite.stop import STOP, Handler, listen, restore
 from megalite_tools.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
@@ -22,7 +25,8 @@ from megalite_tools.documents import Skipped, add_reading_options, find_files, r
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
 LINE_BYTES = 4 * LINE_CHARACTERS
-LEAST_LINES = 101  # what SentencePiece accepts as a sample
+LEAST_LINES, MOST_LINES = 101, 2**31 - 1  # what SentencePiece accepts as a sample
+LEAST_PIECES, MOST_PIECES = 260, 1 << 27  # every byte, <unk>, <s>, </s>, and one that is learnt
 THREADS = 16  # fixed: the order of summation, and so the model, may depend on it
 
 
@@ -97,13 +101,14 @@ def _train(options: argparse.Namespace) -> None:
     out = Path(options.out)
     if out.suffix != ".model":
         raise InputError(f"--out {out}: the name of a SentencePiece tokenizer must end in .model")
-    if exists(out, follow=False):
-        raise InputError(f"{out}: exists already; remove it or choose another name")
-    if options.lines < LEAST_LINES:
-        raise InputError(f"--lines {options.lines}: SentencePiece wants at least {LEAST_LINES}")
+    _check_absent(out)
+    if not LEAST_LINES <= options.lines <= MOST_LINES:
+        raise InputError(f"--lines {options.lines} is not from {LEAST_LINES} to {MOST_LINES:,}")
+    if not LEAST_PIECES <= options.vocab_size <= MOST_PIECES:
+        raise InputError(f"--vocab-size {options.vocab_size} is not from {LEAST_PIECES} to {MOST_PIECES:,}")
     reading, skipped = reading_of(options), Skipped()
     files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
-    with _progress() as progress:
+    with _claimed(out) as write, _progress() as progress:
         task = progress.add_task("reading", total=sum(file.stat().st_size for file in files))
         texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
         first = next(texts, None)
@@ -112,15 +117,14 @@ def _train(options: argparse.Namespace) -> None:
 
         def learn() -> None:
             progress.reset(task, total=None, description="learning")
-            # SentencePiece lets no handler run, and nothing is left behind yet: let the system end this process.
+            # SentencePiece lets no handler run: let the system end this process. The next run takes its file over.
             previous.update(listen(signal.SIG_DFL, set(STOP) - {signal.SIGINT}))
 
         previous: dict[int, Handler] = {}
         model = train_model(_then(chain([first], texts), learn), options.vocab_size, options.type, options.lines)
         restore(previous)
-        progress.update(task, total=1, completed=1)
-    write_whole(out, model)
-    print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {len(files):,} files")
+        write(model)
+    print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {counted(len(files), 'file')}")
     for line in skipped.lines():
         print(f"skipped {line}")
 
@@ -142,13 +146,53 @@ def _then(texts: Iterable[str], call: Callable[[], None]) -> Iterator[str]:
     call()
 
 
+def _check_absent(out: Path) -> None:
+    if exists(out, follow=False):
+        raise InputError(f"{out}: exists already; remove it or choose another name")
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[Callable[[bytes], None]]:
+    """Gives what writes `out` whole. That this can be done, and by this process alone, is found out at once.
+
+    Raises InputError where it cannot, and for a file that is there.
+    """
+    hidden = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = claim(hidden, str(out))
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+
+    def write(content: bytes) -> None:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            hidden.replace(out)
+        except OSError as error:
+            raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+
+    try:
+        _check_absent(out)  # another process may have written it in between
+        yield write
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    finally:
+        with suppress(OSError):  # a full disk refuses what is buffered once more
+            file.close()
+
+
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),  # moves to and fro while there is no telling how long learning takes
         TaskProgressColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 

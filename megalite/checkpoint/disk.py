@@ -62,13 +62,16 @@ def check_size(path: Path, name: str, file: File) -> None:
 
 
 def check_hashes(path: Path, files: dict[str, File], advanced: Callable[[int], None] = lambda _: None) -> None:
-    """Read `files` and compare them with their hashes; `advanced` hears of bytes read. Raises DamagedError."""
+    """Read `files` and compare them with their hashes. Raises DamagedError.
+
+    advanced: called with the number of bytes read.
+    """
     for name, file in files.items():
         _check_hash(path, name, file, measure(path, name, advanced).xxh128)
 
 
 def measure(path: Path, name: str, advanced: Callable[[int], None] = lambda _: None) -> File:
-    """Size and hash of a file as it is now; `advanced` hears of bytes read. Raises DamagedError."""
+    """Size and hash of a file as it is now; `advanced` is called with the number of bytes read. Raises DamagedError."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path, name) as descriptor:
         block = memoryview(bytearray(min(BLOCK, os.fstat(descriptor).st_size + 1)))

@@ -257,9 +257,9 @@ class StoreWriter:
         return len(self._lengths)
 
     @property
-    def files(self) -> tuple[Path, Path]:
-        """The `.bin` and the `.idx`, as they are called once published."""
-        return self._final[:2]
+    def files(self) -> tuple[Path, Path, Path]:
+        """The `.bin`, the `.idx` and the `.json`, as they are called once published."""
+        return self._final
 
     def __enter__(self) -> Self:
         with self._explained():

@@ -1,8 +1,10 @@
+import argparse
 import bz2
 import gzip
 import io
 import json
 import lzma
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +23,11 @@ from megalite_tools.documents import (
     Reject,
     Skipped,
     _between,
+    add_reading_options,
     find_files,
     read_documents,
     read_texts,
+    reading_of,
 )
 from megalite_tools.opened import check_encoding
 
@@ -130,8 +134,37 @@ def test_parquet_without_the_text(tmp_path: Path) -> None:
     path.write_bytes(parquet(tmp_path, text=["a", None], n=[1, 2]))
     with pytest.raises(InputError, match=r"d\.parquet:2: field 'text' is not a string: NoneType"):
         texts(path)
-    with pytest.raises(InputError, match=r"d\.parquet: no field 'body': the columns are text, n"):
+    with pytest.raises(InputError, match=r"d\.parquet: no field 'body': the fields are text, n"):
         texts(path, "body")
+
+
+def test_parquet_whose_column_is_not_text_is_refused_whole(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    far = pyarrow.array([2**62], pyarrow.timestamp("us"))  # no datetime of Python
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])
+    within = pyarrow.StructArray.from_arrays([pyarrow.array(["inside"]), far], ["text", "time"])
+    columns = {
+        "time": (far, r"its type is timestamp\[us\]"),
+        "wait": (pyarrow.array([2**62], pyarrow.duration("ns")), r"its type is duration\[ns\]"),
+        "list": (pyarrow.array([["a"]]), "its type is list<"),
+        "struct": (within, "its type is struct<"),
+        "twice.text": (twice, "there are 2 of 'text'"),
+        "struct.time": (within, r"its type is timestamp\[us\]"),
+    }
+    for key, (column, message) in columns.items():
+        pyarrow.parquet.write_table(pyarrow.table({key.partition(".")[0]: column}), path)
+        with pytest.raises(InputError, match=rf"d\.parquet: field '{key}' is not a string: {message}"):
+            texts(path, key)
+    assert texts(path, "struct.text") == ["inside"]
+
+
+def test_parquet_with_text_of_few_values(tmp_path: Path) -> None:
+    """Dictionaries, and names that are not UTF-8."""
+    path = tmp_path / "d\udcff.parquet"
+    table = pyarrow.table({"text": pyarrow.array(["a", "b", "a"]).dictionary_encode()})
+    with path.open("wb") as file:
+        pyarrow.parquet.write_table(table, file)
+    assert texts(path) == ["a", "b", "a"]
 
 
 def test_lines_and_separators_cut_text(tmp_path: Path) -> None:
@@ -177,9 +210,28 @@ def test_text_in_another_encoding_than_told_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_bytes(b"\xff\xfea\0b")
     with pytest.raises(InputError, match=r"d\.txt: not valid utf-16: .*truncated"):
         texts(tmp_path / "d.txt", encoding="utf-16")
-    for name in ("utf-9", "hex", "rot13", "utf\0"):
+    for name in (
+        "utf-9",
+        "hex",
+        "rot13",
+        "base64",
+        "undefined",
+        "idna",
+        "punycode",
+        "unicode_escape",
+        "utf\0",
+        "\udcff",
+    ):
         with pytest.raises(InputError, match="--encoding"):
             check_encoding(name)
+
+
+def test_a_separator_that_is_not_utf8_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    add_reading_options(parser)
+    with pytest.raises(InputError, match=r"--separator 'a\\udcff' is not valid UTF-8"):
+        reading_of(parser.parse_args(["d.txt"]), "a\udcff")
+    assert reading_of(parser.parse_args(["d.txt"]), "☃").separator == "☃"
 
 
 def test_fields_inside_of_others(tmp_path: Path) -> None:
@@ -195,7 +247,7 @@ def test_fields_inside_of_others(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     read = list(read_documents(tmp_path / "d.parquet", Reading("meta.text")))
     assert read[0] == Document("inside")
-    assert str(read[1]).endswith("d.parquet:2: no field 'meta.text': the fields are none")
+    assert str(read[1]).endswith("d.parquet:2: field 'meta.text' is not a string: NoneType")
     found = list(read_documents(tmp_path / "d.parquet", Reading("raw")))
     assert found[0] == Document("bytes ☃")
     assert str(found[1]).endswith("d.parquet:2: not valid UTF-8: byte 0xff")
@@ -297,6 +349,31 @@ def test_files_are_found_in_order(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = find_files([str(tmp_path / "b"), str(tmp_path / "a.md")], "**/*.txt", Reading(), "stop", Skipped())
     assert [str(path.relative_to(tmp_path)) for path in found] == ["b/a.txt", "b/deep/m.txt", "b/z.txt", "a.md"]
+
+
+def test_a_directory_stands_for_all_files_of_known_formats(tmp_path: Path) -> None:
+    for name in ("b.jsonl.gz", "a.TXT", "deep/c.parquet", ".hidden.txt", ".git/d.txt", "notes.log", "data.lz4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    skipped = Skipped()
+    found = find_files([str(tmp_path)], None, Reading(), "stop", skipped)
+    assert [str(path.relative_to(tmp_path)) for path in found] == ["a.TXT", "b.jsonl.gz", "deep/c.parquet"]
+    assert skipped.lines() == [f"2 × unknown format, first {tmp_path}/data.lz4"]
+    assert len(find_files([str(tmp_path)], None, Reading(format="text"), "stop", Skipped())) == 5
+    for name in ("", "deep.txt"):  # empty, or with nothing of a known format
+        (tmp_path / "other" / name).mkdir(parents=True)
+    with pytest.raises(InputError, match="other: no file in this directory has a suffix that tells of a format"):
+        find_files([str(tmp_path / "other")], None, Reading(), "stop", Skipped())
+    (tmp_path / "other" / "d.parquet.gz").touch()
+    with pytest.raises(InputError, match=r"d\.parquet\.gz: Parquet compresses inside"):
+        find_files([str(tmp_path / "other")], None, Reading(), "stop", Skipped())
+
+
+def test_what_is_no_regular_file_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.txt")
+    for name in (str(tmp_path / "fifo.txt"), "/dev/zero"):
+        with pytest.raises(InputError, match="not a regular file"):
+            find_files([name], None, Reading(format="text"), "stop", Skipped())
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,11 @@ def test_a_vocabulary_that_does_not_suit_the_text_is_an_error(size: int, message
     ("changes", "message"),
     [
         ({"--out": "tokenizer.json"}, "must end in .model"),
-        ({"--vocab-size": "-5"}, "--vocab-size -5"),
-        ({"--lines": "100"}, "--lines 100: SentencePiece wants at least 101"),
+        ({"--vocab-size": "-5"}, "--vocab-size -5 is not from 260 to 134,217,728"),
+        ({"--vocab-size": "259"}, "--vocab-size 259 is not from 260"),
+        ({"--vocab-size": str(2**63)}, f"--vocab-size {2**63} is not from 260"),
+        ({"--lines": "100"}, "--lines 100 is not from 101 to 2,147,483,647"),
+        ({"--lines": str(2**31)}, "--lines 2147483648 is not from 101"),
         ({"--glob": "*.rs"}, "no file in this directory matches --glob '*.rs'"),
     ],
 )
@@ -110,6 +113,36 @@ def test_an_existing_tokenizer_is_kept(tmp_path: Path, corpus: Path, capsys: pyt
     assert main([str(corpus), "--glob", "*.py", "--vocab-size", "300", "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert out.read_bytes() == b"precious"
+
+
+def test_that_nothing_can_be_written_is_told_before_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("some words\n")
+    monkeypatch.setattr("megalite_tools.train_tokenizer.read_texts", None)  # is not called
+    out = tmp_path / "a.txt" / "t.model"
+    assert main([str(tmp_path / "a.txt"), "--vocab-size", "300", "--out", str(out)]) == 2
+    assert "t.model: cannot be written: " in capsys.readouterr().err
+
+
+def test_two_runs_with_the_same_name_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("some words\n")
+    out = tmp_path / "t.model"
+    arguments = [str(tmp_path / "a.txt"), "--vocab-size", "300", "--out", str(out)]
+    codes = []
+
+    def meanwhile(*_: object) -> bytes:
+        codes.append(main(arguments))
+        return b"a model"
+
+    monkeypatch.setattr("megalite_tools.train_tokenizer.train_model", meanwhile)
+    assert main(arguments) == 0
+    assert codes == [2]
+    assert "t.model: is being written by another process" in capsys.readouterr().err
+    assert out.read_bytes() == b"a model"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.model"]
 
 
 def test_an_empty_corpus_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

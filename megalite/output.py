@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 PATIENCE = 5.0  # seconds that a run waits for a reader who does not read
+UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
 BROKEN_PIPE = 141  # exit code, as the shell gives it for SIGPIPE
 
 log = logging.getLogger("megalite")

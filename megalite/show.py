@@ -18,6 +18,7 @@ from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
 from megalite.config.validate import check
+from megalite.output import UNBOUNDED
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import memory_of_ranks
@@ -37,7 +38,6 @@ from megalite.schedule.simulate import simulate
 from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, verdict
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
-UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
 
 
 def run(args: argparse.Namespace) -> int:

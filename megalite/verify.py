@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,6 +32,7 @@ from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
+from megalite.output import UNBOUNDED
 from megalite.plan.activations import Activations
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
@@ -299,7 +301,8 @@ def not_compared(config: Config, steps: int) -> list[str]:
 
 def show(config: Config, differences: Iterable[Difference], console: Console) -> None:
     """Print the comparison as a table."""
-    table = Table(title=f"{config.parallel.layout} against one process, float64", title_justify="left")
+    title = f"{config.parallel.layout} against one process, float64"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column, justify in (("quantity", "left"), ("difference", "right"), ("tolerance", "right"), ("", "left")):
         table.add_column(column, justify="right" if justify == "right" else "left")
     table.add_column("largest in", overflow="fold")
@@ -345,7 +348,7 @@ def _rank(place: Place, args: argparse.Namespace) -> int:
     start(place, "cpu", patience)
     differences = compare(config, args.steps, args.tolerance)
     if place.rank == 0:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
         show(config, differences, console)
         console.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.", markup=False, highlight=False)
     return 0 if all(difference.passed for difference in differences) else 1

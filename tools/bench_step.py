@@ -117,9 +117,11 @@ def _config(options: argparse.Namespace) -> Config:
     if LlamaForCausalLM is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     if config.model.qk_norm or config.model.qkv_bias or config.model.rope_scaling:
-        raise InputError("model.qk_norm, model.qkv_bias and model.rope_scaling must be off: the Llama beside has none")
+        raise InputError(
+            "model.qk_norm, model.qkv_bias and model.rope_scaling must be off: transformers' Llama has none"
+        )
     if config.train.precision != "fp32" or config.optim.clip_norm == 0:
-        raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as beside")
+        raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")
     if options.steps < 1:
         raise InputError(f"--steps={options.steps}: must be at least 1")
     return config

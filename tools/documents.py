@@ -77,7 +77,7 @@ def reading_of(options: argparse.Namespace, separator: str | None = None) -> Rea
     """The options of `add_reading_options`. Raises InputError."""
     check_encoding(options.encoding)
     if options.max_document < 1:
-        raise InputError(f"--max-document {options.max_document} is not at least 1")
+        raise InputError(f"--max-document {options.max_document}: must be at least 1")
     if separator == "":
         raise InputError("--separator is empty; give the text that stands between documents")
     if separator is not None and not separator.isascii():
@@ -324,7 +324,7 @@ class Missing:
 
 def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> Iterator[Document | Reject]:
     if pyarrow is None:
-        raise InputError(f"{path}: reading it needs the package `pyarrow`: pip install megalite[data]")
+        raise InputError(f"{path}: reading it needs the package `pyarrow`: pip install 'megalite[data]'")
     key, size = reading.key, path.stat().st_size
     try:
         with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> None:
     if options.samples < 0:
-        raise InputError(f"--samples {options.samples} is not at least 0")
+        raise InputError(f"--samples {options.samples}: must be at least 0")
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     store = TokenStore(options.prefix)
     facts = _facts(store)

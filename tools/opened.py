@@ -46,7 +46,7 @@ def format_of(path: Path, asked: Format | None = None) -> Format:
         what = f"the suffix {suffix} tells of no format" if suffix else "without a suffix its format is not known"
         raise UnknownFormatError(f"{path}: {what}; --format {listing(FORMATS)} says what it is")
     if found == "parquet" and compressed:
-        raise InputError(f"{path}: Parquet compresses inside; decompress the file first")
+        raise InputError(f"{path}: Parquet files have a compression of their own; decompress the file first")
     return found
 
 
@@ -78,7 +78,7 @@ def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.
             plain = lzma.LZMAFile(raw)  # noqa: SIM115 - closed by the caller
         case ".zst" | ".zstd":
             if zstandard is None:
-                raise InputError(f"{path}: reading it needs the package `zstandard`: pip install megalite[data]")
+                raise InputError(f"{path}: reading it needs the package `zstandard`: pip install 'megalite[data]'")
             plain = io.BufferedReader(_ZstdFile(raw), BLOCK)
     if codecs.lookup(encoding).name == "utf-8":
         return plain  # type: ignore[no-any-return]

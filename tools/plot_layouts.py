@@ -37,7 +37,7 @@ def read_losses(run: Path) -> Losses:
     path = run / "metrics.jsonl"
     found = {record["step"]: record["loss"] for record in read_records(path) if record.get("loss") is not None}
     if not found:
-        raise InputError(f"{path}: has no losses")
+        raise InputError(f"{path}: has no losses; give the folder of a run that has trained")
     return found
 
 

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> None:
     if not 0 <= options.valid_fraction < 1:
-        raise InputError(f"--valid-fraction {options.valid_fraction} is not in [0, 1)")
+        raise InputError(f"--valid-fraction {options.valid_fraction}: must be at least 0 and below 1")
     if not 1 <= options.workers <= MOST_WORKERS:
         raise InputError(f"--workers {options.workers} is not from 1 to {MOST_WORKERS}")
     if options.out.endswith("/"):
@@ -80,7 +80,7 @@ def _prepare(options: argparse.Namespace) -> None:
             f"--out {options.out}: ends with a slash; add the name of the store, as in {options.out}corpus"
         )
     if options.lines and options.separator is not None:
-        raise InputError("--lines and --separator exclude each other: a line ends with a newline")
+        raise InputError("--lines and --separator cannot be used together: --lines separates at newlines")
     reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
     tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
     end = None if options.no_eod else tokenizer.eod
@@ -89,7 +89,7 @@ def _prepare(options: argparse.Namespace) -> None:
     made_with = TokenizerFile(tokenizer.name, tokenizer_hash(options.tokenizer))
     files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
     if reading.separator is not None and not any(format_of(file, reading.format) == "text" for file in files):
-        raise InputError("--lines and --separator are for text files, and none was given")
+        raise InputError("--lines and --separator are for text files, but no input is one")
     sources = [SourceFile(str(file), file.stat().st_size) for file in files]
     splits = ("_train", "_valid") if options.valid_fraction else ("",)
     for leftover in {"", "_train", "_valid"}.difference(splits):

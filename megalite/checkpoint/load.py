@@ -60,7 +60,7 @@ class Restorer:
         def pass_over_later() -> None:
             for path in complete(folder):
                 if before is not None and step_of(path) >= before:
-                    pass_over(DamagedError(path, "training that goes on from it fails"))
+                    pass_over(DamagedError(path, "training that continued from it failed again"))
 
         while path := self._together.once(lambda: _newest(folder, passed_over, pass_over, before)):
             try:

@@ -109,7 +109,7 @@ def complete(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read: {error.strerror}; checkpoints are in a folder") from error
+        raise InputError(f"{folder}: cannot be read: {error.strerror}; a folder of checkpoints is expected") from error
 
 
 def step_of(path: Path) -> int:

@@ -37,7 +37,9 @@ def check_own(path: Path) -> Manifest:
 def check_folder(path: Path) -> None:
     """Raises DamagedError for a link to a folder, too."""
     if not _is_folder(path):
-        raise DamagedError(path, "is no folder but a link or a file; checkpoint.resume takes paths from elsewhere")
+        raise DamagedError(
+            path, "is a link or a file instead of a folder; checkpoint.resume takes paths from elsewhere"
+        )
 
 
 def set_aside(path: Path) -> Path:

@@ -93,7 +93,7 @@ def as_json(value: Any) -> str:
 def read_object(path: Path, most: int) -> dict[str, Any]:
     """The JSON object that a file of at most `most` bytes holds. Raises InputError for anything else."""
     if not is_file(path):
-        raise InputError(f"{path}: is not there, or no regular file")
+        raise InputError(f"{path}: is missing, or is not a regular file")
     try:
         with path.open("rb") as file:
             raw = file.read(most + 1)
@@ -105,7 +105,7 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     except InputError:
         raise
     except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or numbers and nesting without end
-        raise InputError(f"{path}: is no JSON: {str(error)[:100]}") from None
+        raise InputError(f"{path}: is not valid JSON: {str(error)[:100]}") from None
     if not isinstance(found, dict):
         raise InputError(f"{path}: holds {type(found).__name__} where a JSON object is expected")
     return found

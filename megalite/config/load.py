@@ -60,7 +60,7 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
     if real in map(realpath, includers):
         raise InputError(f"{' includes '.join(map(str, chain))}: files must not include each other in a circle")
     if len(chain) > DEEPEST:
-        raise InputError(f"{path}: is included through {len(includers)} files, and {DEEPEST} are the most")
+        raise InputError(f"{path}: is included through {len(includers)} files; at most {DEEPEST} are allowed")
     if real in known:
         return known[real]
     try:
@@ -136,7 +136,9 @@ def _set(plain: dict[str, Any], steps: list[str], value: Any, key: str) -> dict[
 def _with_item(items: list[Any], steps: list[str], value: Any, key: str) -> list[Any]:
     number, *inside = steps
     if not number.isdecimal():
-        raise InputError([Problem(key, "names an item of a list", "write its number, as in data.train[0].path", value)])
+        raise InputError(
+            [Problem(key, "does not say which item of the list", "give its number, as in data.train[0].path", value)]
+        )
     if len(number) > 9 or int(number) >= len(items):
         raise InputError([Problem(key, f"names item {number:.20} of a list of {len(items)}", "count from 0", value)])
     old = items[int(number)]

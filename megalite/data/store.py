@@ -293,7 +293,7 @@ class StoreWriter:
         """The open document is complete. Raises InputError where it has more tokens than the format can count."""
         if self._open >= 1 << 31:
             raise InputError(
-                f"{self.prefix}: document {self.documents} has {self._open:,} tokens; 2**31 − 1 can be stored"
+                f"{self.prefix}: document {self.documents} has {self._open:,} tokens; at most 2**31 − 1 fit; split it"
             )
         self._lengths.append(self._open)
         self._open = 0

@@ -125,7 +125,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path, content: bytes, eod: str | None = None) -> None:
         super().__init__(path)
         if tokenizers is None:
-            raise InputError(f"{path}: reading it needs the package `tokenizers`: pip install megalite[hf]")
+            raise InputError(f"{path}: reading it needs the package `tokenizers`: pip install 'megalite[hf]'")
         with _told(f"{path}: not a Hugging Face tokenizer"):
             self._model = tokenizers.Tokenizer.from_buffer(content)
             self._model.no_truncation()  # a file may carry settings that would cut or pad documents
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._model.encode_special_tokens = True
             vocabulary = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise InputError(f"{path}: a tokenizer without a single token")
+            raise InputError(f"{path}: the tokenizer has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
         try:
             named = eod if eod is not None else self._named_beside() or self._usual()
@@ -192,12 +192,13 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
     `eod` names the end-of-document token where the usual choice is wrong. Raises InputError.
     """
     path = Path(path)
+    content = _content(path)
     tokenizer: Tokenizer
     match path.suffix.lower():
         case ".model":
-            tokenizer = SentencePieceTokenizer(path, _content(path), eod)
+            tokenizer = SentencePieceTokenizer(path, content, eod)
         case ".json":
-            tokenizer = HuggingFaceTokenizer(path, _content(path), eod)
+            tokenizer = HuggingFaceTokenizer(path, content, eod)
         case _:
             rule = "expected a SentencePiece .model or a tokenizer.json"
             raise InputError(f"{path}: unknown kind of tokenizer; {rule}")

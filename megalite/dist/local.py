@@ -98,7 +98,9 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="megalite-")
     except OSError as error:
-        raise InputError(f"no folder for temporary files can be made: {error.strerror}; set TMPDIR to one") from error
+        raise InputError(
+            f"no temporary folder can be made: {error.strerror}; set TMPDIR to a folder that can be written to"
+        ) from error
 
 
 def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:

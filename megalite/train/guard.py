@@ -162,7 +162,9 @@ class Guard:
             return True
         if self.progress.bad_steps > self._train.max_bad_steps:
             limit = f"train.max_bad_steps = {self._train.max_bad_steps}"
-            raise Unhealthy(f"{judged}; this is bad step {self.progress.bad_steps} of the run, {limit} are allowed")
+            raise Unhealthy(
+                f"{judged}; this is bad step {self.progress.bad_steps} of the run, and {limit} allows no more"
+            )
         if judged.step == self._train.steps and self._in_a_row >= min(HOPELESS, judged.step - self._began):
             raise Unhealthy(
                 f"{judged}; the last {self._in_a_row} steps of the run were all bad, so it has not ended well"

@@ -32,7 +32,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}; give the folder of a run") from None
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise InputError(f"{path}: {reason}; give the folder of a run") from None
     lines = text.splitlines(keepends=True)
     if lines and not _whole(lines[-1]):
         lines.pop()
@@ -69,7 +70,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int) or not _has_numbers(record):
-        raise InputError(f"{where} is no record of a run: {line.rstrip()[:80]}")
+        raise InputError(f"{where} is not a record of a run: {line.rstrip()[:80]}")
     return record
 
 

@@ -129,8 +129,8 @@ def test_the_defaults_are_valid() -> None:
         ),
         (
             ["parallel.pipeline.schedule=2f2b"],
-            'parallel.pipeline.schedule = "2f2b": is no schedule; use gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv '
-            "or dualpipev, or the path of a file that ends in .yaml or .yml",
+            'parallel.pipeline.schedule = "2f2b": is not a schedule; use gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, '
+            "zbv or dualpipev, or the path of a file that ends in .yaml or .yml",
         ),
         (
             ["parallel.pipeline.schedule=zb_h1", "parallel.pipeline.virtual_stages=2"],
@@ -253,7 +253,7 @@ def test_the_defaults_are_valid() -> None:
         (["batch.micro=0"], "batch.micro = 0: must be at least 1"),
         (
             ["data.train=[{path: a, weight: 0}]"],
-            "data.train[0].weight = 0.0: must be greater than 0; leave the source out to skip it",
+            "data.train[0].weight = 0.0: must be greater than 0; remove the source from the list to leave it out",
         ),
         (
             ["data.valid=[{weight: 1}]"],

@@ -132,9 +132,9 @@ def test_the_files_beside_name_the_end(hugging_face: Path, tmp_path: Path, name:
     [
         ('{"eos_token": "<|nope|>"}', "no token '<|nope|>'"),
         ("[1]", "holds list where a JSON object"),
-        ("{" * 100_000, "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"eos_token": ' + "1" * 5000 + "}", "is no JSON"),
+        ("{" * 100_000, "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"eos_token": ' + "1" * 5000 + "}", "is not valid JSON"),
         (" " * ((16 << 20) + 1), "is larger than"),
     ],
     ids=["unknown", "list", "junk", "deep", "digits", "large"],
@@ -281,5 +281,5 @@ def test_without_the_optional_package_the_error_says_how_to_get_it(
     hugging_face: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalite.data.tokenizer.tokenizers", None)
-    with pytest.raises(InputError, match=r"pip install megalite\[hf\]"):
+    with pytest.raises(InputError, match=r"pip install 'megalite\[hf\]'"):
         load_tokenizer(hugging_face)

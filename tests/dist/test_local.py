@@ -144,7 +144,7 @@ def test_more_ranks_than_memory_are_refused_before_the_first(tmp_path: Path, mon
 
 def test_a_missing_folder_for_temporary_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=r"no folder for temporary files can be made: No such file.*; set TMPDIR"):
+    with pytest.raises(InputError, match=r"no temporary folder can be made: No such file.*; set TMPDIR"):
         launch("program", [], 1, tmp_path)
 
 

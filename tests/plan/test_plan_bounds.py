@@ -91,7 +91,7 @@ def test_all_sizes_are_answered_or_refused(
         (["parallel.pipeline.virtual_stages=1000000"], r"virtual_stages = 1000000: must be at most"),
         (["train.steps=1000000000000000000"], r"train\.steps = 1000000000000000000: must be at most"),
         (["train.steps=1000000000000", "model.sequence_length=16777216"], r"train\.steps .* more than 64 bits can cou"),
-        (["batch.global=1048576", "batch.rampup={start: 1, tokens: 1}"], r"makes 1,048,576 sizes of batches"),
+        (["batch.global=1048576", "batch.rampup={start: 1, tokens: 1}"], r"makes 1,048,576 batch sizes"),
         (["parallel.tp=4096", "parallel.cp=4096", "parallel.dp_shard=4096"], r"makes 68,719,476,736 ranks"),
         (["model.vocab_size=1"], r"model\.vocab_size = 1: must be at least 2: one token alone leaves nothing to pred"),
         (["optim.eps=10"], r"optim\.eps = 10.0: must be at most 1: it would drown"),

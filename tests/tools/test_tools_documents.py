@@ -339,7 +339,7 @@ def test_a_missing_optional_package_is_named(
 ) -> None:
     (tmp_path / name).touch()
     monkeypatch.setattr(f"megalite_tools.{module}", None)
-    with pytest.raises(InputError, match=rf"{module.partition('.')[2]}.*pip install megalite\[data\]"):
+    with pytest.raises(InputError, match=rf"{module.partition('.')[2]}.*pip install 'megalite\[data\]'"):
         list(read_texts([tmp_path / name], Reading(), "skip", Skipped()))
 
 
@@ -365,7 +365,7 @@ def test_a_directory_stands_for_all_files_of_known_formats(tmp_path: Path) -> No
     with pytest.raises(InputError, match="other: no file in this directory has a suffix that tells of a format"):
         find_files([str(tmp_path / "other")], None, Reading(), "stop", Skipped())
     (tmp_path / "other" / "d.parquet.gz").touch()
-    with pytest.raises(InputError, match=r"d\.parquet\.gz: Parquet compresses inside"):
+    with pytest.raises(InputError, match=r"d\.parquet\.gz: Parquet files have a compression of their own"):
         find_files([str(tmp_path / "other")], None, Reading(), "stop", Skipped())
 
 

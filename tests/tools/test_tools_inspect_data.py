@@ -144,7 +144,7 @@ def test_a_bare_store_can_be_described(prefix: str, tokenizer_file: Path, capsys
 @pytest.mark.parametrize("samples", ["-1", "-9999999999999999999"])
 def test_a_number_of_samples_below_0_is_refused(prefix: str, samples: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([prefix, "--samples", samples]) == 2
-    assert f"--samples {samples} is not at least 0" in capsys.readouterr().err
+    assert f"--samples {samples}: must be at least 0" in capsys.readouterr().err
 
 
 def test_more_samples_than_documents_show_all(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_what_is_no_record_is_named_by_its_line(tmp_path: Path, text: str, capsy
     with (run / "metrics.jsonl").open("a") as file:
         file.write(text + "\n")
     assert main([str(run)]) == 2
-    assert f"metrics.jsonl: line 11 is no record of a run: {text}" in capsys.readouterr().err
+    assert f"metrics.jsonl: line 11 is not a record of a run: {text}" in capsys.readouterr().err
     assert not (run / "loss.png").exists()
 
 

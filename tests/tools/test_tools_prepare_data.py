@@ -103,7 +103,7 @@ def test_skipping_counts_by_reason(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--valid-fraction": "1.0"}, "--valid-fraction 1.0 is not in [0, 1)"),
+        ({"--valid-fraction": "1.0"}, "--valid-fraction 1.0: must be at least 0 and below 1"),
         ({"--valid-fraction": "nan"}, "--valid-fraction nan"),
         ({"--valid-fraction": "0.9999999"}, "all 300 documents fell to validation"),
         ({"--workers": "0"}, "--workers 0 is not from 1 to 1024"),
@@ -200,11 +200,11 @@ def test_lines_are_documents_if_asked(out: Path, tmp_path: Path, tokenizer_file:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lines"], "are for text files, and none was given"),
-        (["--lines", "--separator", "x"], "--lines and --separator exclude each other"),
+        (["--lines"], "are for text files, but no input is one"),
+        (["--lines", "--separator", "x"], "--lines and --separator cannot be used together"),
         (["--separator", ""], "--separator is empty"),
         (["--encoding", "utf-9"], "--encoding utf-9: unknown encoding"),
-        (["--max-document", "0"], "--max-document 0 is not at least 1"),
+        (["--max-document", "0"], "--max-document 0: must be at least 1"),
         (["--max-document", "20"], "corpus.jsonl:1: document too long: more than 20 bytes"),
     ],
 )

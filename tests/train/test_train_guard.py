@@ -243,7 +243,7 @@ def test_bad_steps_are_bounded_in_a_run(answer: str, tmp_path: Path) -> None:
     first = alone(settings, tmp_path, NAN, 27, NAME)
     assert first.error == ""
     again = alone(replace(settings, train=replace(settings.train, steps=12)), tmp_path, NAN, 75, NAME)
-    assert "this is bad step 2 of the run, train.max_bad_steps = 1 are allowed" in again.error
+    assert "this is bad step 2 of the run, and train.max_bad_steps = 1 allows no more" in again.error
     resumed = alone(config(on_bad_step=answer, max_bad_steps=0, steps=9), tmp_path)
     assert resumed.error == "", "those before count against those to come only"
 

@@ -75,7 +75,7 @@ def test_a_line_nested_too_deep_is_cut_off_or_named(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     assert (mend(path) or "").startswith("[[")
     path.write_text("[" * 100_000 + "\n")
-    with pytest.raises(InputError, match="line 1 is no record of a run"):
+    with pytest.raises(InputError, match="line 1 is not a record of a run"):
         read_lines(path)
 
 

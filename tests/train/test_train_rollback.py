@@ -70,7 +70,7 @@ def test_a_rollback_that_fails_again_goes_one_checkpoint_further_back(tmp_path: 
     aside = ["step-00000004.damaged", "step-00000006.damaged", "step-00000006.damaged.2"]
     assert [path.name for path in damaged(tmp_path)] == aside, "the last one was saved on the way from step 4"
     assert [step_of(path) for path in complete(tmp_path)] == [2, 4, 6, 8]
-    told = "step-00000006: training that goes on from it fails; it is set aside as step-00000006.damaged"
+    told = "step-00000006: training that continued from it failed again; it is set aside as step-00000006.damaged"
     assert any(told in line for line in notes.said)
 
 

@@ -40,7 +40,7 @@ def _rampup(rampup: Rampup, full: int, micro: int, dp: int) -> Iterator[Problem]
         fix = f"use increment {listing(fitting)}" if fitting else ""
         yield Problem("batch.rampup.increment", rule, fix, rampup.increment)
     elif (full - start) // increment >= SIZES:
-        rule = f"makes {(full - start) // increment + 1:,} sizes of batches, of which {SIZES:,} are allowed"
+        rule = f"makes {(full - start) // increment + 1:,} batch sizes; at most {SIZES:,} are allowed"
         yield Problem("batch.rampup.increment", rule, "use a larger increment", rampup.increment)
 
 

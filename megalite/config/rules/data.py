@@ -34,5 +34,8 @@ def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
             yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")
         if source.weight <= 0:
             yield Problem(
-                f"{key}[{i}].weight", "must be greater than 0", "leave the source out to skip it", source.weight
+                f"{key}[{i}].weight",
+                "must be greater than 0",
+                "remove the source from the list to leave it out",
+                source.weight,
             )

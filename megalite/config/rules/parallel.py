@@ -77,7 +77,7 @@ def _pipeline_schedule(pipeline: Pipeline) -> Iterator[Problem]:
     key = "parallel.pipeline.virtual_stages"
     if name not in SCHEDULES and not name.endswith(SCHEDULE_FILES):
         fix = f"use {listing(list(SCHEDULES))}, or the path of a file that ends in {listing(SCHEDULE_FILES)}"
-        yield Problem("parallel.pipeline.schedule", "is no schedule", fix, name)
+        yield Problem("parallel.pipeline.schedule", "is not a schedule", fix, name)
     if virtual is None or virtual < 1:
         return
     if name in SCHEDULES and name != "interleaved_1f1b" and virtual != SCHEDULES[name]:

@@ -1,7 +1,10 @@
 """Which checkpoints of a run stay, and how the others go. Links are left alone: what they name is not the run's."""
 
 import os
+import re
+import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, synchronize
@@ -11,21 +14,45 @@ from megalite.config.files import is_folder
 PARTIAL = ".partial"  # being written
 DELETED = ".deleted"  # being deleted
 DAMAGED = ".damaged"  # set aside; people decide what becomes of it
+LEFT = re.compile(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})(\.[0-9]+)?")
 
 
-def retain(folder: Path, newest: int, keep: int, every: int) -> None:
+def retain(folder: Path, newest: int, keep: int, every: int) -> list[str]:
     """Delete all but the newest `keep` checkpoints and those of every `every`-th step; what was left half-done too.
 
-    newest: the step that is durable now; what has a later one is not of this run's doing, and stays. keep: 0 keeps all.
-    every: 0 keeps none forever.
+    Returns what could not be deleted, and why. newest: the step that is durable now; what has a later one is not of
+    this run's doing, and stays. keep: 0 keeps all. every: 0 keeps none forever. Raises InputError where `folder` cannot
+    be read.
     """
+    problems = []
     own = [path for path in complete(folder) if _is_folder(path) and step_of(path) <= newest]
     for path in own[:-keep] if keep else []:
         if every == 0 or step_of(path) % every:
-            path.rename(path.with_name(path.name + DELETED))  # at once, so that no half of it looks whole
-    for path in folder.glob("step-*"):
-        if NAME.fullmatch(path.stem) and path.suffix in (PARTIAL, DELETED) and _is_folder(path):
-            shutil.rmtree(path)
+            problems += _refused(path, lambda path: _rename(path, DELETED))
+    return problems + sweep(folder)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Delete what interrupted saves and deletions have left; what could not be deleted, and why."""
+    left = [path for path in folder.glob("step-*") if LEFT.fullmatch(path.name) and _is_folder(path)]
+    return [problem for path in sorted(left) for problem in _refused(path, shutil.rmtree)]
+
+
+def new_partial(final: Path) -> Path:
+    """Make the folder in which the checkpoint `final` is written. No other process ever has the same one."""
+    partial = final.with_name(f"{final.name}{PARTIAL}.{secrets.randbits(48)}")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _refused(path: Path, delete: Callable[[Path], object]) -> list[str]:
+    try:
+        delete(path)
+    except FileNotFoundError:  # somebody else was quicker
+        return []
+    except OSError as error:
+        return [f"{path} cannot be deleted: {error.strerror or error}"]
+    return []
 
 
 def check_own(path: Path) -> Manifest:
@@ -44,14 +71,18 @@ def check_folder(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint so that no run takes it; its new name. Raises OSError where that is refused."""
-    aside = path.with_name(path.name + DAMAGED)
-    count = 1
-    while os.path.lexists(aside):
-        count += 1
-        aside = path.with_name(f"{path.name}{DAMAGED}.{count}")
-    path.rename(aside)
+    aside = _rename(path, DAMAGED)
     synchronize(path.parent)
     return aside
+
+
+def _rename(path: Path, suffix: str) -> Path:
+    """Rename at once, so that no half of it looks whole; to the suffix, with a number where that is taken."""
+    renamed, count = path.with_name(path.name + suffix), 1
+    while os.path.lexists(renamed):
+        count += 1
+        renamed = path.with_name(f"{path.name}{suffix}.{count}")
+    return path.rename(renamed)
 
 
 def damaged(folder: Path) -> list[Path]:

@@ -1,9 +1,10 @@
 """Saving: staged to the host, written in the background, published by one rename when all of it is on the disk."""
 
-import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from megalite.checkpoint.finite import PoisonedError, refuse_poisoned
 from megalite.checkpoint.index import Index, merged
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.retain import PARTIAL, retain
+from megalite.checkpoint.retain import new_partial, retain, sweep
 from megalite.checkpoint.state import State, progress_tensors, use_device
 from megalite.checkpoint.together import ElsewhereError, Together
 from megalite.config.convert import to_plain
@@ -39,17 +40,16 @@ from megalite.config.schema import Config
 
 VERSIONS = ("megalite", "torch")
 
-log = logging.getLogger("megalite")
-
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is durable."""
+    """A checkpoint that is complete, and durable if there are no problems."""
 
     step: int
     path: Path
     bytes: int
     seconds: float  # from the end of staging
+    problems: tuple[str, ...]  # of flushing its name and of deleting others; each is told once
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Saver:
         self._pending: Future[Saved | Failed] | None = None
         self._ended: list[Saved | Failed] = []
         self._failed: list[Failed] = []  # in a row, up to the latest
+        self._told: set[str] = set()  # problems that were told
         self._rehearse()
 
     def __enter__(self) -> "Saver":
@@ -214,31 +215,34 @@ class Saver:
         """In the writer's thread, on all ranks: what became of it. unseen: what is yet to be looked at for NaN."""
         began = monotonic()
         final = self.folder / f"step-{progress.step:08d}"
-        partial = final.with_name(final.name + PARTIAL)
+        partial: Path | None = None
         try:
-            self._together.once(lambda: self._make_way(partial))
+            partial = self._together.once(lambda: self._make_way(final))
             writer = self._files(partial)
             results, index = self._together.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
             written = self._together.gather((results, index, writer.written))
-            size = self._together.once(lambda: self._publish(writer, plan, progress, written or [], partial, final))
+            size, problems = self._together.once(lambda: self._publish(writer, plan, progress, written or [], final))
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
-            if self._together.leads:
-                self._check_owner()
-                shutil.rmtree(partial, ignore_errors=True)
+            if self._together.leads and partial is not None:
+                with suppress(OSError):  # the next save tries again
+                    self._check_owner()
+                    shutil.rmtree(partial)
             poisoned = isinstance(error, PoisonedError)
             return Failed(progress.step, str(error) if poisoned else f"{final}: {error}", poisoned)
-        return Saved(progress.step, final, size, monotonic() - began)
+        return Saved(progress.step, final, size, monotonic() - began, problems)
 
     def _files(self, folder: Path) -> Writer:
         return Writer(folder, self._beside, self._advanced)
 
-    def _make_way(self, partial: Path) -> None:
+    def _make_way(self, final: Path) -> Path:
+        """Make room for a checkpoint, and the folder in which it is written."""
         self._check_owner()
-        if (final := partial.with_suffix("")).exists():
+        if os.path.lexists(final):
             raise FileExistsError(f"{final} is there already")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        sweep(self.folder)  # what cannot be deleted is told when the checkpoint is published
+        partial = new_partial(final)
         synchronize(self.folder.parent)
+        return partial
 
     def _write_mine(
         self, writer: Writer, plan: Plan, extra: dict[str, Tensor], unseen: Set[str]
@@ -258,11 +262,11 @@ class Saver:
         plan: Plan,
         progress: Progress,
         written: list[tuple[list[WriteResult], Index, dict[str, File]]],
-        partial: Path,
         final: Path,
-    ) -> int:
-        """On the first rank, when all have written: the checkpoint's size in bytes."""
+    ) -> tuple[int, tuple[str, ...]]:
+        """On the first rank, when all have written: the checkpoint's size in bytes, and what failed afterwards."""
         assert plan.metadata is not None
+        partial = Path(writer.path)
         writer.finish(plan.metadata, [results for results, _, _ in written])
         writer.write_index(merged(index for _, index, _ in written))
         files = {
@@ -277,13 +281,22 @@ class Saver:
         synchronize(partial)
         self._check_owner()
         partial.rename(final)
-        synchronize(self.folder)
-        self._check_owner()
+        problems = [problem for problem in self._settle(final, progress.step) if problem not in self._told]
+        self._told.update(problems)
+        return total_bytes(files.values()), tuple(problems)
+
+    def _settle(self, final: Path, step: int) -> list[str]:
+        """Flush the name of a checkpoint, which is complete whatever fails, and delete older ones; what failed."""
         try:
-            retain(self.folder, progress.step, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
-        except (OSError, InputError) as error:  # the new one is durable all the same
-            log.warning("an old checkpoint cannot be deleted: %s", error)
-        return total_bytes(files.values())
+            synchronize(self.folder)
+        except OSError as error:
+            return [f"{final} may not survive a crash of this machine, so nothing older is deleted: {error}"]
+        try:
+            self._check_owner()
+            checkpoint = self.config.checkpoint
+            return retain(self.folder, step, checkpoint.keep, checkpoint.keep_every)
+        except (OSError, InputError) as error:
+            return [f"{self.folder}: old checkpoints cannot be deleted: {error}"]
 
     def _manifest(self, progress: Progress, files: dict[str, File]) -> Manifest:
         return Manifest(

@@ -189,6 +189,8 @@ def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
             text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
             size = {"bytes": news.bytes, "seconds": news.seconds}
             report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
+            for problem in news.problems:
+                report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
 
 
 def _tell_stop(report: Report | None, guard: Guard) -> None:

@@ -30,7 +30,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole line. Raises InputError for one that is neither a record nor an event."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise InputError(f"{path}: {reason}; give the folder of a run") from None

@@ -19,7 +19,7 @@ from megalite.train.board import Board
 from megalite.train.records import mend
 from megalite.train.wandb_run import WandbRun
 
-WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed")  # events
+WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem")  # events
 SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

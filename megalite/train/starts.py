@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.progress import Progress
-from megalite.config.files import as_json
+from megalite.config.files import as_json, write_whole
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
@@ -35,7 +35,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def record_start(folder: Path, config: Config, places: Sequence[tuple[str, str]], progress: Progress) -> Path:
-    """Leave the record of this start in the run folder `folder`; its path. Raises OSError.
+    """Leave the record of this start in the run folder `folder`; its path. Raises OSError and InputError.
 
     places: host and device of every rank. progress: where the run goes on.
     """
@@ -60,11 +60,11 @@ def record_start(folder: Path, config: Config, places: Sequence[tuple[str, str]]
         "resumed": _resumed(folder, config, progress),
     }
     path = _create(folder / "starts", as_json(record))
-    path.with_suffix(".yaml").write_text(text)
+    write_whole(path.with_suffix(".yaml"), text)
     if changes := _changes():
-        path.with_suffix(".diff").write_bytes(changes)
+        write_whole(path.with_suffix(".diff"), changes)
     if not (folder / "config.yaml").exists():
-        (folder / "config.yaml").write_text(text)
+        write_whole(folder / "config.yaml", text)
     if tokenizer is not None:
         keep_tokenizer(Path(tokenizer), folder, path.with_suffix(".tokenizer"))
     return path
@@ -106,7 +106,9 @@ def _create(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     taken = {path.name.partition(".")[0] for path in folder.iterdir()}
     path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
-    with path.open("x") as file:  # there is one job in a run folder; this holds even if there were two
+    with path.open(
+        "x", encoding="utf-8"
+    ) as file:  # there is one job in a run folder; this holds even if there were two
         try:
             file.write(text)
             file.flush()

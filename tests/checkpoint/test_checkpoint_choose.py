@@ -1,5 +1,7 @@
 """Which checkpoint a run may continue from, which stay, and what must be the same in both."""
 
+import errno
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +204,22 @@ def test_incomplete_ones_do_not_count_and_go(tmp_path: Path) -> None:
         "step-x.partial",
     }
     assert [path.name for path in damaged(here)] == ["step-00000005.damaged", "step-00000006.damaged.2"]
+
+
+def test_what_cannot_go_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the names that others have left, nor a folder that stays, is in the way of the rest."""
+    here = folders(tmp_path, *(f"step-0000000{step}" for step in (1, 2, 3, 4)), "step-00000002.deleted")
+    delete = shutil.rmtree
+
+    def refused(path: Path) -> None:
+        if path.name.startswith("step-00000001.") or path.name == "step-00000002.deleted":
+            raise PermissionError(errno.EACCES, "denied")
+        delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    left = [here / f"step-0000000{step}.deleted" for step in (1, 2)]
+    assert retain(here, 4, 1, 0) == [f"{path} cannot be deleted: denied" for path in left]
+    assert {path.name for path in here.iterdir()} == {"step-00000001.deleted", "step-00000002.deleted", "step-00000004"}
 
 
 def test_what_is_not_of_this_run_is_neither_deleted_nor_counted(tmp_path: Path) -> None:

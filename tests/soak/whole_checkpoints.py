@@ -43,7 +43,7 @@ def check_complete(path: Path) -> None:
 
 def left_behind(folder: Path, suffix: str, holding: str = "") -> list[Path]:
     """Half-done checkpoints of the latest attempt; with `holding`, those with this file in them."""
-    found = [path for path in folder.glob(f"step-*{suffix}") if not (path / SEEN).exists()]
+    found = [path for path in folder.glob(f"step-*{suffix}*") if not (path / SEEN).exists()]
     return [path for path in found if (path / holding).exists()]
 
 

@@ -96,12 +96,16 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_no_run_ends_well_wi
 ) -> None:
     notes = Notes()
     monkeypatch.setattr(toy_runs, "Notes", lambda: notes)
-    (tmp_path / "step-00000006.partial").write_text("in the way")
+
+    def full(path: Path) -> Path:
+        raise OSError(f"{path}: no room")
+
+    monkeypatch.setattr("megalite.checkpoint.save.new_partial", full)
     with pytest.raises(Unhealthy, match="the last checkpoint could not be written"):
         run(tmp_path)
     ((step, details),) = notes.named("save_failed")
     assert (step, details["checkpoint"]) == (6, 6)
-    assert "step-00000006.partial" in str(details["error"])
+    assert "step-00000006: no room" in str(details["error"])
     assert len(notes.curve("loss")) == 6
 
 

@@ -1,5 +1,6 @@
 """Rollbacks that fail again go further back; a run that only skips does not end well."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from toy_jobs import MODEL, config_of, one_rank
+from toy_jobs import MODEL, config_of, make, one_rank, restorer
 from toy_runs import Notes, run
 
 from megalite.checkpoint.manifest import complete, step_of
@@ -107,6 +108,28 @@ def test_the_oldest_checkpoint_stays_when_there_is_no_way_back(tmp_path: Path) -
     assert rollbacks(notes) == [(5, 4), (5, 2)]
     assert "going on from step 2 has failed again, and there is no checkpoint before it" in error
     assert [step_of(path) for path in complete(tmp_path)] == [2, 4], "what was saved again on the way"
+
+
+def test_a_stop_during_a_rollback_keeps_what_was_left_out(tmp_path: Path) -> None:
+    """The step after it is taken before the run ends, so that there is a checkpoint to say so."""
+    settings, asked = config("rollback"), set[int]()
+
+    def at(step: int, bad: int) -> bool:
+        if step == 4:
+            asked.add(signal.SIGTERM)
+        return step == 5 and bad == 0
+
+    def prepare(job: Job) -> None:
+        job.activity.asked = asked
+
+    with one_rank(), failing(at):
+        notes, _, _ = run(settings, tmp_path, prepare=prepare)
+        progress = restorer(make(settings)).all(tmp_path / "step-00000005")
+    assert notes.code == 3
+    assert notes.said[-1].startswith("stopped by SIGTERM after step 5, which is saved")
+    ((step, details),) = notes.named("rollback")
+    assert (step, progress.bad_steps, progress.left_out) == (4, 1, details["left_out"])
+    assert progress.left_out
 
 
 def test_weights_to_begin_with_are_no_checkpoint_to_roll_back_to(tmp_path: Path) -> None:

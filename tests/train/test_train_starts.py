@@ -13,6 +13,7 @@ import pytest
 
 import megalite
 from megalite.checkpoint.progress import Progress
+from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import Config, Data, Parallel, Source, Train
 from megalite.train import starts
@@ -39,6 +40,19 @@ def test_a_start_tells_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     written = (tmp_path / "starts/001.yaml").read_bytes()
     assert found["configuration_hash"] == hashlib.sha256(written).hexdigest()
     assert load([str(tmp_path / "starts/001.yaml")]) == load([str(tmp_path / "config.yaml")]) == CONFIG
+
+
+@pytest.mark.parametrize("name", ["starts/001.yaml", "config.yaml"])
+def test_a_configuration_is_kept_whole_and_in_utf_8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up leaves no half of it."""
+    config = replace(CONFIG, data=Data(train=[Source("Füße/日本", 1.0)]))
+    monkeypatch.setattr(starts, "SOURCE", tmp_path)
+    record(tmp_path, config)
+    assert "Füße/日本" in (tmp_path / name).read_bytes().decode()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(InputError, match=r"002\.yaml: cannot be written: No space left"):
+        record(tmp_path, config)
+    assert sorted(path.name for path in (tmp_path / "starts").iterdir()) == ["001.json", "001.yaml", "002.json"]
 
 
 def test_a_later_start_overwrites_nothing(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def _position(descriptor: int, part: Part) -> int:
     rows = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     if len(strides) != len(rows) or any(size > 1 and a != b for size, a, b in zip(sizes, strides, rows, strict=True)):
         raise ValueError(f"holds {part.name} in another order of elements")
-    if archive.holds("byteorder") and archive.read("byteorder").decode() != sys.byteorder:
+    if archive.holds("byteorder") and archive.read("byteorder") != sys.byteorder.encode():
         raise ValueError(f"holds {part.name} in another order of bytes than this machine's")
     position, size = archive.place(f"data/{record}")
     if (first + math.prod(sizes)) * ITEM_BYTES[part.dtype] > size:

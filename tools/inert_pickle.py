@@ -5,7 +5,7 @@ Time and memory grow with the length of the pickle, whoever has written it.
 """
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,25 @@ def read_pickle(data: bytes) -> Any:
     """What `data` holds. Raises ValueError for any other opcode, and for operands of another type than it has there."""
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                (result,) = machine.stack
-                return result
-            if (apply := OPCODES.get(opcode.name)) is None:
-                raise ValueError(f"has the opcode {opcode.name}, which no checkpoint needs")
+        for name, argument in _opcodes(data):
+            if name == "STOP":
+                if len(machine.stack) != 1:
+                    raise ValueError("ends with more or less than one value")
+                return machine.stack[0]
+            if (apply := OPCODES.get(name)) is None:
+                raise ValueError(f"has the opcode {name}, which no checkpoint needs")
             apply(machine, argument)
     except (IndexError, KeyError) as error:  # an empty stack, no mark, or nothing of that number in the memo
         raise ValueError(f"is damaged: {error!r}") from None
     raise ValueError("has no end")
+
+
+def _opcodes(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Every opcode's name and argument."""
+    try:
+        yield from ((opcode.name, argument) for opcode, argument, _ in pickletools.genops(data))
+    except ValueError as error:
+        raise ValueError(f"is no pickle: {error}") from None
 
 
 class _Machine:

@@ -71,7 +71,7 @@ def test_little_takes_little(how: str) -> None:
     tracemalloc.start()
     begin = time.process_time()
     try:
-        with pytest.raises(ValueError, match=r"^(names|sets|is|has|calls|takes|expected|not enough|changes)"):
+        with pytest.raises(ValueError, match=r"^(names a class|sets items|is no pickle: |calls what|ends with)"):
             read_pickle(content)
         most = tracemalloc.get_traced_memory()[1]
     finally:

@@ -7,23 +7,16 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
-from tampering import tamper
-from toy_jobs import MODEL, advance, config_of, make, one_rank, parts, restorer, save
+from tampering import DATA, tamper
 
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST
-from megalite.config.layout import Layout
-from megalite.config.schema import Config
 from megalite.output import Outlet, give_up, stream
 from megalite_tools import checkpoints, inspect_checkpoint
 from megalite_tools.checkpoints import Checkpoint
@@ -31,47 +24,6 @@ from megalite_tools.inspect_checkpoint import main
 from megalite_tools.terminal import Terminal
 
 Inspect = Callable[..., tuple[int, str, str]]
-DATA = "__0_0.distcp"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 1 and 2, and one of step 3 with values that are not finite."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = config_of(Layout())
-    config.checkpoint.keep = 0
-    with one_rank():
-        job = make(config)
-        for step in (1, 2):
-            advance(job, step - 1, step)
-            save(job, folder / "checkpoints", step)
-        weight = dict(job.named_parameters())["layers.1.mlp.up.weight"]
-        with torch.no_grad():
-            weight.to_local()[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-        with patch("megalite.checkpoint.save.refuse_poisoned"):  # as an earlier version has saved it
-            save(job, folder / "checkpoints", 3)
-    return folder
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run, without step 3."""
-    shutil.copytree(trained, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000003")
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Inspect:
-    """Runs the command, which may make no process group; its exit code, stdout and stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with monkeypatch.context() as patch:
-            patch.setattr(dist, "init_process_group", None)
-            code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def flip(path: Path) -> None:
@@ -191,128 +143,6 @@ def test_another_format_is_not_damage(run: Path, inspect: Inspect) -> None:
     assert inspect("verify", run)[0] == 2
 
 
-def test_show_tells_what_a_checkpoint_holds(run: Path, inspect: Inspect) -> None:
-    path = run / "checkpoints/step-00000002"
-    code, out, err = inspect("show", path)
-    assert (code, err) == (0, "")
-    for text in ("2, 2 of which changed the weights", "128", "16", "1 rank", f"torch {version('torch')}"):
-        assert text in out
-    rows = {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in out.splitlines() if "float64 [" in line}
-    assert rows["model.embed.weight"].split() == ["float64", "[32,", "16]", "4,096"]
-    assert rows["optimizer.exp_avg.embed.weight"].split() == ["float64", "[32,", "16]", "4,096"]
-    assert "norm" not in rows
-    code, out, _ = inspect("show", run, "--json", "-")  # a run: its newest
-    told = json.loads(out)
-    assert (code, told["path"]) == (0, str(path))
-    assert told["progress"]["samples"] == 16
-    assert told["learning_rate"] == pytest.approx(0.01 * 2 / 3)  # of the second step, before the end of warm-up
-    assert told["config"]["model"]["width"] == MODEL.width
-    assert {"name": "progress.left_out", "shape": [0, 2], "dtype": "int64", "bytes": 0} in told["tensors"]
-
-
-def test_show_values(run: Path, inspect: Inspect) -> None:
-    path = run / "checkpoints/step-00000002"
-    code, out, err = inspect("show", path, "--values", "--json", "-")
-    assert (code, err) == (0, "")
-    told = {tensor["name"]: tensor for tensor in json.loads(out)["tensors"]}
-    with one_rank():
-        job = make(config_of(Layout()))
-        restorer(job).all(path)
-        expected = parts(job)
-    for name, part in expected.items():
-        weight, _, moment = name.partition(" ")
-        tensor = told[f"optimizer.{moment}.{weight}" if moment else f"model.{weight}"]
-        assert tensor["norm"] == pytest.approx(part.values.norm().item())
-        assert tensor["largest"] == part.values.abs().max().item()
-        assert (tensor["nan"], tensor["infinite"]) == (0, 0)
-    assert len(told) > len(expected), "the progress is there too"
-    assert "all values are finite" in inspect("show", path, "--values", "--tensors", "model.*")[1]
-
-
-def test_show_counts_what_is_not_finite(trained: Path, inspect: Inspect) -> None:
-    path, name = trained / "checkpoints/step-00000003", "model.layers.1.mlp.up.weight"
-    code, out, _ = inspect("show", path, "--values", "--tensors", "model.*")
-    assert code == 1
-    assert "1 NaN, 2 infinite" in next(line for line in out.splitlines() if name in line)
-    assert "1 of 27 tensors hold values that are not finite" in out
-    assert inspect("show", path, "--values", "--tensors", "*.embed.*")[0] == 0
-    assert inspect("show", path)[0] == 0, "the values are not read"
-    told = json.loads(inspect("show", path, "--values", "--tensors", name, "--json", "-")[1])["tensors"][0]
-    assert (told["nan"], told["infinite"]) == (1, 2)
-    assert 0 < told["largest"] <= told["norm"]
-
-
-def test_diff_of_the_same(run: Path, inspect: Inspect) -> None:
-    path = run / "checkpoints/step-00000002"
-    code, out, err = inspect("diff", path, run)
-    assert (code, err) == (0, "")
-    assert out.splitlines()[-1].startswith("equal to the bit: ")
-    assert len(out.splitlines()) == 3, "no table"
-
-
-def test_diff_of_two_steps(run: Path, inspect: Inspect) -> None:
-    one, two = (run / f"checkpoints/step-0000000{step}" for step in (1, 2))
-    code, out, _ = inspect("diff", one, two, "--tensors", "model.*")
-    assert code == 1
-    assert out.splitlines()[-1].startswith("different: 27 of 27 tensors differ; at most ")
-    code, out, _ = inspect("diff", one, two, "--tensors", "model.*", "--json", "-")
-    told = json.loads(out)
-    assert (code, told["equal"], told["config"]) == (1, False, [])
-    a, b = Checkpoint(one), Checkpoint(two)
-    for tensor in told["tensors"]:
-        x, y = a.read(tensor["name"]), b.read(tensor["name"])
-        gap = (x - y).abs().max().item()
-        assert tensor["largest"] == gap > 0
-        assert tensor["relative"] == pytest.approx(gap / max(x.abs().max().item(), y.abs().max().item()))
-        assert not tensor["bitwise"]
-    most = max(tensor["relative"] for tensor in told["tensors"])
-    code, out, _ = inspect("diff", one, two, "--tensors", "model.*", "--tolerance", most * 1.001)
-    assert code == 0
-    assert "equal within" in out
-    assert inspect("diff", one, two, "--tensors", "model.*", "--tolerance", most * 0.999)[0] == 1
-    shown = [float(line.split()[-1]) for line in out.splitlines() if "float64 [" in line]
-    assert shown == sorted(shown, reverse=True)
-
-
-def test_diff_of_what_is_not_finite_is_valid_json(trained: Path, inspect: Inspect) -> None:
-    two, three = (trained / f"checkpoints/step-0000000{step}" for step in (2, 3))
-    name = "model.layers.1.mlp.up.weight"
-    code, out, _ = inspect("diff", two, three, "--tensors", name, "--tolerance", 1e300, "--json", "-")
-    told = json.loads(out, parse_constant=pytest.fail)
-    assert (code, told["tensors"][0]["largest"], told["tensors"][0]["relative"]) == (1, None, None)
-
-
-def test_diff_of_another_model(run: Path, tmp_path: Path, inspect: Inspect) -> None:
-    with one_rank():
-        other = save(make(config_of(Layout(), replace(MODEL, ffn=32, qkv_bias=False))), tmp_path / "other", 2)
-    code, out, _ = inspect("diff", run, other, "--tolerance", 1e9)
-    assert code == 1
-    rows = {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in out.splitlines() if " " in line.strip()}
-    assert rows["model.ffn"].split() == ["24", "32"]
-    assert rows["model.qkv_bias"].split() == ["true", "false"]
-    assert rows["model.layers.0.mlp.up.weight"].split("  ")[0] == "float64 [24, 16]"
-    assert rows["model.layers.0.mlp.up.weight"].endswith("float64 [32, 16]")
-    assert rows["model.layers.0.attention.q.bias"].endswith("absent")
-    assert "are in one only, or of another shape" in out.splitlines()[-1]
-
-
-def save_again(config: Config, path: Path, folder: Path) -> None:
-    job = make(config)
-    save(job, folder, restorer(job).all(path).step)
-
-
-def test_diff_of_another_layout(ranks: Ranks, run: Path, tmp_path: Path, inspect: Inspect) -> None:
-    path = run / "checkpoints/step-00000002"
-    ranks.run(save_again, config_of(Layout(pp=2, dp_shard=2, tp=2)), path, tmp_path / "sharded")
-    code, out, _ = inspect("diff", path, tmp_path / "sharded", "--json", "-")
-    told = json.loads(out)
-    assert {"key": "parallel.tp", "a": 1, "b": 2} in told["config"]
-    differ = [tensor["name"] for tensor in told["tensors"] if not tensor["bitwise"]]
-    assert (code, differ) == (1, ["schedule.learning_rate"]), "which no step has set in the other job"
-    assert inspect("diff", path, tmp_path / "sharded", "--tensors", "[!s]*")[0] == 0
-    assert inspect("verify", tmp_path / "sharded")[0] == 0
-
-
 def test_one_tensor_at_a_time_is_held(run: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet = weakref.WeakSet()
     most = 0
@@ -339,6 +169,7 @@ def test_one_tensor_at_a_time_is_held(run: Path, inspect: Inspect, monkeypatch: 
         (["verify", "nowhere"], "nowhere: no such folder"),
         (["show", "nowhere"], "nowhere: no such folder"),
         (["diff", "{run}", "nowhere"], "nowhere: no such folder"),
+        (["list", "{run}/checkpoints/step-00000002"], "is a checkpoint itself; `show` tells what it holds, and list"),
         (["list", "{run}/.."], "holds no checkpoint; give a run folder"),
         (["verify", "{run}/.."], "holds no checkpoint; give a run folder, or one of its checkpoints"),
         (["show", "{run}", "--tensors", "nothing*"], "--tensors nothing*: no tensor has such a name"),
@@ -386,7 +217,7 @@ def test_links_in_place_of_checkpoints_are_damage(run: Path, inspect: Inspect) -
     for command in ("verify", "list"):
         code, out, _ = inspect(command, run)
         assert code == 1
-        assert "damaged: is no folder but a link or a file" in out
+        assert "damaged: is a link or a file instead of a folder" in out
     assert inspect("verify", run / "step-00000002")[0] == 0
 
 

@@ -51,12 +51,18 @@ class RollCall:
     def called(self) -> bool:
         return self.store.check(["call"])
 
-    def call(self, cause: str) -> None:
-        """Begin the round, unless it has begun."""
+    def call(self, cause: str, doubt: str = "") -> None:
+        """Begin the round, unless it has begun.
+
+        cause: how a peer was lost; empty if some rank has seen no progress, or has a doubt. doubt: what tells that a
+        peer may be lost, which it is not if it answers.
+        """
+        if doubt:
+            self.store.set("doubt", doubt)
         self.store.compare_set("call", "", cause)
 
     def cause(self) -> str:
-        """Why the round was begun; empty if some rank has seen no progress."""
+        """How a peer was lost; empty if that is not why the round was begun."""
         return self.store.get("call").decode()
 
     def answer(self, status: Status) -> bool:
@@ -80,13 +86,13 @@ class RollCall:
         hosts: tells the host of a rank that does not answer.
         """
         found = self.answers()
-        cause = self.cause()
+        cause, doubt = self.cause(), self.store.get("doubt").decode() if self.store.check(["doubt"]) else ""
         idle = min(status.idle for status in found)
         present = {status.rank for status in found}
         silent = {rank: hosts.get(str(rank)).decode() for rank in range(self.size) if rank not in present}
-        head = cause or f"no progress for {timeout:g} s (train.timeout)"
+        head = cause or doubt or f"no progress for {timeout:g} s (train.timeout)"
         # Ranks do not stop at the same time: those behind a stuck one still finish what they have.
-        fatal = bool(cause) or idle >= timeout / 2
+        fatal = bool(cause or (doubt and silent)) or idle >= timeout / 2
         verdict = Verdict(fatal, f"{head}\n{table(found, silent)}", idle, min(present), len(present))
         self.store.set("verdict", json.dumps(asdict(verdict)))
         return verdict

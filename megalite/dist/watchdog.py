@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from megalite.dist.activity import HIDDEN, Activity, places, stacks
 from megalite.dist.last_words import tell
+from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting, kept, reason
+from megalite.dist.neighbour import Neighbour
 from megalite.dist.ranks import HELD_BACK, Place, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
 from megalite.dist.start import is_lost_peer
@@ -54,6 +56,17 @@ def between_looks(timeout: float, ranks: int) -> float:
     return min(max(timeout / 20, 0.5), max(1.0, ranks / LOOKS), 10.0)
 
 
+def _neighbour(store: dist.Store, place: Place) -> Neighbour | None:
+    """None where the local launcher looks after the ranks, and where there is no address to look from."""
+    if MEETING in os.environ or place.world_size == 1:
+        return None
+    try:
+        return Neighbour(store, place)
+    except OSError as error:
+        log.warning("a rank that is lost is noticed later, as this one cannot look after its neighbour: %s", error)
+        return None
+
+
 class StoreGone(Exception):
     """The job's key-value store does not answer."""
 
@@ -67,6 +80,7 @@ class Watchdog:
         self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
         # Connections that no other thread waits on.
         self._store, self._hosts = (kept(store.clone()) for store in (meeting.store, meeting.hosts))  # type: ignore[attr-defined]
+        self._next = _neighbour(self._hosts, place)
         self._asker = ThreadPoolExecutor(1, f"{HIDDEN} store")
         self._told: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name=HIDDEN, daemon=True)
@@ -97,20 +111,23 @@ class Watchdog:
                 return
             try:
                 call = RollCall(self._store, self.place.world_size, number)
+                doubt = self._ask(self._next.lost) if self._next is not None else ""
                 stuck = self.activity.idle > self.timeout and time.monotonic() > quiet_until
-                if not (cause or stuck or self._ask(call.called)):
+                if not (cause or doubt or stuck or self._ask(call.called)):
                     continue
-                verdict = self._take_part(call, str(cause))
+                verdict = self._take_part(call, str(cause), doubt)
             except StoreGone as gone:
                 self._without_store(gone)
                 return
             if verdict.fatal:
                 self._end(verdict.text, verdict.speaker == self.place.rank, partial(self._all_know, call, verdict))
+            if self._next is not None:
+                self._next.forgive()
             log.info("waiting, but some ranks get on: %s", verdict.text)
             number, quiet_until = number + 1, time.monotonic() + self.timeout - verdict.idle
 
-    def _take_part(self, call: RollCall, cause: str) -> Verdict:
-        self._ask(call.call, cause)
+    def _take_part(self, call: RollCall, cause: str, doubt: str) -> Verdict:
+        self._ask(call.call, cause, doubt)
         status = self._status()
         concludes = self._ask(call.answer, status)
         deadline = time.monotonic() + self.patience

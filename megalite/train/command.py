@@ -17,7 +17,7 @@ from megalite.data.check import Scans, check_data
 from megalite.dist.host import host_memory, on_cpus
 from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
-from megalite.dist.ranks import Place, find_place, let_others_speak
+from megalite.dist.ranks import HOW_TO_START, Place, find_place, let_others_speak
 from megalite.dist.signals import die_with_launcher, end_when_stopped
 from megalite.imports import import_for_good
 from megalite.output import warn
@@ -52,9 +52,8 @@ def _ranks(asked: int | None, found: Place | None) -> int | None:
     if found is None:
         return asked
     if asked not in (None, found.world_size):
-        raise InputError(
-            f"--world-size {asked}: a launcher has started this process as one of {found.world_size} ranks"
-        )
+        told = f"WORLD_SIZE, or srun, says that this is one of {found.world_size} ranks"
+        raise InputError(f"--world-size {asked}: {told}; {HOW_TO_START}")
     return found.world_size
 
 
@@ -70,7 +69,7 @@ def _launch(args: argparse.Namespace, ranks: int | None) -> int:
     step = _first_step(config, folder, scans)
     without_gpu = on_cpus(config.run.device)
     _tell_doubts(config)
-    if args.world_size is None and without_gpu:  # else ranks may be on several hosts
+    if ranks is None and without_gpu:  # else ranks may be on several hosts
         _compare_with_memory(config)
     if args.check:
         if (owner := Lock.holder(folder.path)) is not None:

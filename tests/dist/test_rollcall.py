@@ -69,6 +69,22 @@ def test_a_rank_that_gets_on_is_waited_for() -> None:
     assert verdict.idle == 0.5
 
 
+@pytest.mark.parametrize("present", [2, 3])
+def test_a_doubt_is_fatal_only_if_somebody_does_not_answer(present: int) -> None:
+    store, hosts = dist.HashStore(), dist.HashStore()
+    for rank in range(3):
+        hosts.set(str(rank), "node")
+    call = RollCall(store, 3, 0)
+    call.call("", "the process of rank 2 has ended")
+    for rank in range(present):
+        call.answer(status(rank, idle=0.0))
+    verdict = call.conclude(600.0, hosts)
+    assert verdict.fatal == (present == 2)
+    assert verdict.text.startswith("the process of rank 2 has ended")
+    call.call("rank 1 has lost a peer")
+    assert call.conclude(600.0, hosts).fatal, "whoever knows more is heard"
+
+
 def test_a_lost_peer_is_fatal_even_if_somebody_is_busy() -> None:
     call, hosts = hold([status(0, idle=0.0), status(1, idle=0.0)], size=3, cause="rank 1 has lost a peer: gone")
     call.call("rank 0 has lost another")

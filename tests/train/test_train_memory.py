@@ -13,7 +13,7 @@ from megalite.train import command
 def test_a_model_too_big_for_the_machine_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_first_step", lambda config, folder: 0)
+    monkeypatch.setattr(command, "_first_step", lambda *_: 0)
     monkeypatch.setattr(command, "check_files", lambda config: None)
     run = [f"run.dir={tmp_path / 'runs'}", "run.device=cpu"]
     assert cli.main(["train", *run, "model.width=65536", "model.layers=100"]) == 2
@@ -37,7 +37,7 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
         ),
         ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE=2: RANK and LOCAL_RANK must be set too"),
         (RANK_1 | SLURM | {"WORLD_SIZE": "2"}, ["--world-size=2"], "two launchers give this process two places"),
-        (RANK_1, ["--world-size=8"], "--world-size 8: a launcher has started this process as one of 4 ranks"),
+        (RANK_1, ["--world-size=8"], "--world-size 8: WORLD_SIZE, or srun, says that this is one of 4 ranks; start"),
         (RANK_1, ["parallel.tp=3"], "which must divide the job's 4"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_check_minds_the_launcher_around_it(
 
 def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
     """Of a configuration with a doubt, and no memory to hold it."""
-    for name in ("check_files", "_first_step", "check_start", "die_with_launcher", "stop_before_first_step"):
+    for name in ("check_files", "_first_step", "check_start", "die_with_launcher", "end_when_stopped"):
         monkeypatch.setattr(command, name, lambda *_: 0)
     monkeypatch.setattr(command, "host_memory", lambda: 1)
     monkeypatch.setattr(command, "import_for_good", lambda name: SimpleNamespace(run=lambda *_: 0))

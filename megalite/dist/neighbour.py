@@ -1,0 +1,77 @@
+"""Whether the process of the next rank is still there, whatever it is busy with.
+
+Every rank has a socket that listens, and every rank connects to that of the next one now and then. It is the other
+kernel that answers. So a process that is busy, or waits for a file system with all of its threads, counts as there;
+one that has ended refuses, and a host that is lost does not answer. Collectives of NCCL do not tell this: they wait.
+"""
+
+import os
+import socket
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from megalite.dist.ranks import Place
+
+EVERY = 10.0  # seconds between two looks
+ANSWER = 2.0  # seconds that a host has to answer
+REFUSALS = 2  # in a row, after which a process counts as ended: it may just have ended well
+SILENCES = 6  # looks in a row, after which a host counts as lost
+BACKLOG = 128  # looks that the kernel answers while the process does not hear of them
+
+
+class Neighbour:
+    """The next rank of the job, as one of its ranks looks at it."""
+
+    def __init__(self, store: dist.Store, place: Place) -> None:
+        self.rank, self._store = (place.rank + 1) % place.world_size, store
+        self._refused = self._silent = 0
+        self._seen = False
+        self._due = 0.0
+        here, family = _address_towards(os.environ["MASTER_ADDR"])
+        self._listener = socket.create_server((here, 0), family=family, backlog=BACKLOG)
+        self._listener.setblocking(False)
+        store.set(f"listens {place.rank}", f"{self._listener.getsockname()[1]} {here}")
+
+    def lost(self) -> str:
+        """What is wrong with the next rank since some looks; empty if nothing is.
+
+        Only one that was reached before can be lost: its address may be none that others can use.
+        """
+        with suppress(OSError):  # as soon as nobody is left to be heard
+            while True:
+                self._listener.accept()[0].close()
+        if time.monotonic() >= self._due and self._store.check([f"listens {self.rank}"]):
+            self._due = time.monotonic() + EVERY
+            self._look()
+        if self._refused >= REFUSALS:
+            return f"the process of rank {self.rank} has ended"
+        if self._silent >= SILENCES:
+            return f"the host of rank {self.rank} has not answered for {SILENCES * EVERY:g} s"
+        return ""
+
+    def forgive(self) -> None:
+        """It is there all the same."""
+        self._refused = self._silent = 0
+        self._seen = False
+
+    def _look(self) -> None:
+        port, _, host = self._store.get(f"listens {self.rank}").decode().partition(" ")
+        try:
+            socket.create_connection((host, int(port)), ANSWER).close()
+        except ConnectionRefusedError:
+            self._refused += self._seen
+        except OSError:
+            self._silent += self._seen
+        else:
+            self._refused = self._silent = 0
+            self._seen = True
+
+
+def _address_towards(host: str) -> tuple[str, socket.AddressFamily]:
+    """The address by which this machine would reach `host`, and of which kind it is; nothing is sent."""
+    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as route:
+        route.connect(there)
+        return route.getsockname()[0], family

@@ -21,7 +21,9 @@ The sum is Korthikanti et al. 2022 (arXiv 2205.05198), eq. 4, less what fused ke
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from megalite.config.schema import Config
 from megalite.plan.recompute import Mode
@@ -32,6 +34,7 @@ TOKEN = 8  # bytes of a token id
 ROWS = 128  # rows that cross_entropy handles at a time
 FEWEST, TILE = 4096, 128  # tokens of the head's smallest chunks, and what chunks are multiples of
 CLASSES = 1024  # whose logits it widens at a time for sums of its weight's gradient
+Item = tuple[str, str]  # one of the kinds of `plan.memory`, or HOST, and the component of the model
 OFFLOAD_SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
 
 
@@ -84,6 +87,45 @@ class Part:
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
     times: int = 1  # how many like it stand here one behind the other; bytes are then of all, parameters of one
 
+    @cached_property
+    def weights(self) -> int:
+        """How many parameters it has on this rank."""
+        return self.parameters.total
+
+    @cached_property
+    def components(self) -> tuple[tuple[str, int], ...]:
+        """The components of the model that have parameters here, and how many."""
+        return tuple((name, count) for name, count in asdict(self.parameters).items() if count)
+
+    @cached_property
+    def again(self) -> dict[str, int]:
+        """By moment of backward: bytes that selective recompute makes again for it."""
+        return {at.name: sum(kept.bytes for kept in self.cheap if kept.until == at.name) for at in self.backward}
+
+    @cached_property
+    def freed(self) -> dict[str, Counter[Item]]:
+        """By moment of backward: the bytes that the layer's backward needs no more."""
+        return {moment.name: _bytes(self._ending(moment)) for moment in self.backward}
+
+    @cached_property
+    def put_off(self) -> dict[str, Counter[Item]]:
+        """By moment of a backward that is split: the bytes that W needs, from then on."""
+        found = {}
+        for moment in self.backward:
+            again = [("temporaries", kept) for kept in self.cheap if kept.until == moment.name]
+            needed = [(kind, kept) for kind, kept in (*self._ending(moment), *again) if kept.for_weights]
+            found[moment.name] = _bytes(needed) + Counter({("gradients", "put off"): moment.put_off})
+        return found
+
+    def _ending(self, moment: Moment) -> list[tuple[str, Kept]]:
+        """What is held until the moment, and its kind."""
+        made = [("temporaries", kept) for kept in (*self.remade, *self.offloaded)]
+        return [
+            (kind, kept)
+            for kind, kept in (*(("activations", kept) for kept in self.kept), *made)
+            if kept.until == moment.name
+        ]
+
     def repeated(self, times: int) -> "Part":
         """So many of these as one."""
 
@@ -100,6 +142,13 @@ class Part:
             offloaded=all_of(self.offloaded),
             times=times,
         )
+
+
+def _bytes(group: Iterable[tuple[str, Kept]]) -> Counter[Item]:
+    found: Counter[Item] = Counter()
+    for kind, kept in group:
+        found[kind, kept.component] += kept.bytes
+    return found
 
 
 @dataclass(frozen=True)
@@ -188,7 +237,7 @@ class Activations:
         model, resets = self.config.model, self.config.data.reset_positions
         return model.sequence_length // (1 if resets else self.config.parallel.cp) * model.head_size * self.z
 
-    @property
+    @cached_property
     def turns(self) -> int:
         """Cosines and sines that a stage looks up for a micro-batch, where positions depend on documents."""
         return self.tokens * self.config.model.head_size * self.z if self.config.data.reset_positions else 0
@@ -199,33 +248,33 @@ class Activations:
         made = 3 if self.config.data.reset_positions else 2
         return TOKEN * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
-    @property
+    @cached_property
     def t(self) -> int:
         return self.config.parallel.tp
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return self.config.batch.micro_size * self.config.model.sequence_length // self.config.parallel.cp
 
-    @property
+    @cached_property
     def w(self) -> int:
         return BYTES[self.config.train.precision]
 
-    @property
+    @cached_property
     def z(self) -> int:
         return max(self.w, 4)
 
-    @property
+    @cached_property
     def stream(self) -> int:
         """The residual stream on one rank, which is what stages hand to each other."""
         return self.tokens * self.config.model.width // self.t * self.w
 
-    @property
+    @cached_property
     def statistic(self) -> int:
         """One number for each position on a rank."""
         return self.tokens // self.t * self.z
 
-    @property
+    @cached_property
     def gathered(self) -> int:
         """The residual stream gathered over tp; 0 where that takes no copy."""
         return self.stream * self.t if self.t > 1 else 0

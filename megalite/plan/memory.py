@@ -30,11 +30,11 @@ from itertools import pairwise
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
-from megalite.plan.activations import Activations
-from megalite.plan.pipeline import as_full, fullest_steps, table_of, tables_of
+from megalite.plan.activations import Activations, Item
+from megalite.plan.pipeline import actions, as_full, fullest_steps, table_of, tables_of
 from megalite.plan.recompute import Cost, Mode, modes_by_stage
 from megalite.plan.split import split_of
-from megalite.plan.walk import HOST, Item, Walk
+from megalite.plan.walk import HOST, Walk
 
 Modes = Mapping[int, Sequence[Mode]]  # by stage, of its layers
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
@@ -71,6 +71,11 @@ def memory_of_ranks(config: Config) -> list[Memory]:
     """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
     modes = recompute_modes(config)
     return [_fullest(config, pp, modes) for pp in range(config.parallel.pp)]
+
+
+def actions_of_peaks(config: Config) -> int:
+    """How many actions the schedules have along which `memory_of_ranks` walks."""
+    return sum(actions(config, as_full(config, m)) for m in fullest_steps(config))
 
 
 def enough_micro_batches(config: Config, pp: int, full: int) -> int:

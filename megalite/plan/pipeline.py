@@ -1,19 +1,20 @@
 """The pipeline schedule that a configuration asks for."""
 
 from functools import lru_cache
+from pathlib import Path
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.batches import batch_sizes
-from megalite.schedule.actions import Table
+from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.check import check
-from megalite.schedule.generate import actions_of, build
+from megalite.schedule.generate import SPLITTING, actions_of, bubble_of, build, placement_of
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.place import place_sharding
+from megalite.schedule.simulate import simulate
 
 SHOWN = 8  # problems told of one schedule
 MIDDLE = 5  # steps of a full pipeline, or rounds, that are as good as any number
-MOST_ACTIONS = 1_000_000  # of a schedule, all ranks together; to make and check them takes some ten seconds
 
 
 def micro_batches(config: Config) -> int:
@@ -35,12 +36,12 @@ def fullest_steps(config: Config) -> list[int]:
 
 
 def as_full(config: Config, m: int) -> int:
-    """The micro-batches of a step, the fewer the better, that holds as much as one of `m`; not for gpipe.
+    """The micro-batches of a step, the fewer the better, that holds as much as one of `m`.
 
     A rank holds most when the pipeline is full; from there on it does the same over and over.
     """
     p, pipeline = config.parallel.pp, config.parallel.pipeline
-    if pipeline.schedule not in SCHEDULES:  # a file is for one number of them
+    if pipeline.schedule not in SCHEDULES or pipeline.schedule == "gpipe":  # a file is for m; gpipe holds all of them
         return m
     if pipeline.schedule != "interleaved_1f1b":
         return min(m, 3 * p + MIDDLE)
@@ -58,30 +59,68 @@ def table_of(config: Config, m: int | None = None) -> Table:
     """
     pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
     _refuse_endless(config, m or micro_batches(config))
-    make = _checked if pipeline.schedule in SCHEDULES else _checked.__wrapped__  # a file may change
-    table = make(
+    table = _checked(
         pipeline.schedule,
         config.parallel.pp,
         m or micro_batches(config),
         pipeline.stages_per_rank,
         mode if uses_fsdp(config) else None,
+        None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule)),
     )
-    if config.train.compile and table.splits_backward:
-        rule = f"cannot run with parallel.pipeline.schedule = {pipeline.schedule}, which splits backward passes"
+    if table.splits_backward:
+        _refuse_compiled(config)
+    return table
+
+
+def _refuse_compiled(config: Config) -> None:
+    """Raises InputError where the split backward passes of a schedule would be compiled, and so made whole."""
+    if config.train.compile:
+        schedule = config.parallel.pipeline.schedule
+        rule = f"cannot run with parallel.pipeline.schedule = {schedule}, which splits backward passes"
         fix = "use false, or a schedule whose backward is whole: gpipe, 1f1b or interleaved_1f1b"
         raise InputError([Problem("train.compile", rule, fix, True)])
-    return table
+
+
+def placement(config: Config) -> tuple[int, ...]:
+    """By stage, the pipeline rank that owns it. Raises InputError for a bad schedule file."""
+    pipeline = config.parallel.pipeline
+    if pipeline.schedule not in SCHEDULES:
+        return table_of(config).placement
+    return placement_of(pipeline.schedule, config.parallel.pp, pipeline.stages_per_rank)
+
+
+def bubble(config: Config) -> float:
+    """The share of a step of `batch.global` in which ranks idle where all stages take equally long.
+
+    Raises InputError for a bad schedule file.
+    """
+    pipeline = config.parallel.pipeline
+    if pipeline.schedule not in SCHEDULES:
+        return float(simulate(table_of(config)).bubble)
+    p, v = config.parallel.pp, pipeline.stages_per_rank
+    return float(bubble_of(pipeline.schedule, p, micro_batches(config), v))
+
+
+def check_schedule(config: Config) -> None:
+    """Raises InputError where `table_of` would; the table of a schedule with a name is not made for that."""
+    pipeline = config.parallel.pipeline
+    _refuse_endless(config, micro_batches(config))
+    if pipeline.schedule not in SCHEDULES:
+        table_of(config)
+    elif pipeline.schedule in SPLITTING:
+        _refuse_compiled(config)
 
 
 def can_be_planned(config: Config, m: int) -> bool:
     """Whether the schedule of `m` micro-batches has at most MOST_ACTIONS, told without making it."""
-    return _actions(config, m) <= MOST_ACTIONS
+    return actions(config, m) <= MOST_ACTIONS
 
 
-def _actions(config: Config, m: int) -> int:
+def actions(config: Config, m: int) -> int:
+    """How many actions the schedule of `m` micro-batches has, told without making it; 0 for a file."""
     pipeline = config.parallel.pipeline
     if pipeline.schedule not in SCHEDULES:
-        return 0  # a file has what it has
+        return 0
     return actions_of(pipeline.schedule, config.parallel.pp, m, pipeline.stages_per_rank)
 
 
@@ -90,16 +129,19 @@ def _refuse_endless(config: Config, m: int) -> None:
         return
     stages = config.parallel.pp * config.parallel.pipeline.stages_per_rank
     rule = (
-        f"makes {m:,} micro-batches a step, on {stages:,} stages: a pipeline schedule of {_actions(config, m):,} "
+        f"makes {m:,} micro-batches a step, on {stages:,} stages: a pipeline schedule of {actions(config, m):,} "
         f"actions, more than the {MOST_ACTIONS:,} that can be planned"
     )
-    fix = "use fewer sequences (this is not a number of tokens), a larger batch.micro, or more data-parallel ranks"
+    fix = (
+        "use fewer sequences (this is not a number of tokens), a larger batch.micro, or more data-parallel ranks "
+        "(--world-size gives them to parallel.dp_shard = auto)"
+    )
     raise InputError([Problem("batch.global", rule, fix, config.batch.global_)])
 
 
 @lru_cache(maxsize=8)  # tables of large pipelines take seconds to make, and commands ask for one several times
-def _checked(schedule: str, p: int, m: int, v: int, mode: str | None) -> Table:
-    """mode: of data parallelism, where FSDP2 is used."""
+def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: tuple[int, ...] | None) -> Table:
+    """mode: of data parallelism, where FSDP2 is used. version: of a file, which may change."""
     table = build(schedule, p, m, v)
     if problems := check(table):
         raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
@@ -108,9 +150,18 @@ def _checked(schedule: str, p: int, m: int, v: int, mode: str | None) -> Table:
     return place_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))
 
 
+def _version(path: Path) -> tuple[int, ...] | None:
+    """What differs when a file has changed; None for one that cannot be read, as reading it will tell."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def tables_of(config: Config) -> list[Table]:
-    """The schedules of `fullest_steps`."""
-    return [table_of(config, m) for m in fullest_steps(config)]
+    """Schedules in which every stage holds as many micro-batches as in `fullest_steps`."""
+    return [table_of(config, as_full(config, m)) for m in fullest_steps(config)]
 
 
 def uses_fsdp(config: Config) -> bool:

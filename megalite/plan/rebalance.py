@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config.schema import Config
-from megalite.plan.memory import Memory, rank_memory
-from megalite.plan.pipeline import table_of
+from megalite.plan.memory import Memory, actions_of_peaks, rank_memory
+from megalite.plan.pipeline import placement
 from megalite.plan.split import split_of
 
 MOVES = 4  # most layers moved, per pipeline rank
-ACTIONS = 20_000  # of a schedule's ranks together; walking along more for every move would take seconds
+ACTIONS = 20_000  # of the schedules to walk along; to walk along more for every move would take seconds
 
 
 def flatter_split(config: Config, memories: Sequence[Memory]) -> tuple[list[int], int] | None:
@@ -18,19 +18,20 @@ def flatter_split(config: Config, memories: Sequence[Memory]) -> tuple[list[int]
     memories: of every pipeline rank with the configured split. Layers move one by one from the fullest rank to the
     emptiest while the fuller of the two gets emptier. Every stage but the last keeps one.
     """
-    table = table_of(config)
-    split, before = list(split_of(config)), max(memory.total for memory in memories)
-    if sum(map(len, table.programs)) > ACTIONS:
+    if actions_of_peaks(config) > ACTIONS:
         return None
+    owners, split, before = placement(config), split_of(config), max(memory.total for memory in memories)
+    last = len(split) - 1
     peaks = [memory.total for memory in memories]
-    for _ in range(MOVES * table.ranks):
+    for _ in range(MOVES * len(memories)):
         fullest, emptiest = peaks.index(max(peaks)), peaks.index(min(peaks))
-        giving = [stage for stage in table.stages_of(fullest) if split[stage] > (stage < table.stages - 1)]
+        giving = [stage for stage, rank in enumerate(owners) if rank == fullest and split[stage] > (stage < last)]
+        taking = [stage for stage, rank in enumerate(owners) if rank == emptiest]
         if not giving or fullest == emptiest:
             break
         moved = list(split)
         moved[max(giving, key=lambda stage: split[stage])] -= 1
-        moved[min(table.stages_of(emptiest), key=lambda stage: split[stage])] += 1
+        moved[min(taking, key=lambda stage: split[stage])] += 1
         pipeline = replace(config.parallel.pipeline, split=moved)
         other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         changed = {rank: rank_memory(other, rank).total for rank in (fullest, emptiest)}

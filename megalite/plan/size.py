@@ -59,15 +59,12 @@ def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
     matrix = model.vocab_size * model.width
     last = len(split) - 1
     shares_weight = model.tie_embeddings and last == 0
-    return [
-        layer_parameters(model) * count
-        + Parameters(
-            embedding=matrix if stage == 0 else 0,
-            norms=model.width if stage == last else 0,
-            head=matrix if stage == last and not shares_weight else 0,
-        )
-        for stage, count in enumerate(split)
-    ]
+    layer = layer_parameters(model)
+    sizes = {count: layer * count for count in set(split)}
+    found = [sizes[count] for count in split]
+    found[0] += Parameters(embedding=matrix)
+    found[last] += Parameters(norms=model.width, head=0 if shares_weight else matrix)
+    return found
 
 
 def layer_forward_flops(model: Model, attention: Attention = "causal") -> int:

@@ -36,7 +36,8 @@ def balance(model: Model, stages: int) -> list[int]:
 
 def stage_costs(model: Model, split: Sequence[int]) -> list[int]:
     """Forward FLOPs per token of each stage: its layers, and on the last one the head."""
-    costs = [count * layer_forward_flops(model) for count in split]
+    layer = layer_forward_flops(model)
+    costs = [count * layer for count in split]
     costs[-1] += head_forward_flops(model)
     return costs
 

@@ -2,18 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import dataclass
+from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.activations import BYTES, Activations, Moment, Part
+from megalite.plan.activations import BYTES, Activations, Item, Moment, Part
+from megalite.plan.condense import parts_of
 from megalite.plan.pipeline import uses_fsdp
 from megalite.plan.recompute import Mode
 from megalite.schedule.actions import Action, Exchange, Kind, Table
 
 HOST = "host memory"
-Item = tuple[str, str]  # one of the kinds of `plan.memory`, or HOST, and the component of the model
-ENDS = 2  # repetitions at either end of many, that a walk looks at one by one
 Place = tuple[int, int]  # a stage, and the index of a part in it
 
 
@@ -32,88 +31,42 @@ class States:
 
     config: Config
 
-    @property
+    @cached_property
     def mode(self) -> str:
         return self.config.parallel.data.mode
 
-    @property
+    @cached_property
     def w(self) -> int:
         return BYTES[self.config.train.precision]
 
-    @property
+    @cached_property
     def p(self) -> int:
         return max(self.w, 4)
 
-    @property
+    @cached_property
     def r(self) -> int:
         return 2 if self.config.parallel.data.reduce_precision == "bf16" else self.p
 
-    @property
+    @cached_property
     def shards(self) -> int:
         parallel = self.config.parallel
         return parallel.layout.dp_shard * parallel.cp if parallel.data.sharded else 1
 
-    @property
+    @cached_property
     def managed(self) -> bool:
         """Whether FSDP2 gathers weights and reduces gradients."""
         return uses_fsdp(self.config)
 
-    @property
+    @cached_property
     def replicas(self) -> bool:
         """Whether shards are added up over replicas, in buffers of their own."""
         parallel = self.config.parallel
         return parallel.dp_replicate > 1 or (not parallel.data.sharded and parallel.layout.dp * parallel.cp > 1)
 
-    @property
+    @cached_property
     def frees(self) -> bool:
         """Whether gathered weights are freed after every use."""
         return self.managed and self.mode == "zero3"
-
-
-def _parts(sizes: Activations, config: Config, modes: Sequence[Mode], stage: int, stages: int) -> list[Part]:
-    """The parts of a stage, first to last."""
-    part_of = {mode: sizes.layer(mode) for mode in set(modes)}
-    layers = [part_of[mode].repeated(times) if times > 1 else part_of[mode] for mode, times in condensed(modes)]
-    last = [sizes.head()] if stage == stages - 1 else []
-    if stage == 0:
-        return [sizes.embedding(with_head=stages == 1), *layers, *last]
-    return [*([sizes.tied_copy()] if last and config.model.tie_embeddings else []), *layers, *last]
-
-
-def condensed(modes: Sequence[Mode]) -> list[tuple[Mode, int]]:
-    """The layers of a stage, in order, as a walk needs them: the mode, and how many like it are taken as one.
-
-    Modes repeat, every layer or every few. In the midst of repetitions what is held changes by the same amount with
-    each, so it is most at the first or the last of them: only two at either end are looked at.
-    """
-    period, count = _period(modes), len(modes)
-    repetitions = count // period if period else 0
-    if repetitions > 2 * ENDS:
-        unit, middle = list(modes[:period]), repetitions - 2 * ENDS
-        ends = [(mode, 1) for mode in unit * ENDS]
-        rest = [(mode, 1) for mode in modes[repetitions * period :]]
-        found = [*ends, *((mode, middle) for mode in unit), *ends, *rest]
-    else:
-        found = [(mode, 1) for mode in modes]
-    return [entry for key, run in groupby(found) for entry in _condensed_run(*key, len(list(run)))]
-
-
-def _condensed_run(mode: Mode, times: int, count: int) -> list[tuple[Mode, int]]:
-    if times > 1:
-        return [(mode, times * count)]
-    ends = [(mode, 1)] * ENDS
-    return [*ends, (mode, count - 2 * ENDS), *ends] if count > 2 * ENDS else [(mode, 1)] * count
-
-
-def _period(modes: Sequence[Mode]) -> int:
-    """After how many they repeat themselves."""
-    border, borders = 0, [0]  # Knuth, Morris and Pratt's table
-    for mode in modes[1:]:
-        while border and mode != modes[border]:
-            border = borders[border - 1]
-        border += mode == modes[border]
-        borders.append(border)
-    return len(modes) - borders[-1]
 
 
 class Walk:
@@ -125,8 +78,7 @@ class Walk:
     def __init__(self, config: Config, table: Table, pp: int, modes: Mapping[int, Sequence[Mode]]) -> None:
         self.config, self.table, self.pp = config, table, pp
         self.states, self.sizes = States(config), Activations(config)
-        stages = table.stages_of(pp)
-        self.parts = {stage: _parts(self.sizes, config, modes[stage], stage, table.stages) for stage in stages}
+        self.parts = parts_of(self.sizes, {stage: modes[stage] for stage in table.stages_of(pp)}, table.stages)
         reduces = [item for item in table.programs[pp] if isinstance(item, Action) and item.kind is Kind.REDUCE]
         self.reduces = {(action.stage, action.micro) for action in reduces}
         self.last_reduced = {action.stage: action.micro for action in reduces}
@@ -138,9 +90,7 @@ class Walk:
         self.fetched: Counter[tuple[int, Place]] = Counter()  # by micro-batch and part: layers back from the host
         self.whole: set[Place] = set()  # parts with gradients that are not reduced yet
         self.sharded: dict[Place, int] = {}  # parts with gradients that are, and the bytes of each
-        self.shared: Counter[Place] = (
-            Counter()
-        )  # bytes of a part that replicas add up, kept until they are the next time
+        self.shared: Counter[Place] = Counter()  # bytes of a part that replicas add up, kept until the next time
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, which FSDP2 keeps until the next are
         self.sending = 0  # tensors on their way to other ranks
@@ -209,11 +159,12 @@ class Walk:
             made = 0
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(place) else made)
-                again = sum(cheap.bytes for cheap in part.cheap if cheap.until == moment.name)
+                again = part.again[moment.name]
                 self._see(moment.temporaries + made + again + beside, self._gathered(part))
-                held = self._release(part, moment, puts_off)
+                self._release(part, moment, puts_off)
                 if puts_off and moment.weights:
-                    self.put_off.setdefault((action.stage, action.micro), []).append(PutOff(place, moment, held))
+                    put_off = PutOff(place, moment, part.put_off[moment.name])
+                    self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
             if puts_off:
                 continue
             if reduce and not at_end:
@@ -264,26 +215,14 @@ class Walk:
 
     def _gathered(self, part: Part) -> int:
         """Bytes of weights gathered for the use of `part` only."""
-        return self.states.w * part.parameters.total if self.states.frees and not part.with_stage else 0
+        return self.states.w * part.weights if self.states.frees and not part.with_stage else 0
 
-    def _release(self, part: Part, moment: Moment, puts_off: bool) -> Counter[Item]:
-        """Free what was kept until `moment`, but for what is put off; that is the answer."""
-        groups = (("activations", part.kept), ("temporaries", (*part.remade, *part.offloaded)))
-        ended = [(kind, kept) for kind, group in groups for kept in group if kept.until == moment.name]
-        for kind, kept in ended:
-            if not (puts_off and kept.for_weights):
-                self._hold(kind, kept.component, -kept.bytes)
-        held: Counter[Item] = Counter()
-        if not puts_off:
-            return held
-        cheap = [("temporaries", kept) for kept in part.cheap if kept.until == moment.name]
-        for kind, kept in cheap:
-            self._hold(kind, kept.component, kept.bytes if kept.for_weights else 0)
-        self._hold("gradients", "put off", moment.put_off)
-        held["gradients", "put off"] = moment.put_off
-        for kind, kept in (*ended, *cheap):
-            held[kind, kept.component] += kept.bytes if kept.for_weights else 0
-        return held
+    def _release(self, part: Part, moment: Moment, puts_off: bool) -> None:
+        """Free what was kept until `moment`, but for what is put off."""
+        for (kind, component), size in part.freed[moment.name].items():
+            self._hold(kind, component, -size)
+        for (kind, component), size in part.put_off[moment.name].items() if puts_off else ():
+            self._hold(kind, component, size)
 
     def _fetch(self, action: Action, index: int, wanted: int) -> None:
         """Bring what a part has offloaded back to the device; of one that stands for many layers, `wanted` of them."""
@@ -313,7 +252,7 @@ class Walk:
             self._hold_weights("gradients", part, states.r)
             self.whole.add(place)
         if states.r != states.w:
-            self._see((0 if summed else states.w * part.parameters.total) + beside)
+            self._see((0 if summed else states.w * part.weights) + beside)
 
     def _reduce_all(self, action: Action) -> None:
         """What FSDP2 does at the end of a backward pass with gradients that are there: in the order of the model."""
@@ -324,8 +263,8 @@ class Walk:
         """Reduce the gradients of a part, those that backward has just made if it holds no others."""
         states, place, part = self.states, (action.stage, index), self.parts[action.stage][index]
         summed = place in self.whole
-        made = 0 if summed else states.w * part.parameters.total
-        whole = states.r * part.parameters.total
+        made = 0 if summed else states.w * part.weights
+        whole = states.r * part.weights
         self._release_reduced(action.stage)
         self._share(place, 0)
         self._see(made + beside + whole)
@@ -343,7 +282,7 @@ class Walk:
         waits = states.replicas and not self._last(action) and not self.table.splits_backward
         held, each = self.sharded.get(place, 0), states.r if waits else states.p
         if states.r != each:
-            self._see(beside + copy + reduced + (each * part.parameters.total // states.shards if held else 0))
+            self._see(beside + copy + reduced + (each * part.weights // states.shards if held else 0))
         if held != each:
             self._hold_weights("gradients", part, each - held, states.shards)
             self.sharded[place] = each
@@ -380,9 +319,8 @@ class Walk:
 
     def _hold_weights(self, kind: str, part: Part, each: int, shards: int = 1) -> None:
         """Hold `each` bytes for every parameter of `part`, shared out over `shards` ranks; release if negative."""
-        for component, count in asdict(part.parameters).items():
-            if count:
-                self._hold(kind, component, part.times * (each * count // shards))
+        for component, count in part.components:
+            self._hold(kind, component, part.times * (each * count // shards))
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size

@@ -43,7 +43,8 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
 
 
-COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+COMPUTE = _F, _B, _I, _W = Kind.F, Kind.B, Kind.I, Kind.W  # looking up a member of an enum takes longer than a name
+MOST_ACTIONS = 1_000_000  # of a schedule, all ranks together; to make and check them takes some ten seconds
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 SHARDING = (Kind.GATHER, Kind.RESHARD, Kind.REDUCE)
 SENT_BY = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
@@ -53,6 +54,9 @@ OTHER_SIDE = {  # of a transfer: the kind there, and where its stage is relative
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
+
+
+Name = tuple[Kind, int, int]  # an Action as a plain tuple: equal to it, and made in a quarter of the time
 
 
 class Action(NamedTuple):
@@ -75,28 +79,28 @@ class Action(NamedTuple):
         return self.kind in (Kind.B, Kind.W)
 
     @property
-    def result(self) -> "Action":
+    def result(self) -> Name:
         """The name of what a compute action makes: B and I make the same gradient, which is named after B."""
-        return self._replace(kind=Kind.B) if self.kind is Kind.I else self
+        kind, stage, micro = self
+        return (_B, stage, micro) if kind is _I else self
 
-    def inputs(self, stages: int) -> tuple["Action", ...]:
+    def inputs(self, stages: int) -> tuple[Name, ...]:
         """The results, on whatever rank, that must be there before this action can run."""
-        _, stage, micro = self
-        match self.kind:
-            case Kind.F if stage > 0:
-                return (Action(Kind.F, stage - 1, micro),)
-            case Kind.B | Kind.I if stage < stages - 1:
-                return (Action(Kind.F, stage, micro), Action(Kind.B, stage + 1, micro))
-            case Kind.B | Kind.I | Kind.SEND_F:
-                return (Action(Kind.F, stage, micro),)
-            case Kind.W | Kind.SEND_B:
-                return (Action(Kind.B, stage, micro),)
-        return ()
+        kind, stage, micro = self
+        if kind is _F:
+            return ((_F, stage - 1, micro),) if stage > 0 else ()
+        if kind is _B or kind is _I:
+            forward = (_F, stage, micro)
+            return (forward, (_B, stage + 1, micro)) if stage < stages - 1 else (forward,)
+        if kind is _W or kind is Kind.SEND_B:
+            return ((_B, stage, micro),)
+        return ((_F, stage, micro),) if kind is Kind.SEND_F else ()
 
     @property
     def send(self) -> "Action":
         """The transfer that carries the result of F, B or I."""
-        return Action(SENT_BY[self.kind], self.stage, self.micro)
+        kind, stage, micro = self
+        return Action(SENT_BY[kind], stage, micro)
 
     @property
     def peer_stage(self) -> int:
@@ -106,7 +110,9 @@ class Action(NamedTuple):
     @property
     def matching(self) -> "Action":
         """The action on the other side of a transfer."""
-        return Action(OTHER_SIDE[self.kind][0], self.peer_stage, self.micro)
+        kind, stage, micro = self
+        there, step = OTHER_SIDE[kind]
+        return Action(there, stage + step, micro)
 
     @property
     def transfer(self) -> "Action":
@@ -130,10 +136,11 @@ class Exchange:
     actions: tuple[Action, ...]
 
     def __post_init__(self) -> None:
-        others = [str(action) for action in self.actions if not action.is_transfer]
+        others = [str(action) for action in self.actions if action.kind not in OTHER_SIDE]
         if others:
             raise InputError(f"an exchange holds only transfers, not {' and '.join(others)}")
-        object.__setattr__(self, "actions", tuple(sorted(self.actions, key=lambda action: action.transfer)))
+        if len(self.actions) > 1:
+            object.__setattr__(self, "actions", tuple(sorted(self.actions, key=lambda action: action.transfer)))
 
     def __str__(self) -> str:
         return listing(self.actions, "and")

@@ -2,8 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain, product, starmap
 
-from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
+from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Name, Table
 
 
 def check(table: Table) -> list[str]:
@@ -48,58 +49,61 @@ def malformed(table: Table) -> list[str]:
 
 def uncomputed(table: Table) -> list[str]:
     """Compute that is missing, repeated, or both whole and split."""
-    found = Counter(action for order in table.orders for action in order)
-    expected = set()
-    for micro in range(table.micro_batches):
-        for stage in range(table.stages):
-            forward, whole, *halves = (Action(kind, stage, micro) for kind in COMPUTE)
-            expected |= {forward, *(halves if any(half in found for half in halves) else [whole])}
+    found = Counter[Name](chain.from_iterable(table.orders))
+    forward, whole, *halves = COMPUTE
+    expected: set[Name] = set()
+    for stage, micro in product(range(table.stages), range(table.micro_batches)):
+        split = [(half, stage, micro) for half in halves]
+        expected.add((forward, stage, micro))
+        expected.update(split if any(half in found for half in split) else [(whole, stage, micro)])
     return _differences(table, found, expected, "but also I or W of it")
 
 
 def untransferred(table: Table) -> list[str]:
     """Transfers that are missing, repeated, or within one rank."""
-    expected = set()
+    expected: set[Name] = set()
     for stage in range(1, table.stages):
         if table.placement[stage - 1] != table.placement[stage]:
-            for micro in range(table.micro_batches):
-                expected |= {Action(Kind.SEND_F, stage - 1, micro), Action(Kind.RECV_F, stage, micro)}
-                expected |= {Action(Kind.SEND_B, stage, micro), Action(Kind.RECV_B, stage - 1, micro)}
-    found = Counter(action for program in table.programs for action in flat(program) if action.is_transfer)
+            ends = (Kind.SEND_F, stage - 1), (Kind.RECV_F, stage), (Kind.SEND_B, stage), (Kind.RECV_B, stage - 1)
+            expected.update((kind, at, micro) for kind, at in ends for micro in range(table.micro_batches))
+    exchanges = (item for program in table.programs for item in program if isinstance(item, Exchange))
+    found = Counter[Name](chain.from_iterable(exchange.actions for exchange in exchanges))
     return _differences(table, found, expected, "but both stages are on that rank")
 
 
-def _differences(table: Table, found: Counter[Action], expected: set[Action], needless: str) -> list[str]:
+def _differences(table: Table, found: Counter[Name], expected: set[Name], needless: str) -> list[str]:
+    def of(names: Iterable[Name]) -> Iterator[tuple[int, Action]]:
+        return ((table.rank(action), action) for action in starmap(Action, sorted(names)))
+
     return [
-        *(f"rank {table.rank(action)} lacks {action}" for action in sorted(expected - found.keys())),
-        *(f"rank {table.rank(action)} has {action}, {needless}" for action in sorted(found.keys() - expected)),
+        *(f"rank {rank} lacks {action}" for rank, action in of(expected - found.keys())),
+        *(f"rank {rank} has {action}, {needless}" for rank, action in of(found.keys() - expected)),
         *(
-            f"rank {table.rank(action)} has {action} {found[action]} times"
-            for action in sorted(found)
-            if found[action] > 1
+            f"rank {rank} has {action} {found[action]} times"
+            for rank, action in of(name for name, times in found.items() if times > 1)
         ),
     ]
 
 
 def too_early(table: Table) -> list[str]:
     """Actions that run before their own rank has what they take."""
-    makers = {action.result: action for order in table.orders for action in order}
-
-    def needs(action: Action) -> list[Action]:
-        return [
-            makers.get(source, source) if table.rank(source) == table.rank(action) else source.send.matching
-            for source in action.inputs(table.stages)
-        ]
-
-    problems = []
+    placement, stages = table.placement, table.stages
+    early = []
     for rank, program in enumerate(table.programs):
-        done: set[Action] = set()
+        there: set[Name] = set()  # results, and what has been received
         for item in program:
             actions = item.actions if isinstance(item, Exchange) else (item,)
             for action in actions:
-                problems += [f"rank {rank} runs {action} before {need}" for need in needs(action) if need not in done]
-            done.update(actions)
-    return problems
+                for source in action.inputs(stages):
+                    local = placement[source[1]] == rank
+                    need = source if local else Action(*source).send.matching
+                    if need not in there:
+                        early.append((rank, action, need))
+            there.update(action.result for action in actions)
+    if not early:
+        return []
+    makers = {action.result: action for order in table.orders for action in order}
+    return [f"rank {rank} runs {action} before {makers.get(need, Action(*need))}" for rank, action, need in early]
 
 
 def crossed(table: Table) -> list[str]:
@@ -114,6 +118,8 @@ def crossed(table: Table) -> list[str]:
                 posted[table.rank(transfer), table.peer(transfer)].append(transfer)
     problems = []
     for sender, receiver in sorted(sent.keys() & received.keys()):
+        if sent[sender, receiver] == received[sender, receiver]:
+            continue
         both = set(sent[sender, receiver]) & set(received[sender, receiver])
         sends, receives = ([t for t in posted[sender, receiver] if t in both] for posted in (sent, received))
         differing = [(a, b.matching) for a, b in zip(sends, receives, strict=False) if a != b]

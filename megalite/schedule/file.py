@@ -11,6 +11,7 @@ ranks:                   # of each rank KIND STAGE.MICRO-BATCH, the kinds F, and
 import math
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import yaml
 
 from megalite.config.errors import InputError
 from megalite.config.yaml import read_mapping
-from megalite.schedule.actions import COMPUTE, Action, Kind, Table
+from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table
 from megalite.schedule.check import malformed, uncomputed
 from megalite.schedule.place import communicate
 
@@ -56,6 +57,12 @@ def complete(content: dict[str, Any]) -> Table:
         if actions[word] is None
     )
     _refuse(["micro_batches is more than all actions of the ranks"] * (m > sum(map(len, words))))
+    moved = sum(a != b for a, b in pairwise(placement))
+    count = sum(map(len, words)) + 4 * moved * m
+    _refuse(
+        [f"has {count:,} actions with its transfers, more than the {MOST_ACTIONS:,} that can be planned"]
+        * (count > MOST_ACTIONS)
+    )
     orders = tuple(tuple(action for word in order if (action := actions[word])) for order in words)
     table = Table(name, m, placement, orders)
     beyond = sorted({rank for rank in placement if not 0 <= rank < table.ranks})

@@ -1,6 +1,7 @@
 """Pipeline schedules by name: an order of compute actions, then the transfers it calls for."""
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from megalite.config.errors import InputError
@@ -42,16 +43,19 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Table:
         v = 2 if v is None else v
         if v < 1:
             raise InputError(f"parallel.pipeline.virtual_stages={v}: must be at least 1")
-        return _table(name, m, tuple(range(p)) * v, interleaved(p, m, v))
+        return _table(name, m, placement_of(name, p, v), interleaved(p, m, v))
     stages = 2 if name in V_SHAPED else 1
     if v not in (None, stages):
         raise InputError(
             f"parallel.pipeline.schedule={name!r} has {stages} stage{'s' * (stages > 1)} per rank, "
             f"not {v} virtual stage{'s' * (v != 1)}"
         )
-    if name in V_SHAPED:
-        return _table(name, m, (*range(p), *reversed(range(p))), V_SHAPED[name](p, m))
-    return _table(name, m, tuple(range(p)), ONE_STAGE[name](p, m))
+    return _table(name, m, placement_of(name, p, stages), {**ONE_STAGE, **V_SHAPED}[name](p, m))
+
+
+def placement_of(name: str, p: int, v: int) -> tuple[int, ...]:
+    """By stage, the rank that owns it under the schedule `name`, one of NAMES, with v stages per rank."""
+    return (*range(p), *reversed(range(p))) if name in V_SHAPED else tuple(range(p)) * v
 
 
 def actions_of(name: str, p: int, m: int, v: int) -> int:
@@ -60,6 +64,23 @@ def actions_of(name: str, p: int, m: int, v: int) -> int:
     turn = 1 if name in V_SHAPED else 0  # of a V, where a result stays on its rank
     moved = 0 if p == 1 else stages - 1 - turn
     return m * (stages * (3 if name in SPLITTING else 2) + 4 * moved)
+
+
+def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:
+    """The bubble of the schedule `name`, one of NAMES, at UNIT costs: `simulate(build(name, p, m, v)).bubble`.
+
+    A rank computes 3·m·v units of time. What it idles is the ramps at both ends of a step, and more where there are too
+    few micro-batches to fill the pipeline.
+    """
+    ramp, missing = p - 1, max(0, p - m)
+    idle = {
+        "interleaved_1f1b": 3 * (ramp + missing * (v - 1)),
+        "zb_h1": ramp + missing,
+        "zb_h2": ramp + missing,
+        "zbv": max(ramp, 4 * p - 2 * m - 2),
+        "dualpipev": max(ramp, 5 * p - 2 * (m - (m > p)) - 3),
+    }.get(name, 3 * ramp)
+    return Fraction(idle, idle + 3 * m * v)
 
 
 def build_forward(placement: Sequence[int], m: int) -> Table:

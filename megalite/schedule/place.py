@@ -3,8 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
-from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
+from megalite.schedule.actions import SENT_BY, Action, Exchange, Kind, Program, Table
 from megalite.schedule.simulate import UNIT, Time, execute
 
 
@@ -18,20 +19,21 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
     if the orders themselves cannot make progress.
     """
     spans = execute(orders, placement, cost=lambda action: UNIT[action.kind])
-    ended = {span.action.result: span.end for rank in spans for span in rank}
     transfers: list[defaultdict[Time, list[Action]]] = [defaultdict(list) for _ in orders]
-    for rank, order in enumerate(orders):
-        for source in (source for action in order for source in action.inputs(len(placement))):
-            sender = placement[source.stage]
-            if sender != rank:
-                transfers[sender][ended[source]].append(source.send)
-                transfers[rank][ended[source]].append(source.send.matching)
+    for sender, lane in enumerate(spans):
+        for action, _, end in lane:
+            if action.kind in SENT_BY:
+                send = action.send
+                taker = send.peer_stage
+                if 0 <= taker < len(placement) and placement[taker] != sender:
+                    transfers[sender][end].append(send)
+                    transfers[placement[taker]][end].append(send.matching)
 
     def program(rank: int) -> Program:
-        timed: list[tuple[Time, Action | Exchange]] = [(span.end, span.action) for span in spans[rank]]
+        timed: list[tuple[Time, Action | Exchange]] = [(end, action) for action, _, end in spans[rank]]
         timed += [(tick, Exchange(tuple(actions))) for tick, actions in transfers[rank].items()]
         # The sort is stable: at one tick, compute that ends comes before the exchange that sends its result.
-        return tuple(item for _, item in sorted(timed, key=lambda entry: entry[0]))
+        return tuple(item for _, item in sorted(timed, key=itemgetter(0)))
 
     return tuple(program(rank) for rank in range(len(orders)))
 

@@ -4,16 +4,15 @@ Times may be ints, floats or Fractions; the arithmetic keeps to what it is given
 Fractions give exact results.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from megalite.config.errors import InputError
-from megalite.schedule.actions import SENT_BY, SHARDING, Action, Exchange, Kind, Table
+from megalite.schedule.actions import SENT_BY, SHARDING, Action, Exchange, Kind, Name, Table
 
 Time = float | Fraction
 Cost = Callable[[Action], Time]
@@ -34,17 +33,37 @@ class Span(NamedTuple):
 class Timeline:
     """When every action of a table runs, and what that costs; times in the unit of the costs."""
 
-    spans: tuple[tuple[Span, ...], ...]  # of every rank, in the order of its program
+    table: Table
+    transfer: Time  # how long one takes
+    own: tuple[tuple[Span, ...], ...]  # compute and sharding of every rank, in order
     peak_live: tuple[int, ...]  # of every rank: most stage-activations held at once, from F to the end of B or W
 
     @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """Of every rank, in the order of its program, transfers among them."""
+        sent = {span.action.send: span.end for rank in self.own for span in rank if span.action.kind in SENT_BY}
+
+        def merged(rank: int) -> Iterator[Span]:
+            own = iter(self.own[rank])
+            for item in self.table.programs[rank]:
+                if isinstance(item, Exchange):
+                    for action in item.actions:
+                        start = sent[action.transfer]
+                        yield Span(action, start, start + self.transfer)
+                else:
+                    yield next(own)
+
+        return tuple(tuple(merged(rank)) for rank in range(self.table.ranks))
+
+    @cached_property
     def makespan(self) -> Time:
-        return max(span.end for rank in self.spans for span in rank)
+        """The end of the last action; a transfer ends before the compute that waits for it."""
+        return max(end for rank in self.own for _, _, end in rank)
 
     @cached_property
     def busy(self) -> tuple[Time, ...]:
         """Time in which each rank computes."""
-        return tuple(sum(span.end - span.start for span in rank if span.action.is_compute) for rank in self.spans)
+        return tuple(sum(end - start for action, start, end in rank if action.is_compute) for rank in self.own)
 
     @cached_property
     def bubbles(self) -> tuple[Time, ...]:
@@ -64,7 +83,7 @@ class Timeline:
         What the zero-bubble papers call the bubble (arXiv 2401.10241 §2.2): it leaves out the ramps at both ends of
         a step, which are only free where ranks may start the next step at different times.
         """
-        compute = [[span for span in rank if span.action.is_compute] for rank in self.spans]
+        compute = [[span for span in rank if span.action.is_compute] for rank in self.own]
         return tuple(
             spans[-1].end - spans[0].start - busy if spans else 0
             for spans, busy in zip(compute, self.busy, strict=True)
@@ -81,21 +100,11 @@ def simulate(table: Table, cost: Mapping[Kind, Time] | Cost = UNIT, transfer: Ti
     """
     costs = cost if callable(cost) else {**dict.fromkeys(SHARDING, 0), **cost}
     orders = [[item for item in program if isinstance(item, Action)] for program in table.programs]
-    done = execute(orders, table.placement, costs if callable(costs) else lambda action: costs[action.kind], transfer)
-    sent = {span.action.send: span.end for rank in done for span in rank if span.action.kind in SENT_BY}
-
-    def spans(rank: int) -> Iterator[Span]:
-        ran = iter(done[rank])
-        for item in table.programs[rank]:
-            if isinstance(item, Exchange):
-                for action in item.actions:
-                    start = sent[action.transfer]
-                    yield Span(action, start, start + transfer)
-            else:
-                yield next(ran)
-
+    of = costs if callable(costs) else lambda action: costs[action.kind]
     return Timeline(
-        spans=tuple(tuple(spans(rank)) for rank in range(table.ranks)),
+        table,
+        transfer,
+        own=tuple(map(tuple, execute(orders, table.placement, of, transfer))),
         peak_live=tuple(max(accumulate((LIVE.get(a.kind, 0) for a in order), initial=0)) for order in orders),
     )
 
@@ -110,52 +119,55 @@ def execute(
     waits. Raises InputError where ranks wait for each other.
     """
     spans: list[list[Span]] = [[] for _ in orders]
-    ended: dict[Action, Time] = {}  # by result
+    ended: dict[Name, Time] = {}  # by result
     gathered: dict[int, Time] = {}  # by stage
     compute_free: list[Time] = [0] * len(orders)
     network_free: list[Time] = [0] * len(orders)
-    queues = [deque(order) for order in orders]
-    stages = len(placement)
+    awaited: dict[Name, list[int]] = {}  # result -> ranks that wait for it
+    stages, gather = len(placement), Kind.GATHER
 
-    def missing(action: Action) -> list[Action]:
-        return [source for source in action.inputs(stages) if source not in ended]
-
-    def run(action: Action, sources: Sequence[Action], rank: int) -> Span:
-        if action.is_compute:
-            start = max(compute_free[rank], gathered.get(action.stage, 0))
-            for source in sources:
-                start = max(start, ended[source] + (0 if placement[source.stage] == rank else transfer))
-            end = compute_free[rank] = ended[action.result] = start + cost(action)
-        else:
-            start = max(compute_free[rank], network_free[rank])
+    def run(action: Action, rank: int) -> Name | None:
+        """Run an action if it can be; the answer is the first result that it lacks."""
+        start = compute_free[rank]
+        if action.kind in SHARDING:
+            start = max(start, network_free[rank])
             end = network_free[rank] = start + cost(action)
-            if action.kind is Kind.GATHER:
+            if action.kind is gather:
                 gathered[action.stage] = end
-        return Span(action, start, end)
+        else:
+            for source in action.inputs(stages):
+                there = ended.get(source)
+                if there is None:
+                    return source
+                if placement[source[1]] != rank:
+                    there += transfer
+                if there > start:
+                    start = there
+            if gathered:
+                start = max(start, gathered.get(action.stage, 0))
+            end = compute_free[rank] = ended[action.result] = start + cost(action)
+        spans[rank].append(Span(action, start, end))
+        return None
 
-    awaited: dict[Action, list[int]] = {}  # result -> ranks that wait for it
     ready = list(reversed(range(len(orders))))
     while ready:
         rank = ready.pop()
-        queue = queues[rank]
-        while queue:
-            action = queue[0]
-            sources = action.inputs(stages)
-            lacking = next((source for source in sources if source not in ended), None)
+        for action in islice(orders[rank], len(spans[rank]), None):
+            lacking = run(action, rank)
             if lacking is not None:
                 awaited.setdefault(lacking, []).append(rank)
                 break
-            spans[rank].append(run(queue.popleft(), sources, rank))
-            if action.is_compute:
+            if awaited and action.is_compute:
                 ready += awaited.pop(action.result, ())
 
-    if any(queues):
+    waiting = {
+        rank: order[len(ran)] for rank, (order, ran) in enumerate(zip(orders, spans, strict=True)) if order[len(ran) :]
+    }
+    if waiting:
         makers = {action.result: action for order in orders for action in order}
-        stuck = [
-            f"rank {rank} is stuck at {queue[0]}, which needs "
-            + " and ".join(str(makers.get(source, source)) for source in missing(queue[0]))
-            for rank, queue in enumerate(queues)
-            if queue
-        ]
+        stuck = []
+        for rank, action in waiting.items():
+            missing = [makers.get(name, Action(*name)) for name in action.inputs(stages) if name not in ended]
+            stuck.append(f"rank {rank} is stuck at {action}, which needs {' and '.join(map(str, missing))}")
         raise InputError("the pipeline schedule cannot make progress: " + "; ".join(stuck))
     return spans

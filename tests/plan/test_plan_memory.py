@@ -12,7 +12,7 @@ from memory_cases import CASES, PIPELINE, SHARDED, Overrides, configured
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Batch, Rampup
-from megalite.plan import walk
+from megalite.plan import condense, walk
 from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory, recompute_modes
@@ -223,7 +223,7 @@ def test_many_layers_alike_are_walked_as_one(large: Overrides, layers: int, ever
     config = configured({**large, "model.layers": layers, "train.recompute_every": every, "batch.global": 24})
     pp = data.draw(st.integers(0, config.parallel.pp - 1))
     found = rank_memory(config, pp)
-    with patch.object(walk, "condensed", lambda modes: [(mode, 1) for mode in modes]):
+    with patch.object(condense, "condensed", lambda modes: [(mode, 1) for mode in modes]):
         assert rank_memory(config, pp) == found
 
 
@@ -241,8 +241,8 @@ def test_few_micro_batches_are_walked_for_many(large: Overrides, m: int, data: s
 
 
 def test_modes_that_repeat_are_condensed_and_none_is_lost() -> None:
-    assert walk.condensed([]) == []
-    assert walk.condensed(["none"] * 4) == [("none", 1)] * 4
-    assert walk.condensed(["none"] * 9) == [("none", 1)] * 2 + [("none", 5)] + [("none", 1)] * 2
-    assert len(walk.condensed(["full", "none", "none"] * 3000)) == 14
-    assert sum(times for _, times in walk.condensed([*["full"] * 31, *["none"] * 47])) == 78
+    assert condense.condensed([]) == []
+    assert condense.condensed(["none"] * 4) == [("none", 1)] * 4
+    assert condense.condensed(["none"] * 9) == [("none", 1)] * 2 + [("none", 5)] + [("none", 1)] * 2
+    assert len(condense.condensed(["full", "none", "none"] * 3000)) == 14
+    assert sum(times for _, times in condense.condensed([*["full"] * 31, *["none"] * 47])) == 78

@@ -10,7 +10,7 @@ from schedule_cases import free_table, micro_batches, names, randoms, ranks
 
 from megalite.config.errors import InputError
 from megalite.schedule.actions import COMPUTE, Action, Kind, Table
-from megalite.schedule.generate import build
+from megalite.schedule.generate import NAMES, bubble_of, build
 from megalite.schedule.simulate import UNIT, Span, Time, simulate
 
 F, B, I, W = COMPUTE  # noqa: E741
@@ -160,3 +160,9 @@ def test_a_table_that_cannot_run_is_refused() -> None:
     table = Table("hand-made", 1, (0,), ((Action(Kind.B, 0, 0), Action(Kind.F, 0, 0)),))
     with pytest.raises(InputError, match=r"rank 0 is stuck at B\(stage 0, micro-batch 0\)"):
         simulate(table, {Kind.F: 1, Kind.B: 1})
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 4), st.integers(1, 24))
+def test_the_bubble_is_known_before_a_schedule_is_made(name: str, p: int, v: int, m: int) -> None:
+    v = v if name == "interleaved_1f1b" else build(name, p, m).stages // p
+    assert bubble_of(name, p, m, v) == Fraction(simulate(build(name, p, m, v), EXACT).bubble)

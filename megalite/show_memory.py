@@ -7,39 +7,47 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import InputError, listing, number_ranges
+from megalite.config.errors import InputError, counted, listing, number_ranges
 from megalite.config.schema import Config
 from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import KINDS, Memory
+from megalite.plan.pipeline import as_full, placement
 from megalite.plan.rebalance import flatter_split
 from megalite.plan.split import split_of, stage_costs
 from megalite.plan.walk import HOST
+from megalite.terminal import memory as memory_size
+from megalite.terminal import table
 
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of tables
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # the others follow
-SHORT = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporaries")  # KINDS as headings
+SHORT = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
 GPU = 80  # GiB of a GPU, where nothing else is known
 AGREEING, DIFFERING = 0.01, 0.05  # of the total, and of a kind: a difference of at most, and of more than
+MOST_PASSES = 4_000  # of a layer, forward and backward, in a dry run: each takes a tenth of a second
+MOST_RANKS = 1 << 17  # of a dry run's world: a thousand take a second
 FEW = 8  # rows, or numbers, that are all shown; of more, equal ones are folded
-NOTE = """\
-Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies
-outside of PyTorch's allocator{outside}, its rounding and
-fragmentation, and what kernels allocate inside.
-"""
-ON_CUDA = "Sizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries.\n"
+NOTE = (
+    "Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies outside of "
+    "PyTorch's allocator{outside}, its rounding and fragmentation, and what kernels allocate inside."
+)
+ON_CUDA = "\nSizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries."
 
 
 def fullest(memories: Sequence[Memory]) -> Memory:
     return max(memories, key=lambda memory: memory.total)
 
 
-def measure(args: argparse.Namespace, pp: int) -> dict[str, int]:
-    """Bytes by kind that a dry run of pipeline rank `pp` counts, in a process of its own: this one imports no torch."""
+def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[str, int]:
+    """Bytes by kind that a dry run of the rank of `memory` counts, in a process of its own: this one imports no torch.
+
+    Raises InputError for a dry run that would take too long, or fails.
+    """
+    _refuse_endless(config, memory)
+    pp = memory.pp
     with Console(stderr=True).status(f"Dry run of pipeline rank {pp} ..."):
         child = subprocess.run(
             dry_run_command(args, pp), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -49,6 +57,23 @@ def measure(args: argparse.Namespace, pp: int) -> dict[str, int]:
         raise InputError(f"--measure: the dry run failed: {said or f'exit code {child.returncode}'}")
     found: dict[str, int] = json.loads(child.stdout)
     return found
+
+
+def _refuse_endless(config: Config, memory: Memory) -> None:
+    owned = zip(placement(config), split_of(config), strict=True)
+    layers, m = sum(count for rank, count in owned if rank == memory.pp), as_full(config, memory.micro_batches)
+    ranks, passes = config.parallel.layout.world_size, layers * m
+    if passes > MOST_PASSES:
+        raise InputError(
+            f"--measure: the dry run of pipeline rank {memory.pp} would take {counted(layers, 'layer')} forward and "
+            f"backward for up to {counted(m, 'micro-batch', 'micro-batches')}, {passes:,} passes, more than the "
+            f"{MOST_PASSES:,} that take minutes; use fewer of either, or --memory alone"
+        )
+    if ranks > MOST_RANKS:
+        raise InputError(
+            f"--measure: the dry run would make process groups of {ranks:,} ranks, more than the {MOST_RANKS:,} that "
+            "take minutes; use a smaller layout, or --memory alone"
+        )
 
 
 def dry_run_command(args: argparse.Namespace, pp: int) -> list[str]:
@@ -63,22 +88,21 @@ def verdict(config: Config, memories: Sequence[Memory], limit: float | None) -> 
     """
     most = fullest(memories)
     where = f" on pipeline rank {most.pp}" if len(memories) > 1 else ""
-    text = Text(f"{_size(most.total)} at the peak of a step{where}")
+    text = Text(f"{memory_size(most.total)} at the peak of a step{where}")
     if limit is None and config.run.device == "cpu":
-        text.append(".\n")
-    else:
-        room = GPU * FOR_TENSORS if limit is None else limit
-        of = f"the {room:g} GiB that tensors may take of a GPU of {GPU} GiB, which is assumed"
-        what = of if limit is None else f"the {room:g} GiB of batch.memory"
-        if most.total <= room * GIB:
-            text.append(f": fits {what}.\n", style="green")
-        else:
-            text.append(f": does not fit {what}.\n", style="bold red")
-            text.append(
-                "To need less: train.recompute, a smaller batch.micro, more of parallel.tp, pp or dp_shard "
-                "(--world-size tells how many ranks there will be).\n"
-            )
-    return text
+        return text.append(".")
+    room = GPU * FOR_TENSORS if limit is None else limit
+    assumed = (
+        f"a GPU of {GPU} GiB, of which tensors may take {room:g} GiB; no size is configured, so this one is assumed"
+    )
+    what = assumed if limit is None else f"the {room:g} GiB of batch.memory"
+    if most.total <= room * GIB:
+        return text.append(f": fits {what}.", style="green")
+    text.append(f": does not fit {what}.", style="bold red")
+    return text.append(
+        "\nTo need less: train.recompute, a smaller batch.micro, more of parallel.tp, pp or dp_shard "
+        "(--world-size tells how many ranks there will be)."
+    )
 
 
 def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
@@ -90,7 +114,8 @@ def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
     now, then = (max(stage_costs(config.model, layers)) for layers in (split_of(config), split))
     slower = f"; its slowest stage takes {then / now - 1:.0%} longer" if then > now else ""
     shown = f"parallel.pipeline.split=[{', '.join(map(str, split))}]"
-    return f"{shown} would lower the peak from {_size(fullest(memories).total)} to {_size(peak)}{slower}.\n"
+    before = memory_size(fullest(memories).total)
+    return f"\n{shown} would lower the peak from {before} to {memory_size(peak)}{slower}."
 
 
 def memory_sections(
@@ -124,7 +149,7 @@ def _simplified(config: Config) -> str:
         "recompute chosen by estimated times": config.train.recompute == "budget",
     }
     apart = [what for what, matters in told.items() if matters]
-    return f"Measured with {listing(apart, 'and')}.\n" if apart else ""
+    return f"\nMeasured with {listing(apart, 'and')}." if apart else ""
 
 
 def _split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
@@ -137,22 +162,20 @@ def _split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
     if not apart or abs(memory.total - total) > AGREEING * total:
         return ""
     return (
-        f"The total agrees, but not {listing(apart, 'and')}: most likely two moments of the\n"
-        "step hold almost the same bytes; the prediction splits one of them, the dry run the other.\n"
+        f"\nThe total agrees, but not {listing(apart, 'and')}: most likely two moments of the step "
+        "hold almost the same bytes; the prediction splits one of them, the dry run the other."
     )
 
 
 def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
     """Rows by kind, and of each by component; counted are kinds only."""
     name, unit = _unit(memory.total)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for column in (name, "share", *(("measured", "difference") if measured is not None else ())):
-        table.add_column(column, justify="right")
+    counts = ("measured", "difference") if measured is not None else ()
+    shown = table("", name, "share", *counts, text=("",))
 
     def row(label: str, size: int, share: str, counted: int | None = None, style: str | None = None) -> None:
         cells = [] if counted is None else [f"{counted / unit:,.3f}", _difference(size, counted)]
-        table.add_row(label, f"{size / unit:,.3f}", share, *cells, style=style)
+        shown.add_row(label, f"{size / unit:,.3f}", share, *cells, style=style)
 
     for kind in (*KINDS, HOST):
         parts = memory.of(kind)
@@ -160,7 +183,7 @@ def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
         if not parts and not counted:
             continue
         if kind == HOST:
-            table.add_section()
+            shown.add_section()
         share = (lambda size: "") if kind == HOST else (lambda size: f"{size / memory.total:.1%}")
         row(kind, sum(parts.values()), share(sum(parts.values())), counted, style="bold")
         for component, size in _in_order(parts):
@@ -168,20 +191,18 @@ def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
         if kind == KINDS[-1]:
             total = None if measured is None else sum(size for of, size in measured.items() if of != HOST)
             row("total", memory.total, "100.0%", total, style="bold")
-    return table
+    return shown
 
 
 def _ranks(memories: Sequence[Memory], unit: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("rank", "total", *SHORT):
-        table.add_column(column, justify="right")
+    shown = table("rank", "total", *SHORT)
     rows = []
     for memory in memories:
         sizes = (memory.total, *(sum(memory.of(kind).values()) for kind in KINDS))
         rows.append([f"{size / unit:,.2f}" for size in sizes])
     for ranks in alike(rows):
-        table.add_row(number_ranges(ranks), *rows[ranks[0]])
-    return table
+        shown.add_row(number_ranges(ranks), *rows[ranks[0]])
+    return shown
 
 
 def alike(rows: Sequence[object]) -> list[range]:
@@ -190,11 +211,6 @@ def alike(rows: Sequence[object]) -> list[range]:
     for _, group in groupby(range(len(rows)), key=lambda row: rows[row] if len(rows) > FEW else row):
         found.append(range(start, start := start + len(list(group))))
     return found
-
-
-def _size(size: int) -> str:
-    name, unit = _unit(size)
-    return f"{size / unit:,.1f} {name}"
 
 
 def _in_order(parts: dict[str, int]) -> list[tuple[str, int]]:

@@ -1,12 +1,16 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from megalite import terminal
 from megalite.cli import main
+from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.validate import check
+from megalite.plan import pipeline
 from megalite.schedule.generate import build
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +31,7 @@ def show(capsys: pytest.CaptureFixture[str]) -> Show:
 
 def row(output: str, first: str) -> list[str]:
     """The cells of the table row that begins with `first`."""
-    (line,) = [line for line in output.splitlines() if line.split(" ")[0] == "" and line.split()[:1] == [first]]
+    (line,) = [line for line in output.splitlines() if line.split()[:1] == [first]]
     return re.split(r"\s{2,}", line.strip())[1:]
 
 
@@ -74,9 +78,10 @@ def test_a_tied_head_is_marked(show: Show) -> None:
 
 def test_flops_come_with_their_convention(show: Show) -> None:
     output = show(LLAMA3_8B)
+    assert row(output, "causal") == ["51,470,401,536"]
+    assert row(output, "full") == ["57,912,852,480"]
     counted = "6 · weights of matrices, with the head, without the embedding"
-    assert row(output, "causal") == ["51,470,401,536", f"{counted} + 6 · layers · q · s"]
-    assert row(output, "full") == ["57,912,852,480", f"{counted} + 12 · layers · q · s"]
+    assert f"\n{counted}, + 6 (causal) or 12 (full) · layers · q · s\n" in output
 
 
 def test_auto_without_a_world_is_told(show: Show) -> None:
@@ -111,10 +116,10 @@ def test_equal_stages_of_many_are_one_row(show: Show) -> None:
 
 
 def test_a_model_that_does_not_fit_is_told(show: Show) -> None:
-    fits = "fits the 72 GiB that tensors may take of a GPU of 80 GiB, which is assumed."
+    fits = "fits a GPU of 80 GiB, of which tensors may take 72 GiB; no size is configured, so this one is assumed."
     assert fits in show(str(ROOT / "configs/run/llama3_8b_64gpu.yaml"), "--world-size", "64")
     output = show(str(ROOT / "configs/run/llama3_8b_64gpu.yaml"), "--world-size", "64", "batch.micro=4")
-    assert "102.1 GiB at the peak of a step: does not " + fits.replace("fits", "fit") in output
+    assert "102 GiB at the peak of a step: does not " + fits.replace("fits", "fit") in output
     assert "To need less: train.recompute" in output
     assert "assumed" not in show(QUICKSTART)
     assert "fits the 100 GiB of batch.memory" in show("batch.micro=auto", "batch.memory=100")
@@ -162,7 +167,7 @@ def test_a_pipe_gets_plain_whole_lines(show: Show, monkeypatch: pytest.MonkeyPat
     assert "\x1b" not in output
     assert "…" not in output
     assert row(output, "3")[-1] == "0.90"
-    assert row(output, "causal")[1].endswith("layers · q · s")
+    assert any(line.startswith("6 · weights") and line.endswith("layers · q · s") for line in output.splitlines())
 
 
 def test_a_bad_configuration_is_told_on_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,3 +218,43 @@ def test_a_config_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_a_schedule_that_cannot_be_written(file: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", *SCHEDULE, "--schedule", file]) == 2
     assert message in capsys.readouterr().err
+
+
+LONG = [str(ROOT / "configs/run/llama3_405b_16384gpu.yaml")]
+
+
+def test_what_is_shown_unasked_needs_no_long_schedule(show: Show) -> None:
+    """778,240 actions: to make the table takes many seconds."""
+    with patch.object(pipeline, "build", side_effect=AssertionError("a table was made")):
+        output = show(*LONG, "batch.global=1024", "parallel.pipeline.virtual_stages=7")
+    assert "The bubble of interleaved_1f1b is 0.2% of a step" in output
+    assert "Not predicted here: along a schedule of " in output
+
+
+def test_what_takes_long_is_said_before(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(pipeline, "build", side_effect=InputError("no table")):
+        assert main(["show", *LONG, "--schedule"]) == 2
+        told = capsys.readouterr().err
+        assert "megalite: a pipeline schedule of 778,240 actions takes a while" in told
+        assert "parallel.dp_shard = auto is 1 without --world-size N" in told
+        assert main(["show", *LONG, "--schedule", "parallel.dp_shard=1"]) == 2
+        assert "--world-size" not in capsys.readouterr().err
+        assert main(["show", *LONG, "--schedule", "--world-size=16384"]) == 2
+        assert "takes a while" not in capsys.readouterr().err
+
+
+def test_sections_are_apart(show: Show) -> None:
+    for arguments in ([], ["--memory", "parallel.pp=2"]):
+        lines = show(*arguments).splitlines()
+        for heading in ("Parameters", "Batch", "Does it fit?", "Conventions"):
+            if heading in lines:
+                assert lines[lines.index(heading) - 1].strip() == ""
+                assert lines[lines.index(heading) - 2].strip() != ""
+
+
+def test_tables_fit_80_columns(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "UNBOUNDED", 80)
+    output = show(LLAMA3_8B, "--memory", "parallel.pp=2") + show(LLAMA3_8B, "parallel.pp=2")
+    assert max(map(len, output.splitlines())) <= 80
+    assert "…" not in output
+    assert "\nSums of live tensors at the peak of a training step, optimizer states included. \nNot counted" in output

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from memory_cases import SIZES, configured
@@ -55,12 +56,12 @@ def test_a_split_that_lowers_the_peak_is_told(capsys: pytest.CaptureFixture[str]
         "batch.global=64",
     ]
     assert main(["show", "--memory", *model]) == 0
-    told = "parallel.pipeline.split=[6, 6] would lower the peak from 142.0 GiB to"
+    told = "parallel.pipeline.split=[6, 6] would lower the peak from 142 GiB to"
     assert told not in capsys.readouterr().out
     assert main(["show", "--memory", *model, "parallel.tp=1"]) == 0
     output = capsys.readouterr().out
     assert "does not fit" in output
-    assert f"{told} 125.0 GiB; its slowest stage takes 2% longer." in output
+    assert f"{told} 125 GiB; its slowest stage takes 2% longer." in output
 
 
 def test_equal_ranks_of_many_are_one_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +120,21 @@ def test_a_dry_run_that_fails_is_one_message(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.strip() == f"megalite: error: --measure: the dry run failed: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["model.layers=1000"], "1,000 layers forward and backward for up to 8 micro-batches, 8,000 passes, more than"),
+        (["parallel.dp_replicate=1048576", "batch.global=1048576"], "process groups of 1,048,576 ranks, more than the"),
+    ],
+)
+def test_a_dry_run_that_would_not_end_is_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with patch.object(show_memory.subprocess, "run", side_effect=AssertionError("started")):
+        assert main(["show", "--memory", "--measure", "batch.global=8", *arguments]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_measuring_needs_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,12 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.retain import check_folder
 from megalite.config.files import as_json, write_object
 from megalite.entry import exit_code
+from megalite.terminal import scaled
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.diff_checkpoints import diff
 from megalite_tools.index_checkpoint import index
 from megalite_tools.show_checkpoint import show
-from megalite_tools.terminal import Terminal, bar, size
+from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-checkpoint"
 EPILOG = """\
@@ -121,7 +122,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
         tokens, ranks = ("" if count is None else f"{count:,}" for count in (manifest.tokens, manifest.ranks))
         origin = (tokens, saved_at(manifest), layout_of(manifest), ranks)
     state = f"{entry.state}: {entry.why}" if entry.why else entry.state
-    return f"{entry.step:,}", *origin, size(entry.bytes), state
+    return f"{entry.step:,}", *origin, scaled(entry.bytes, "B"), state
 
 
 def _fields(entry: Entry) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from megalite.checkpoint.disk import total_bytes
+from megalite.terminal import scaled
 from megalite_tools.checkpoints import Checkpoint, choose, find, layout_of, saved_at
-from megalite_tools.terminal import Terminal, bar, size
+from megalite_tools.terminal import Terminal, bar
 from megalite_tools.values import Statistics, statistics
 
 
@@ -67,7 +68,7 @@ def _facts(checkpoint: Checkpoint, summary: dict[str, Any]) -> list[tuple[str, s
         ]
     return [
         *saved,
-        ("size", f"{len(checkpoint.tensors):,} tensors in {summary['files']:,} files, {size(summary['bytes'])}"),
+        ("size", f"{len(checkpoint.tensors):,} tensors in {summary['files']:,} files, {scaled(summary['bytes'], 'B')}"),
         *(
             ("data", f"{source.path}: weight {source.weight:g}, {source.tokens:,} tokens, {source.fingerprint[:12]}…")
             for source in manifest.data

@@ -1,6 +1,5 @@
 """What the inspecting programs print: tables and lines on stdout, progress on stderr."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,17 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.config.errors import printable
-
-UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
-UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+from megalite.terminal import console
 
 
 class Terminal:
     """Prints to stdout, or with `quiet` nothing. What is printed cannot disturb a terminal."""
 
     def __init__(self, quiet: bool = False) -> None:
-        width = None if sys.stdout.isatty() else UNBOUNDED
-        self._console = Console(markup=False, highlight=False, quiet=quiet, width=width)
+        self._console = console()
+        self._console.quiet = quiet
 
     def line(self, text: str) -> None:
         self.text(printable(text))
@@ -60,7 +57,7 @@ class Terminal:
 @contextmanager
 def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar in bytes on stderr, if that is a terminal; gives what is to be told of bytes done."""
-    console = Console(stderr=True)
+    told = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -68,11 +65,5 @@ def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=told, transient=True, disable=not told.is_terminal) as progress:
         yield partial(progress.advance, progress.add_task(doing, total=total))
-
-
-def size(count: int) -> str:
-    """Bytes, to three digits: `1.23 GB`."""
-    name, unit = next(((name, unit) for name, unit in UNITS if count >= unit), ("bytes", 1))
-    return f"{count / unit:.3g} {name}"

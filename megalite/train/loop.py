@@ -13,10 +13,11 @@ from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.stop import STOPPED
+from megalite.terminal import scaled
 from megalite.train.build import Job
 from megalite.train.guard import Guard, Judged
 from megalite.train.metrics import Meter
-from megalite.train.report import Record, Report, scaled
+from megalite.train.report import Record, Report
 from megalite.train.step import evaluate, train_step
 
 

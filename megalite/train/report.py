@@ -15,19 +15,13 @@ from rich.text import Text
 
 from megalite.config.schema import Config
 from megalite.output import PATIENCE, Outlet, append
+from megalite.terminal import scaled
 from megalite.train.board import Board
 from megalite.train.records import mend
 from megalite.train.wandb_run import WandbRun
 
 WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem")  # events
 SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
-PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def scaled(value: float, unit: str) -> str:
-    """To three digits with a prefix: `42.6 MFLOP/s`."""
-    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if value >= 0.9995 * size), (1.0, ""))
-    return f"{value / size:#.3g}".rstrip(".") + f" {prefix}{unit}"
 
 
 def duration(seconds: float) -> str:

@@ -67,6 +67,8 @@ def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.
     advanced: called with the number of bytes read from the file. What cannot be read raises OSError, EOFError,
     zlib.error or lzma.LZMAError; text that is not in `encoding` raises UnicodeError, unless that is UTF-8.
     """
+    if path.suffix.lower() in COMPRESSED and path.stat().st_size == 0:  # gzip and Zstandard take it for an empty text
+        raise EOFError("the compressed file is truncated: it has no bytes")
     raw = io.BufferedReader(_Counted(path, advanced), BLOCK)
     plain: Any = raw
     match path.suffix.lower():

@@ -162,7 +162,7 @@ def _claimed(out: Path) -> Iterator[Callable[[bytes], None]]:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = claim(hidden, str(out))
     except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+        raise InputError(f"{out}: cannot be written: {error.strerror or error}") from error
 
     def write(content: bytes) -> None:
         try:

@@ -245,7 +245,7 @@ class StoreWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._lengths = array("i")
         self._open = 0  # tokens of the document that has not ended
-        if not self.prefix.name:
+        if self.prefix.name in ("", ".."):
             raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
         self._final = (*store_files(self.prefix), description_file(self.prefix))
         partial = self.prefix.with_name(f".{self.prefix.name}.partial")
@@ -306,13 +306,15 @@ class StoreWriter:
         with self._explained():
             self._tokens.flush()
             os.fsync(self._tokens.fileno())
-            with self.hidden[1].open("wb") as index:
+            for path in self.hidden[1:]:  # what a killed writer has left, or a link or pipe of that name
+                path.unlink(missing_ok=True)
+            with self.hidden[1].open("xb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
                 for table in (lengths, offsets, np.arange(len(lengths) + 1, dtype="<i8")):
                     index.write(table.tobytes())
                 index.flush()
                 os.fsync(index.fileno())
-            with self.hidden[2].open("w", encoding="utf-8") as description:
+            with self.hidden[2].open("x", encoding="utf-8") as description:
                 description.write(self._describe().render())
                 description.flush()
                 os.fsync(description.fileno())
@@ -362,7 +364,8 @@ class StoreWriter:
 
     def _discard(self) -> None:
         for temporary in self.hidden:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder of that name is none of ours
+                temporary.unlink()
         with suppress(OSError):  # a full disk refuses the buffered tokens once more
             self._tokens.close()
 
@@ -371,7 +374,7 @@ class StoreWriter:
         try:
             yield
         except OSError as error:
-            raise InputError(f"{self.prefix}: cannot write the store: {error.strerror}") from error
+            raise InputError(f"{self.prefix}: cannot write the store: {error.strerror or error}") from error
 
 
 def sweep(prefix: str | Path) -> None:

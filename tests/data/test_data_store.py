@@ -219,6 +219,27 @@ def test_a_disk_that_fills_up_at_the_end_leaves_nothing(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("end", ["bin", "idx", "json"])
+def test_a_folder_in_the_place_of_a_hidden_file_is_a_clear_error(tmp_path: Path, end: str) -> None:
+    (tmp_path / f".store.partial.{end}").mkdir()
+    with (
+        pytest.raises(InputError, match="store: cannot write the store: Is a directory"),
+        StoreWriter(tmp_path / "store", "uint16") as writer,
+    ):
+        writer.add([1])
+    assert [path.name for path in tmp_path.iterdir()] == [f".store.partial.{end}"]
+
+
+def test_pipes_and_links_in_the_place_of_hidden_files_are_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".store.partial.json")
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / ".store.partial.idx").symlink_to(tmp_path / "precious")
+    with StoreWriter(tmp_path / "store", "uint16") as writer:
+        writer.add([1])
+    assert TokenStore(tmp_path / "store").tokens == 1
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_a_folder_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot write the store"), StoreWriter(tmp_path / "file" / "store", "int32"):

@@ -112,6 +112,8 @@ def parquet(tmp_path: Path, **columns: list[object]) -> bytes:
         ("d.jsonl.zst", zstd(LINES)[:-4], "d.jsonl.zst: unreadable file: the compressed file is truncated"),
         ("d.jsonl.zst", zstd(LINES) + zstd(LINES)[:5], "d.jsonl.zst: unreadable file: the compressed file is trunc"),
         ("d.jsonl.zst", b"not zstd", "d.jsonl.zst: unreadable file"),
+        ("d.jsonl.zst", b"", "d.jsonl.zst: unreadable file: the compressed file is truncated: it has no bytes"),
+        ("d.txt.gz", b"", "d.txt.gz: unreadable file: the compressed file is truncated: it has no bytes"),
         ("d.parquet", b"not parquet", "d.parquet: unreadable file"),
     ],
 )
@@ -337,7 +339,7 @@ def test_empty_documents_are_always_skipped_and_counted(tmp_path: Path) -> None:
 def test_a_missing_optional_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
-    (tmp_path / name).touch()
+    (tmp_path / name).write_bytes(b"x")
     monkeypatch.setattr(f"megalite_tools.{module}", None)
     with pytest.raises(InputError, match=rf"{module.partition('.')[2]}.*pip install 'megalite\[data\]'"):
         list(read_texts([tmp_path / name], Reading(), "skip", Skipped()))

@@ -109,6 +109,7 @@ def test_skipping_counts_by_reason(
         ({"--workers": "0"}, "--workers 0 is not from 1 to 1024"),
         ({"--workers": "1025"}, "--workers 1025 is not from 1 to 1024"),
         ({"--out": "texts/"}, "--out texts/: ends with a slash; add the name of the store, as in texts/corpus"),
+        ({"--out": ".."}, "..: not a name for a token store"),
         ({"--separator": "\udcff"}, "--separator '\\udcff' is not valid UTF-8"),
         ({"--tokenizer": "gone.model"}, "gone.model: no such tokenizer file"),
         ({"--eod-token": "<|nope|>"}, "no token '<|nope|>'"),

@@ -1,7 +1,8 @@
 """Pictures of a simulated schedule: a timeline of text for terminals, and one of SVG.
 
-The colour of compute tells the virtual stage of its rank, the shade tells the kind. The letters, the numbers of the
-micro-batches and, in SVG, a tooltip say the same without colour.
+The colour of compute tells the virtual stage of its rank, the shade tells the kind. Letters, the numbers of the
+micro-batches and, in SVG, a tooltip say the same without colour. In text, every second stage of a rank has small
+letters.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,7 @@ from math import floor
 from rich.text import Text
 
 from megalite.config.errors import counted, number_ranges
-from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, Kind, Table
-from megalite.schedule.actions import SHARDING as SHARDED
+from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, SHARDING, Kind, Table
 from megalite.schedule.simulate import Span, Time, Timeline
 
 INK, PALE, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
@@ -27,7 +27,7 @@ FAMILIES = (  # a virtual stage each; told apart under every kind of colour blin
     ("#ffcf61", "#d6a300", "#a27b14", "#735605"),
     ("#8fdabd", "#47b58f", "#198968", "#035e45"),
 )
-TRANSFER, SHARDING = "#7b4fb5", "#c2477f"
+OF_TRANSFERS, OF_SHARDING = "#7b4fb5", "#c2477f"  # colours
 MEANING = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -85,9 +85,11 @@ def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
         for span in _compute(timeline, rank):
             start, stop = round(float(span.start) * scale), round(float(span.end) * scale)
             kind, stage, micro = span.action
-            name = f"{kind}{micro}"
-            cell = name.ljust(stop - start) if len(name) <= stop - start else str(kind) * (stop - start)
-            lane.append(IDLE * (start - column), style="dim").append(cell, style=_style((kind, local[stage])))
+            shade = kind, local[stage]
+            letter = _letter(shade)
+            name = f"{letter}{micro}"
+            cell = name.ljust(stop - start) if len(name) <= stop - start else letter * (stop - start)
+            lane.append(IDLE * (start - column), style="dim").append(cell, style=_style(shade))
             column = stop
         lane.append(IDLE * (columns - column), style="dim")
         lane.truncate(len(label) + columns)
@@ -140,7 +142,7 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
         else:
             half = STRIP / 2 if action.is_transfer else STRIP
             below = half if action.is_transfer and kind not in SENT_BY.values() else 0
-            colour = TRANSFER if action.is_transfer else SHARDING
+            colour = OF_TRANSFERS if action.is_transfer else OF_SHARDING
             yield _box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour)
         yield "</g>"
 
@@ -175,7 +177,7 @@ def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
     """The same for a terminal, which has no communication."""
     entries = []
     for shades, stages in _families(table, timeline):
-        swatches = Text.assemble(*((str(shade[0]), _style(shade)) for shade in shades))
+        swatches = Text.assemble(*((_letter(shade), _style(shade)) for shade in shades))
         entries.append(swatches.append(f" {stages}"))
     entries += [Text(text, style="dim") for text in _letters(timeline)]
     legend, used = Text(), 0
@@ -203,8 +205,12 @@ def _others(timeline: Timeline) -> list[tuple[str, str]]:
     """The other colours of the SVG that occur."""
     kinds = _kinds(timeline)
     entries = [(GROUND, "idle")]
-    entries += [(TRANSFER, "sent (above), received")] if kinds & OTHER_SIDE.keys() else []
-    entries += [(SHARDING, "weights gathered or freed, gradients reduced")] if kinds.intersection(SHARDED) else []
+    entries += (
+        [(OF_TRANSFERS, "below compute: the upper half sends, the lower half receives")]
+        if kinds & OTHER_SIDE.keys()
+        else []
+    )
+    entries += [(OF_SHARDING, "weights gathered or freed, gradients reduced")] if kinds.intersection(SHARDING) else []
     return entries
 
 
@@ -251,6 +257,12 @@ def _ink(shade: Shade) -> str:
     """Of the two inks the one that can be read on a shade, by its brightness."""
     red, green, blue = (int(_fill(shade)[at : at + 2], 16) for at in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else WHITE
+
+
+def _letter(shade: Shade) -> str:
+    """Of text, where colours may be missing."""
+    kind, family = shade
+    return kind.lower() if family % 2 else str(kind)
 
 
 def _style(shade: Shade) -> str:

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from schedule_cases import tables
 
 from megalite.schedule.actions import COMPUTE, Kind, Table
-from megalite.schedule.draw import DIGIT, FAMILIES, FONT_MIN, PEAK, SHARDING, TRANSFER, draw_svg, draw_text, title
+from megalite.schedule.draw import (
+    DIGIT,
+    FAMILIES,
+    FONT_MIN,
+    OF_SHARDING,
+    OF_TRANSFERS,
+    PEAK,
+    draw_svg,
+    draw_text,
+    title,
+)
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.place import place_sharding
 from megalite.schedule.simulate import UNIT, simulate
@@ -60,7 +70,7 @@ def test_a_timeline_longer_than_the_terminal_is_cut_and_says_so() -> None:
     table = build("zbv", 4, 64)
     lines = draw_text(table, simulate(table), 100).plain.splitlines()
     assert [len(line) for line in lines[:4]] == [100] * 4
-    assert lines[0].startswith("rank 0 FFFFFFFFIWFIWFIW")
+    assert lines[0].startswith("rank 0 FFFFFFFfiwfiwfiwfiwFIW")
     assert lines[0].endswith(" bubble 0.8%, peak 8")
     assert lines[4] == "cut after 73 of 387 units of time: a picture (.svg) has all"
 
@@ -142,8 +152,8 @@ def test_an_svg_explains_all_it_draws(name: str) -> None:
     ]
     spans = [span for lane in timeline.spans for span in lane]
     assert len(boxes) == len(spans)
-    assert sum(box.colour == TRANSFER for box in boxes) == sum(span.action.is_transfer for span in spans)
-    assert any(box.colour == SHARDING for box in boxes)
+    assert sum(box.colour == OF_TRANSFERS for box in boxes) == sum(span.action.is_transfer for span in spans)
+    assert any(box.colour == OF_SHARDING for box in boxes)
 
 
 def test_a_tooltip_has_the_action_and_its_time() -> None:
@@ -198,3 +208,10 @@ def test_colours_can_be_told_apart(blindness: str) -> None:
 def test_a_name_is_no_markup() -> None:
     table = Table("<b> & co", 1, (0,), build("1f1b", 1, 1).programs)
     assert ElementTree.fromstring(draw_svg(table, simulate(table))).findtext(f"{SVG}title").startswith("<b> & co: ")
+
+
+def test_virtual_stages_are_told_apart_without_colour() -> None:
+    table = build("interleaved_1f1b", 2, 2, 3)
+    lines = draw_text(table, simulate(table), 200).plain.splitlines()
+    assert lines[0].startswith("rank 0 F0 F1 f0 f1 F0 F1 ")
+    assert lines[2].startswith("FB stages 0-1   fb stages 2-3   FB stages 4-5   F: forward")

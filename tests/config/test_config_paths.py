@@ -64,7 +64,7 @@ def test_every_path_of_a_configuration_is_told_with_its_key(tmp_path: Path) -> N
     "use",
     [
         TokenStore,
-        load_tokenizer,
+        lambda path: load_tokenizer(f"{path}.model"),
         tokenizer_hash,
         sweep,
         lambda path: StoreWriter(path, "uint16").__enter__(),

@@ -21,7 +21,7 @@ BAD = {
         recompute="budget", recompute_budget=1.0, recompute_every=3
     ),
     "train.recompute_budget = null: is needed": Train(recompute="budget"),
-    "train.recompute_budget = 0: must be greater than 0": Train(recompute="budget", recompute_budget=0),
+    "train.recompute_budget = 0: must be at least 1e-06: these are GiB": Train(recompute="budget", recompute_budget=0),
     "train.recompute_budget = 1e+308: must be at most 1,000,000: these are GiB": Train(
         recompute="budget", recompute_budget=1e308
     ),

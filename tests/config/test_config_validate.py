@@ -65,7 +65,7 @@ def test_the_defaults_are_valid() -> None:
             "model.rope_scaling.low_frequency_factor = 4.0: must be less than model.rope_scaling.high_frequency_factor "
             "= 4.0; Llama 3.1 uses 1 and 4",
         ),
-        (["model.rope_scaling.factor=0"], "model.rope_scaling.factor = 0.0: must be greater than 0"),
+        (["model.rope_scaling.factor=0"], "model.rope_scaling.factor = 0.0: must be at least 1: it stretches"),
         (
             ["parallel.cp=4", "model.sequence_length=260"],
             "model.sequence_length = 260: must be divisible by 2 · parallel.cp · parallel.tp = 8 with "
@@ -119,7 +119,10 @@ def test_the_defaults_are_valid() -> None:
             "end only; set checkpoint.interval",
         ),
         (["train.spike_window=4"], "train.spike_window = 4: must be at least 8"),
-        (["train.spike_threshold=0"], "train.spike_threshold = 0.0: must be greater than 0"),
+        (
+            ["train.spike_threshold=0"],
+            "train.spike_threshold = 0.0: must be at least 0.1: about half of all losses are as far above their median",
+        ),
         (["train.rollback_skip=0"], "train.rollback_skip = 0: must be at least 1"),
         (["train.max_bad_steps=-1"], "train.max_bad_steps = -1: must be at least 0"),
         (["parallel.pp=5"], "parallel.pp = 5: makes 5 stages, more than model.layers = 4; use pp 4 or fewer"),
@@ -169,7 +172,7 @@ def test_the_defaults_are_valid() -> None:
             ["batch.global=9", "batch.micro=auto", "parallel.dp_shard=2"],
             "batch.global = 9: must be a multiple of batch.micro · data-parallel ranks = 1 · 2 = 2; use global 8 or 10",
         ),
-        (["batch.micro=auto", "batch.memory=0"], "batch.memory = 0.0: must be greater than 0"),
+        (["batch.micro=auto", "batch.memory=0"], "batch.memory = 0.0: must be at least 1e-06: these are GiB"),
         (
             ["run.seed=9223372036854775808"],
             "run.seed = 9223372036854775808: must be at most 9,223,372,036,854,775,807: checkpoints keep it in 64 bits",
@@ -221,15 +224,20 @@ def test_the_defaults_are_valid() -> None:
             "batch.curriculum.start = 2: must divide model.sequence_length = 256 and be a multiple of 4, "
             "as parallel.tp and parallel.cp need; use 4 or 8",
         ),
-        (["optim.lr=0"], "optim.lr = 0.0: must be greater than 0"),
-        (["optim.eps=0"], "optim.eps = 0.0: must be greater than 0"),
+        (["optim.lr=0"], "optim.lr = 0.0: must be at least 1e-30: closer to 0, float32 loses it"),
+        (["optim.eps=0"], "optim.eps = 0.0: must be at least 1e-30: closer to 0, float32 loses it, and divides by 0"),
         (["optim.clip_norm=-1"], "optim.clip_norm = -1.0: must be at least 0"),
-        (["optim.betas=[0.9]"], "optim.betas = [0.9]: must be two numbers from 0 to below 1; [0.9, 0.95] is usual"),
+        (
+            ["optim.betas=[0.9]"],
+            "optim.betas = [0.9]: must be two numbers from 0 to 0.999999: closer to 1, "
+            "float32 loses what a step adds; [0.9, 0.95] is usual",
+        ),
         (
             ["optim.betas=[0, 1]"],
-            "optim.betas = [0.0, 1.0]: must be two numbers from 0 to below 1; [0.9, 0.95] is usual",
+            "optim.betas = [0.0, 1.0]: must be two numbers from 0 to 0.999999: closer to 1, "
+            "float32 loses what a step adds; [0.9, 0.95] is usual",
         ),
-        (["schedule.floor=1.5"], "schedule.floor = 1.5: must be from 0 to 1, a share of optim.lr"),
+        (["schedule.floor=1.5"], "schedule.floor = 1.5: must be at most 1: it is a share of optim.lr"),
         (
             ["schedule.name=cosine", "schedule.decay=100"],
             "schedule.decay = 100: has no meaning with schedule.name = cosine, which decays until the last step; "
@@ -244,7 +252,11 @@ def test_the_defaults_are_valid() -> None:
             "schedule.decay = 60: with schedule.warmup = 60 must fit into train.steps = 100; use at most 40",
         ),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),
-        (["train.timeout=0"], "train.timeout = 0.0: must be greater than 0"),
+        (
+            ["train.timeout=0"],
+            "train.timeout = 0.0: must be at least 1: these are seconds, in which every rank "
+            "has to give a sign of life",
+        ),
         (["log.interval=0"], "log.interval = 0: must be at least 1"),
         (["checkpoint.keep=-1"], "checkpoint.keep = -1: must be at least 0"),
         (["model.head_width=0"], "model.head_width = 0: must be at least 1"),
@@ -253,7 +265,8 @@ def test_the_defaults_are_valid() -> None:
         (["batch.micro=0"], "batch.micro = 0: must be at least 1"),
         (
             ["data.train=[{path: a, weight: 0}]"],
-            "data.train[0].weight = 0.0: must be greater than 0; remove the source from the list to leave it out",
+            "data.train[0].weight = 0.0: must be from 1e-15 to 1e+15: it is a share, relative to the other sources; "
+            "remove the source from the list to leave it out",
         ),
         (
             ["data.valid=[{weight: 1}]"],

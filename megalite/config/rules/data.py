@@ -6,6 +6,7 @@ from megalite.config.errors import Problem
 from megalite.config.schema import Data, Source
 
 MOST_SOURCES = 1000
+LEAST_WEIGHT, MOST_WEIGHT = 1e-15, 1e15
 
 
 def data_rules(data: Data, vocab_size: int) -> Iterator[Problem]:
@@ -32,10 +33,6 @@ def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
     for i, source in enumerate(sources):
         if not source.path:
             yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")
-        if source.weight <= 0:
-            yield Problem(
-                f"{key}[{i}].weight",
-                "must be greater than 0",
-                "remove the source from the list to leave it out",
-                source.weight,
-            )
+        if not LEAST_WEIGHT <= source.weight <= MOST_WEIGHT:
+            rule = f"must be from {LEAST_WEIGHT} to {MOST_WEIGHT:g}: it is a share, relative to the other sources"
+            yield Problem(f"{key}[{i}].weight", rule, "remove the source from the list to leave it out", source.weight)

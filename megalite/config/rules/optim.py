@@ -5,24 +5,28 @@ from collections.abc import Iterator
 from megalite.config.errors import Problem
 from megalite.config.schema import Config, LearningRate
 
+MOST_BETA = 0.999999
+LEAST_NORM = 1e-12
+
 
 def optim_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the optim, kernels and schedule sections."""
     yield from _betas(config.optim.betas)
     yield from _kernels(config)
     yield from _schedule(config.schedule, config.train.steps)
+    if 0 < config.optim.clip_norm < LEAST_NORM:
+        rule = f"must be 0 or at least {LEAST_NORM}: closer to 0, optim.eps drowns all gradients"
+        yield Problem("optim.clip_norm", rule, "0 clips nothing", config.optim.clip_norm)
 
 
 def _betas(betas: list[float]) -> Iterator[Problem]:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield Problem("optim.betas", "must be two numbers from 0 to below 1", "[0.9, 0.95] is usual", betas)
+    if len(betas) != 2 or not all(0 <= beta <= MOST_BETA for beta in betas):
+        rule = f"must be two numbers from 0 to {MOST_BETA}: closer to 1, float32 loses what a step adds"
+        yield Problem("optim.betas", rule, "[0.9, 0.95] is usual", betas)
 
 
 def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
     decay = schedule.decay or 0
-    if not 0 <= schedule.floor <= 1:
-        rule = "must be from 0 to 1, a share of optim.lr"
-        yield Problem("schedule.floor", rule, value=schedule.floor)
     if schedule.decay is not None and schedule.name != "wsd":
         rule = f"has no meaning with schedule.name = {schedule.name}, which decays until the last step"
         yield Problem("schedule.decay", rule, "use null, or schedule.name=wsd", decay)

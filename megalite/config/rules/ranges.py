@@ -7,7 +7,11 @@ from typing import Any
 from megalite.config.convert import keys, options
 from megalite.config.errors import Problem
 
-AT_LEAST = {
+RANKS = 1 << 24
+ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"
+GIB, SEQUENCES = "these are GiB", "these are sequences, not tokens"
+SINGLE = "closer to 0, float32 loses it"
+LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not go without saying
     "run.seed": 0,
     "model.layers": 1,
     "model.width": 1,
@@ -15,9 +19,15 @@ AT_LEAST = {
     "model.kv_heads": 1,
     "model.head_width": 1,
     "model.ffn": 1,
-    "model.vocab_size": 2,
+    "model.vocab_size": (2, "one token alone leaves nothing to predict"),
     "model.sequence_length": 1,
+    "model.rope_theta": (1, "the first pair of a head turns fastest"),
+    "model.rope_scaling.factor": (1, "it stretches"),
+    "model.rope_scaling.low_frequency_factor": (0.001, "model.rope_scaling.original_length is divided by it"),
+    "model.rope_scaling.high_frequency_factor": (0.001, "model.rope_scaling.original_length is divided by it"),
     "model.rope_scaling.original_length": 1,
+    "model.norm_eps": (1e-30, SINGLE),
+    "model.init_std": (1e-10, "products of smaller weights are lost in float32"),
     "parallel.pp": 1,
     "parallel.pipeline.virtual_stages": 1,
     "parallel.dp_replicate": 1,
@@ -26,6 +36,7 @@ AT_LEAST = {
     "parallel.tp": 1,
     "batch.micro": 1,
     "batch.global": 1,
+    "batch.memory": (1e-6, GIB),
     "batch.rampup.start": 1,
     "batch.rampup.increment": 1,
     "batch.rampup.tokens": 1,
@@ -33,13 +44,19 @@ AT_LEAST = {
     "batch.curriculum.tokens": 1,
     "train.steps": 1,
     "train.recompute_every": 1,
+    "train.recompute_budget": (1e-6, GIB),
     "train.max_bad_steps": 0,
     "train.rollback_skip": 1,
     "train.spike_window": 8,
+    "train.spike_threshold": (0.1, "about half of all losses are as far above their median"),
+    "train.timeout": (1, "these are seconds, in which every rank has to give a sign of life"),
+    "optim.lr": (1e-30, SINGLE),
+    "optim.eps": (1e-30, f"{SINGLE}, and divides by 0"),
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
     "schedule.warmup": 0,
     "schedule.decay": 1,
+    "schedule.floor": 0,
     "checkpoint.interval": 0,
     "checkpoint.keep": 0,
     "checkpoint.keep_every": 0,
@@ -48,23 +65,7 @@ AT_LEAST = {
     "eval.interval": 0,
     "eval.steps": 0,
 }
-POSITIVE = (
-    "model.rope_theta",
-    "model.rope_scaling.factor",
-    "model.rope_scaling.low_frequency_factor",
-    "model.rope_scaling.high_frequency_factor",
-    "model.norm_eps",
-    "model.init_std",
-    "batch.memory",
-    "train.recompute_budget",
-    "train.spike_threshold",
-    "train.timeout",
-    "optim.lr",
-    "optim.eps",
-)
-RANKS = 1 << 24
-ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"
-MOST: dict[str, tuple[int, str]] = {  # and why; numbers that are not here are bounded by MOST_OF_OTHERS
+MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not here are bounded by MOST_OF_OTHERS
     "run.seed": ((1 << 63) - 1, "checkpoints keep it in 64 bits"),
     "model.layers": (10_000, ANY_MODEL),
     "model.width": (1 << 20, ANY_MODEL),
@@ -74,6 +75,10 @@ MOST: dict[str, tuple[int, str]] = {  # and why; numbers that are not here are b
     "model.ffn": (1 << 24, ANY_MODEL),
     "model.vocab_size": (1 << 27, ANY_MODEL),
     "model.sequence_length": (1 << 30, ANY_MODEL),
+    "model.rope_theta": (10**15, "no sequence is long enough to tell the difference"),
+    "model.rope_scaling.factor": (10**6, "no context was stretched as far"),
+    "model.rope_scaling.low_frequency_factor": (10**6, "no wavelength is as short"),
+    "model.rope_scaling.high_frequency_factor": (10**6, "no wavelength is as short"),
     "model.norm_eps": (1, "it would drown the mean square that it is added to"),
     "model.init_std": (10, "no training recovers from such weights"),
     "parallel.pp": (512, "no pipeline is as deep"),
@@ -82,33 +87,32 @@ MOST: dict[str, tuple[int, str]] = {  # and why; numbers that are not here are b
     "parallel.dp_shard": (RANKS, ANY_CLUSTER),
     "parallel.cp": (RANKS, ANY_CLUSTER),
     "parallel.tp": (RANKS, ANY_CLUSTER),
-    "batch.micro": (1 << 20, "these are sequences, not tokens"),
-    "batch.global": (1 << 20, "these are sequences, not tokens"),
-    "batch.memory": (10**6, "these are GiB"),
-    "batch.rampup.start": (1 << 20, "these are sequences, not tokens"),
-    "batch.rampup.increment": (1 << 20, "these are sequences, not tokens"),
+    "batch.micro": (1 << 20, SEQUENCES),
+    "batch.global": (1 << 20, SEQUENCES),
+    "batch.memory": (10**6, GIB),
+    "batch.rampup.start": (1 << 20, SEQUENCES),
+    "batch.rampup.increment": (1 << 20, SEQUENCES),
     "batch.rampup.tokens": (1 << 60, ANY_RUN),
     "batch.curriculum.tokens": (1 << 60, ANY_RUN),
-    "train.recompute_budget": (10**6, "these are GiB"),
+    "train.recompute_budget": (10**6, GIB),
     "train.spike_window": (1_000_000, "losses as old as that tell nothing"),
+    "train.spike_threshold": (10**6, "no loss is as far; train.on_spike=ignore looks for none"),
     "train.timeout": (10**7, "these are seconds, and it would never end a hang"),
     "optim.lr": (100, "AdamW moves weights by as much in a step"),
     "optim.eps": (1, "it would drown the gradients that it is added to"),
+    "optim.weight_decay": (1e38, "float32 knows no larger number"),
+    "optim.clip_norm": (1e38, "float32 knows no larger number; 0 clips nothing"),
+    "schedule.floor": (1, "it is a share of optim.lr"),
 }
 MOST_OF_OTHERS = 10**12
 
 
 def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
     """Every number of a configuration, as nested dictionaries, that is outside of its bounds."""
-    for key, least in AT_LEAST.items():
-        value = _at(plain, key)
-        if isinstance(value, int | float) and value < least:
-            alone = ": one token alone leaves nothing to predict" if key == "model.vocab_size" else ""
-            yield Problem(key, f"must be at least {least}{alone}", value=value)
-    for key in POSITIVE:
-        value = _at(plain, key)
-        if value is not None and value <= 0:
-            yield Problem(key, "must be greater than 0", value=value)
+    for key, bound in LEAST.items():
+        value, (least, reason) = _at(plain, key), bound if isinstance(bound, tuple) else (bound, "")
+        if isinstance(value, int | float) and not value >= least:
+            yield Problem(key, f"must be at least {least}{f': {reason}' if reason else ''}", value=value)
     for key in _bounded():
         value, (most, reason) = _at(plain, key), MOST.get(key, (MOST_OF_OTHERS, ANY_RUN))
         if isinstance(value, int | float) and not value <= most:

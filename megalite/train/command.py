@@ -10,7 +10,7 @@ from functools import partial
 from megalite.checkpoint.choose import check_start, starting_point
 from megalite.config.errors import InputError
 from megalite.config.load import load
-from megalite.config.rules.optim import doubts
+from megalite.config.rules.doubts import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
 from megalite.data.check import Scans, check_data

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
-from megalite.config.rules.optim import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files, validate
 
@@ -281,16 +280,6 @@ def test_the_defaults_are_valid() -> None:
 )
 def test_every_rule_names_key_value_and_fix(overrides: list[str], line: str) -> None:
     assert line in found(*overrides)
-
-
-def test_a_trial_may_end_in_the_warmup_and_is_told_so() -> None:
-    overrides = ["schedule.warmup=20", "train.steps=10"]
-    assert found(*overrides) == []
-    assert [str(doubt) for doubt in doubts(load([], overrides))] == [
-        "schedule.warmup = 20: lasts all of train.steps = 10, so the learning rate does not reach optim.lr; "
-        "use fewer steps of warmup, unless this is a trial"
-    ]
-    assert list(doubts(load([], ["schedule.warmup=9", "train.steps=10"]))) == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/a", "a\nb"])

@@ -38,14 +38,6 @@ def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
         yield Problem("schedule.decay", rule, f"use at most {steps - schedule.warmup}", decay)
 
 
-def doubts(config: Config) -> Iterator[Problem]:
-    """What can be, but is meant at most in a trial."""
-    schedule, steps = config.schedule, config.train.steps
-    if schedule.warmup >= steps > 1:
-        rule = f"lasts all of train.steps = {steps}, so the learning rate does not reach optim.lr"
-        yield Problem("schedule.warmup", rule, "use fewer steps of warmup, unless this is a trial", schedule.warmup)
-
-
 def _kernels(config: Config) -> Iterator[Problem]:
     adamw = config.kernels_by_operation.adamw
     if adamw in ("triton", "apex") and config.optim.offload:

@@ -1,0 +1,71 @@
+"""What can be, but has no effect, or is meant at most in a trial: told, not refused.
+
+A value that is the default may not have been asked for, and is never told.
+"""
+
+from collections.abc import Iterator
+
+from megalite.config.convert import leaves, to_plain
+from megalite.config.errors import Problem
+from megalite.config.schema import Config
+
+DEFAULTS = dict(leaves(to_plain(Config())))
+
+
+def doubts(config: Config) -> Iterator[Problem]:
+    """Everything in a valid configuration that should be looked at once more."""
+    schedule, steps = config.schedule, config.train.steps
+    if schedule.warmup >= steps > 1:
+        rule = f"lasts all of train.steps = {steps}, so the learning rate does not reach optim.lr"
+        yield Problem("schedule.warmup", rule, "use fewer steps of warmup, unless this is a trial", schedule.warmup)
+    values = dict(leaves(to_plain(config)))
+    for key, (idle, why, fix) in _idle(config).items():
+        if idle and values.get(key) not in (None, DEFAULTS.get(key)):
+            yield Problem(key, f"has no effect {why}", fix, values[key])
+    if config.data.valid and config.eval.steps == 0:
+        rule = "is not looked at with eval.steps = 0"
+        yield Problem("data.valid", rule, "set eval.steps, or leave data.valid out")
+
+
+def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
+    """Keys that may have no effect: whether that is so, why, and what to do."""
+    train, batch, checkpoint, name = config.train, config.batch, config.checkpoint, config.schedule.name
+    bad_steps, spikes = train.on_bad_step, train.on_spike
+    rolls_back = "rollback" in (bad_steps, spikes)
+    no_spikes = (spikes == "ignore", "with train.on_spike = ignore", "set train.on_spike=warn or rollback")
+    found = {
+        "eval.interval": (config.eval.steps == 0, "with eval.steps = 0", "set eval.steps, the batches to evaluate on"),
+        "schedule.floor": (
+            name in ("constant", "inverse_sqrt"),
+            f"with schedule.name = {name}",
+            "use cosine or linear",
+        ),
+        "train.rollback_skip": (not rolls_back, "where nothing is rolled back", "set train.on_bad_step=rollback"),
+        "train.max_bad_steps": (
+            bad_steps == "stop" and not rolls_back,
+            "with train.on_bad_step = stop",
+            "set train.on_bad_step=skip or rollback",
+        ),
+        "train.spike_window": no_spikes,
+        "train.spike_threshold": no_spikes,
+        "parallel.context.method": (config.parallel.cp == 1, "with parallel.cp = 1", "set parallel.cp"),
+        "checkpoint.weights": (
+            checkpoint.resume not in ("auto", "never"),
+            f"with checkpoint.resume = {checkpoint.resume}",
+            "a run begins with one of them; leave out the other",
+        ),
+        "checkpoint.keep_every": (
+            checkpoint.interval == 0,
+            "with checkpoint.interval = 0, which saves at the end only",
+            "set checkpoint.interval",
+        ),
+    }
+    if checkpoint.keep == 0 and checkpoint.interval:
+        found["checkpoint.keep_every"] = (True, "with checkpoint.keep = 0, which keeps all", "use one of them")
+    if batch.rampup is not None:
+        full = batch.rampup.start == batch.global_
+        found["batch.rampup.tokens"] = (full, "with batch.rampup.start = batch.global", "begin with less")
+    if batch.curriculum is not None:
+        full = batch.curriculum.start == config.model.sequence_length
+        found["batch.curriculum.tokens"] = (full, "with a start of model.sequence_length", "begin with less")
+    return found

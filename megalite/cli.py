@@ -91,16 +91,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"argument COMMAND: invalid choice: {given[0]!r}{_near(given[0], COMMANDS)}")
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one side of an option only; the others are left here.
+    command = commands.choices[args.command]
     if unknown := [argument for argument in rest if argument.startswith("-")]:
-        known = commands.choices[args.command].format_usage().replace("[", " ").replace("]", " ").split()
+        known = command.format_usage().replace("[", " ").replace("]", " ").split()
         near = _near(unknown[0].partition("=")[0], [word for word in known if word.startswith("--")])
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if args.command == "train" and args.world_size is not None and not args.check:
-        parser.error("argument --world-size: needs --check")
+        command.error("argument --world-size: needs --check")
     if args.command == "show" and args.measure and not args.memory:
-        parser.error("argument --measure: needs --memory")
+        command.error("argument --measure: needs --memory")
     if args.command == "show" and args.memory and args.schedule is not None:
-        parser.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
+        command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
     arguments = [*args.arguments, *rest]
     args.files = [argument for argument in arguments if not is_override(argument)]
     args.overrides = [argument for argument in arguments if is_override(argument)]

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, printable
 from megalite.output import Lost, give_up, standard_streams
 from megalite.stop import INTERRUPTED, Stopped
 
@@ -33,8 +33,8 @@ def exit_code(command: str, work: Callable[[], int | None]) -> int:
     except OSError as error:  # the last resort: whoever uses a path says what it is for
         if error.filename is None or TRACEBACK in os.environ:
             raise
-        where = f"{TRACEBACK}=1 shows where in the code"
-        print(f"{command}: error: {error.filename!s:.400}: {error.strerror}; {where}", file=sys.stderr)
+        told = printable(f"{error.filename!s:.400}: {error.strerror}")
+        print(f"{command}: error: {told}; {TRACEBACK}=1 shows where in the code", file=sys.stderr)
         return 2
     except Stopped as stopped:
         print(f"{command}: {stopped}", file=sys.stderr)

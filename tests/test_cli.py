@@ -122,6 +122,15 @@ def test_bad_arguments_exit_with_2(argv: list[str], message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argv", [["show", "--measure"], ["train", "--world-size", "2"], ["verify", "--x"], ["show", "--world-size", "x"]]
+)
+def test_a_mistake_brings_the_usage_of_its_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    assert capsys.readouterr().err.startswith(f"usage: megalite {argv[0]} ")
+
+
 def test_help_documents_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])

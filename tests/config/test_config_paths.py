@@ -1,4 +1,4 @@
-"""Paths at which the system does not tell what is there, wherever somebody can give one."""
+"""Files that a configuration names, and paths at which the system does not tell what is there."""
 
 import os
 import pickle
@@ -13,6 +13,8 @@ from megalite.config.errors import InputError
 from megalite.config.files import UnreachableError, exists, is_file, is_folder, read_object, write_whole
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
+from megalite.config.schema import Config
+from megalite.config.validate import check_files, validate
 from megalite.data.store import StoreWriter, TokenStore, sweep
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 
@@ -83,3 +85,36 @@ def test_a_file_includes_none_that_cannot_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"include: {LONG}.yaml")
     with pytest.raises(InputError, match=r"File name too long \(included by .*a.yaml\)"):
         load([str(tmp_path / "a.yaml")])
+
+
+def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
+    (tmp_path / "there.bin").touch()
+    (tmp_path / "there.idx").touch()
+    (tmp_path / "half.bin").touch()
+    there, half = tmp_path / "there", tmp_path / "half"
+    good = load([], [f"data.train=[{{path: {there}}}]", f"data.valid=[{{path: {there}}}]", "eval.steps=1"])
+    assert validate_files(good) == []
+    bad = load(
+        [],
+        [
+            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}]",
+            "eval.steps=1",
+            f"data.tokenizer={tmp_path / 'none.model'}",
+            f"checkpoint.resume={tmp_path / 'none'}",
+        ],
+    )
+    assert validate(bad) == []
+    with pytest.raises(InputError) as caught:
+        check_files(bad)
+    assert [str(problem) for problem in caught.value.problems] == [
+        f'data.train[0].path = "{half}": no such file: {half}.idx; '
+        "correct the path, or make it with megalite-prepare-data",
+        f'data.train[1].path = "{there}.bin": no such file: {there}.bin.bin and {there}.bin.idx; leave out the .bin',
+        "eval.steps = 1: evaluation needs data.valid; list token stores there, or use 0",
+        f'data.tokenizer = "{tmp_path}/none.model": no such file; correct the path, or use null',
+        f'checkpoint.resume = "{tmp_path}/none": no such checkpoint; use auto, never or the path of a checkpoint',
+    ]
+
+
+def test_training_needs_data() -> None:
+    assert [problem.key for problem in validate_files(Config())] == ["data.train"]

@@ -1,5 +1,4 @@
 import copy
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -7,9 +6,8 @@ from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
 from megalite.config.load import load
-from megalite.config.rules.files import validate_files
 from megalite.config.schema import Config
-from megalite.config.validate import check, check_files, validate
+from megalite.config.validate import check, validate
 
 
 def found(*overrides: str, world_size: int | None = None) -> list[str]:
@@ -252,6 +250,21 @@ def test_the_defaults_are_valid() -> None:
         ),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),
         (
+            ["model.heads=65535", "model.kv_heads=4"],
+            "model.heads = 65535: must be divisible by model.kv_heads = 4; use heads 65532 or 65536, or kv_heads 1, 3 "
+            "or 5",
+        ),
+        (
+            ["model.heads=65535", "model.kv_heads=60000"],
+            "model.heads = 65535: must be divisible by model.kv_heads = 60000; use heads 60000, or kv_heads 4369, "
+            "13107, 21845 or 65535",
+        ),
+        (
+            ["batch.global=1048575", "batch.micro=1048574"],
+            "batch.global = 1048575: must be a multiple of batch.micro · data-parallel ranks = 1048574 · 1 = 1048574; "
+            "use global 1048574, or micro 33825, 41943, 69905 or 95325",
+        ),
+        (
             ["train.timeout=0"],
             "train.timeout = 0.0: must be at least 1: these are seconds, in which every rank "
             "has to give a sign of life",
@@ -287,6 +300,16 @@ def test_a_run_is_named_by_a_plain_folder_name(name: str) -> None:
     config = Config()
     config.run.name = name
     assert [problem.key for problem in validate(config)] == ["run.name"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", "x" * 256), ("name", "é" * 128), ("dir", "x" * 256), ("dir", "a/" + "x" * 256 + "/b"), ("dir", "a\nb")],
+)
+def test_a_run_folder_is_one_that_can_be_made(key: str, value: str) -> None:
+    config = Config()
+    setattr(config.run, key, value)
+    assert [problem.key for problem in validate(config)] == [f"run.{key}"]
 
 
 @pytest.mark.parametrize("split", ["[0, 2, 2]", "[2, 2, 0]", "[0, 4, 0]", "[1, 1, 2]"])
@@ -361,36 +384,3 @@ def test_heads_pass_exactly_when_everything_divides(width: int, heads: int, kv_h
     config.model.ffn = config.model.vocab_size = config.model.sequence_length = 12
     fits = heads % kv_heads == heads % tp == kv_heads % tp == width * 4 % heads == 0 and width * 4 // heads % 2 == 0
     assert (validate(config) == []) == fits
-
-
-def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
-    (tmp_path / "there.bin").touch()
-    (tmp_path / "there.idx").touch()
-    (tmp_path / "half.bin").touch()
-    there, half = tmp_path / "there", tmp_path / "half"
-    good = load([], [f"data.train=[{{path: {there}}}]", f"data.valid=[{{path: {there}}}]", "eval.steps=1"])
-    assert validate_files(good) == []
-    bad = load(
-        [],
-        [
-            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}]",
-            "eval.steps=1",
-            f"data.tokenizer={tmp_path / 'none.model'}",
-            f"checkpoint.resume={tmp_path / 'none'}",
-        ],
-    )
-    assert validate(bad) == []
-    with pytest.raises(InputError) as caught:
-        check_files(bad)
-    assert [str(problem) for problem in caught.value.problems] == [
-        f'data.train[0].path = "{half}": no such file: {half}.idx; '
-        "correct the path, or make it with megalite-prepare-data",
-        f'data.train[1].path = "{there}.bin": no such file: {there}.bin.bin and {there}.bin.idx; leave out the .bin',
-        "eval.steps = 1: evaluation needs data.valid; list token stores there, or use 0",
-        f'data.tokenizer = "{tmp_path}/none.model": no such file; correct the path, or use null',
-        f'checkpoint.resume = "{tmp_path}/none": no such checkpoint; use auto, never or the path of a checkpoint',
-    ]
-
-
-def test_training_needs_data() -> None:
-    assert [problem.key for problem in validate_files(Config())] == ["data.train"]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.config.convert import keys
 from megalite.config.errors import InputError
-from megalite.config.load import load
+from megalite.config.load import dump, load
 from megalite.config.yaml import parse
 
 LAUGHS = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
@@ -131,7 +130,17 @@ def test_nothing_but_input_errors_come_of_any_text(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
     path.write_text(text, encoding="utf-8")
-    with suppress(InputError):
-        load([str(path)], [f"{key}={value}" for key, value in pairs])
-    with suppress(InputError):
-        load([], [f"{key}={text}" for key, _ in pairs])
+    for paths, overrides in (
+        ([str(path)], [f"{key}={value}" for key, value in pairs]),
+        ([], [f"{key}={text}" for key, _ in pairs]),
+    ):
+        try:
+            config = load(paths, overrides)
+        except InputError as error:
+            told = str(error)
+        else:
+            path.write_text(dump(config), encoding="utf-8")
+            told = "loaded"
+            assert load([str(path)]) == config
+        assert 0 < len(told) < 60_000
+        assert all(line.isprintable() for line in told.split("\n"))

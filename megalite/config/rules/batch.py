@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.errors import Problem, listing
 from megalite.config.rules.numbers import divisors, multiples
+from megalite.config.rules.ranges import most
 from megalite.config.schema import Batch, Curriculum, Rampup
 
 SIZES = 1000  # of a growing batch; for each, every rank makes a pipeline of its own
@@ -49,10 +50,11 @@ def _whole_micro_batches(key: str, value: int, micro: int, dp: int) -> Iterator[
     if value % together == 0:
         return
     rule = f"must be a multiple of batch.micro · data-parallel ranks = {micro} · {dp} = {together}"
-    fix = f"use {key.rpartition('.')[2]} {listing(multiples(value, together))}"
+    fitting = multiples(value, together, most(key))
+    advice = [f"{key.rpartition('.')[2]} {listing(fitting)}"] if fitting else []
     if value % dp == 0:
-        fix += f", or micro {listing(divisors(value // dp, micro))}"
-    yield Problem(key, rule, fix, value)
+        advice.append(f"micro {listing(divisors(value // dp, micro))}")
+    yield Problem(key, rule, f"use {', or '.join(advice) or 'smaller micro-batches on fewer ranks'}", value)
 
 
 def _curriculum(curriculum: Curriculum, full: int, parts: int) -> Iterator[Problem]:

@@ -5,23 +5,27 @@ from functools import cache
 from math import isqrt
 
 from megalite.config.errors import Problem, listing
+from megalite.config.rules.ranges import most
 
 SEARCHED = 1 << 17  # divisors beyond this are not suggested
 
 
 def divisible(key: str, value: int, by_key: str, by: int, otherwise: str = "") -> Iterator[Problem]:
-    """A problem unless `by` divides `value`; `otherwise` ends the fix."""
-    if value < 1 or by < 1 or value % by == 0:
+    """A problem unless `by` divides `value`; `otherwise` ends the fix.
+
+    Numbers outside of their own bounds are passed over: that is told already, and nothing near them would do.
+    """
+    if not 1 <= value <= most(key) or not 1 <= by <= most(by_key) or value % by == 0:
         return
-    name, by_name = key.rpartition(".")[2], by_key.rpartition(".")[2]
-    fix = f"use {name} {listing(multiples(value, by))}, or {by_name} {listing(divisors(value, by))}{otherwise}"
-    yield Problem(key, f"must be divisible by {by_key} = {by}", fix, value)
+    fitting = {key: multiples(value, by, most(key)), by_key: [n for n in divisors(value, by) if n <= most(by_key)]}
+    advice = [f"{name.rpartition('.')[2]} {listing(numbers)}" for name, numbers in fitting.items() if numbers]
+    yield Problem(key, f"must be divisible by {by_key} = {by}", f"use {', or '.join(advice)}{otherwise}", value)
 
 
-def multiples(value: int, by: int) -> list[int]:
-    """The positive multiples of `by` next to `value`."""
+def multiples(value: int, by: int, bound: float) -> list[int]:
+    """The positive multiples of `by` next to `value`, up to `bound`."""
     below = value // by * by
-    return [multiple for multiple in (below, below + by) if multiple]
+    return [multiple for multiple in (below, below + by) if 0 < multiple <= bound]
 
 
 def divisors(value: int, near: int, unit: int = 1) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.errors import Problem, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
-from megalite.config.rules.ranges import RANKS
+from megalite.config.rules.ranges import RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
 
 SCHEDULE_FILES = (".yaml", ".yml")
@@ -41,12 +41,13 @@ def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if length >= 1 and length % parts:
         product = "parallel.cp · parallel.tp" if parts == cp * tp else "2 · parallel.cp · parallel.tp"
         rule = f"must be divisible by {product} = {parts} with {method}"
-        yield Problem("model.sequence_length", rule, f"use {listing(multiples(length, parts))}", length)
+        fitting = multiples(length, parts, most("model.sequence_length"))
+        yield Problem("model.sequence_length", rule, f"use {listing(fitting) or 'smaller axes'}", length)
     heads = model.heads
     if parallel.context.method == "ulysses" and heads >= 1 and heads % (cp * tp):
         rule = f"must be divisible by parallel.cp · parallel.tp = {cp * tp} with {method}, which shares out heads"
-        fitting = [number // tp for number in divisors(heads, cp * tp, tp)]
-        fix = f"cp {listing(fitting)}, or " if fitting else ""
+        counts = [number // tp for number in divisors(heads, cp * tp, tp)]
+        fix = f"cp {listing(counts)}, or " if counts else ""
         yield Problem("model.heads", rule, f"use {fix}method ring or all_gather", heads)
 
 
@@ -110,12 +111,13 @@ def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
     if world_size is None or others < 1:
         return
     if shard == "auto" and world_size % others:
+        fitting = multiples(world_size, others, RANKS)
         rule = f"the other axes make {others} ranks, which must divide the job's {world_size}"
-        yield Problem("parallel.dp_shard", rule, f"start {listing(multiples(world_size, others))} ranks", shard)
+        yield Problem("parallel.dp_shard", rule, f"start {listing(fitting) or 'fewer'} ranks", shard)
     elif shard != "auto" and shard >= 1 and shard * others != world_size:
         rule = f"the layout makes {shard * others} ranks, but the job has {world_size}"
-        fitting = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
-        yield Problem("parallel.dp_shard", rule, f"{fitting}start {shard * others} ranks", shard)
+        sizes = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
+        yield Problem("parallel.dp_shard", rule, f"{sizes}start {shard * others} ranks", shard)
 
 
 def _without_dp_shard(parallel: Parallel) -> int:

@@ -65,7 +65,7 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "eval.interval": 0,
     "eval.steps": 0,
 }
-MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not here are bounded by MOST_OF_OTHERS
+MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not here are bounded by OTHERS
     "run.seed": ((1 << 63) - 1, "checkpoints keep it in 64 bits"),
     "model.layers": (10_000, ANY_MODEL),
     "model.width": (1 << 20, ANY_MODEL),
@@ -104,7 +104,7 @@ MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not he
     "optim.clip_norm": (1e38, "float32 knows no larger number; 0 clips nothing"),
     "schedule.floor": (1, "it is a share of optim.lr"),
 }
-MOST_OF_OTHERS = 10**12
+OTHERS = 10**12, ANY_RUN
 
 
 def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
@@ -114,9 +114,14 @@ def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
         if isinstance(value, int | float) and not value >= least:
             yield Problem(key, f"must be at least {least}{f': {reason}' if reason else ''}", value=value)
     for key in _bounded():
-        value, (most, reason) = _at(plain, key), MOST.get(key, (MOST_OF_OTHERS, ANY_RUN))
-        if isinstance(value, int | float) and not value <= most:
-            yield Problem(key, f"must be at most {most:,}: {reason}", value=value)
+        value, (bound, reason) = _at(plain, key), MOST.get(key, OTHERS)
+        if isinstance(value, int | float) and not value <= bound:
+            yield Problem(key, f"must be at most {bound:,}: {reason}", value=value)
+
+
+def most(key: str) -> float:
+    """The largest number that a key may have."""
+    return MOST.get(key, OTHERS)[0]
 
 
 @cache

@@ -1,15 +1,30 @@
 """Rules of the run and log sections."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megalite.config.errors import Problem
 from megalite.config.schema import Log, Run
 
+LONGEST = 255
+
 
 def run_rules(run: Run) -> Iterator[Problem]:
-    """Every broken rule of a run's name."""
+    """Every broken rule of a run's name and folder."""
+    if not run.dir.isprintable():
+        yield Problem("run.dir", "must be a path of printable characters", "leave the others out", run.dir)
+    if _bytes(run.name) > LONGEST:
+        rule = f"must have at most {LONGEST} bytes, as names of files do"
+        yield Problem("run.name", rule, "use a shorter name", run.name)
+    if any(_bytes(part) > LONGEST for part in Path(run.dir).parts):
+        rule = f"must have at most {LONGEST} bytes between two slashes, as names of files do"
+        yield Problem("run.dir", rule, "use shorter names", run.dir)
     if run.name in ("", ".", "..") or not run.name.isprintable() or set(run.name) & set("/\\"):
         yield Problem("run.name", "must be a plain folder name", "use run.dir for the folder it lies in", run.name)
+
+
+def _bytes(name: str) -> int:
+    return len(name.encode(errors="replace"))
 
 
 def log_rules(log: Log) -> Iterator[Problem]:

@@ -10,19 +10,27 @@ from megalite.config.errors import InputError, Problem
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
-from megalite.plan.memory import KINDS, memory_of_ranks
+from megalite.plan.memory import KINDS, each_rank, memory_of_ranks
 from megalite.plan.pipeline import can_be_planned, table_of
 
 GIB = 1 << 30
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
 
-def peak_bytes(config: Config) -> int:
-    """Predicted bytes of the fullest rank at the peak of the fullest training step."""
-    return max(memory.total for memory in memory_of_ranks(config))
+def peak_bytes(config: Config, limit: float = math.inf) -> int:
+    """Predicted bytes of the fullest rank at the peak of the fullest training step.
+
+    limit: bytes above which any answer will do; it is then that of the first rank that takes as much.
+    """
+    most = 0
+    for memory in each_rank(config):
+        most = max(most, memory.total)
+        if most > limit:
+            break
+    return most
 
 
-def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config], int] = peak_bytes) -> Config:
+def fit_micro(config: Config, offered: int | None = None, peak: Callable[..., int] = peak_bytes) -> Config:
     """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
 
     That is null then, as it has done its work. offered: bytes of a device, where `batch.memory` is null. Raises
@@ -36,18 +44,21 @@ def fit_micro(config: Config, offered: int | None = None, peak: Callable[[Config
         rule = "is needed to fit batch.micro = auto where there is no GPU to ask"
         raise InputError([Problem("batch.memory", rule, "give GiB per device, or batch.micro a number", None)])
 
+    def of(micro: int) -> Config:
+        return replace(config, batch=replace(batch, micro=micro, memory=None))
+
     @cache
-    def needed(micro: int) -> int:
-        return peak(replace(config, batch=replace(batch, micro=micro, memory=None)))
+    def fits(micro: int) -> bool:
+        return peak(of(micro), limit) <= limit
 
     sizes = choices(config)
-    first = bisect_left(sizes, True, key=lambda micro: needed(micro) <= limit)
+    first = bisect_left(sizes, True, key=fits)
     if first == len(sizes):
-        raise InputError([_too_few(config, sizes[-1], needed(sizes[-1]), limit)])
+        raise InputError([_too_few(config, sizes[-1], peak(of(sizes[-1])), limit)])
     if first and config.parallel.pipeline.schedule == "interleaved_1f1b":
         # Rounds are up to twice as large as they must be, so a larger one may take less.
-        first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and needed(micro) <= limit)
-    return replace(config, batch=replace(batch, micro=sizes[first], memory=None))
+        first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and fits(micro))
+    return of(sizes[first])
 
 
 def planned(config: Config) -> Config:

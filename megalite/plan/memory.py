@@ -24,7 +24,7 @@ powers of two: what waits there, and the copy that a save stages, may take up to
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -69,8 +69,13 @@ def rank_memory(config: Config, pp: int) -> Memory:
 
 def memory_of_ranks(config: Config) -> list[Memory]:
     """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
+    return list(each_rank(config))
+
+
+def each_rank(config: Config) -> Iterator[Memory]:
+    """`memory_of_ranks` one by one, so that who has seen enough can stop."""
     modes = recompute_modes(config)
-    return [_fullest(config, pp, modes) for pp in range(config.parallel.pp)]
+    return (_fullest(config, pp, modes) for pp in range(config.parallel.pp))
 
 
 def actions_of_peaks(config: Config) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from megalite.config.errors import InputError
 from megalite.config.schema import Batch, Config, Model, Parallel, Pipeline, Rampup
 from megalite.config.validate import check, validate
+from megalite.plan import memory
 from megalite.plan.fit import GIB, check_memory, choices, fit_micro, peak_bytes
 from megalite.plan.memory import rank_memory
 
@@ -20,8 +22,8 @@ def configured(
     return Config(parallel=Parallel(pp=pp, dp_shard=dp), batch=Batch("auto", full, memory, rampup))
 
 
-def bytes_each(each: float, fixed: float = 0.0) -> Callable[[Config], int]:
-    return lambda config: round(GIB * (fixed + each * config.batch.micro_size))
+def bytes_each(each: float, fixed: float = 0.0) -> Callable[..., int]:
+    return lambda config, limit=0: round(GIB * (fixed + each * config.batch.micro_size))
 
 
 @pytest.mark.parametrize(
@@ -122,3 +124,17 @@ def test_what_does_not_fit_is_refused_and_what_hardly_does_is_told() -> None:
 def test_on_a_cpu_the_limit_must_be_given() -> None:
     with pytest.raises(InputError, match=r"batch\.memory = null: is needed to fit batch\.micro = auto"):
         fit_micro(configured(12), peak=bytes_each(1))
+
+
+def test_a_micro_batch_that_does_not_fit_is_known_after_one_rank() -> None:
+    """Else a search through many divisors, with many ranks, takes seconds."""
+    config = configured(5040, pp=8, memory=1e-3)
+    config.model.layers, seen, fullest = 8, [], memory._fullest
+
+    def counted(config: Config, pp: int, modes: memory.Modes) -> memory.Memory:
+        seen.append(pp)
+        return fullest(config, pp, modes)
+
+    with patch.object(memory, "_fullest", counted), pytest.raises(InputError, match="are too few"):
+        fit_micro(config)
+    assert len(seen) < 8 * 2

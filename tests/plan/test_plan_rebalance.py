@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.load import load
@@ -26,6 +26,9 @@ def with_split(config: Config, split: list[int]) -> Config:
 
 
 @settings(max_examples=25)
+@example(2, 3, "1f1b", "none", 256)  # for these, and a fifth of all, there is one
+@example(2, 3, "zbv", "none", 65536)
+@example(4, 6, "interleaved_1f1b", "none", 65536)
 @given(
     st.integers(1, 4),
     st.integers(0, 8),

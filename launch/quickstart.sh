@@ -25,7 +25,7 @@ echo; echo "3/6  Train on two processes, each with a copy of the model"
 megalite train configs/run/quickstart.yaml "$@" train.steps=$((steps - steps / 12))
 
 echo; echo "4/6  Go on with eight: two pipeline stages, two data-parallel ranks, tensor parallelism of two"
-megalite train configs/run/quickstart.yaml "$@" train.steps="$steps" parallel.pp=2 parallel.tp=2 batch.micro=2
+megalite train configs/run/quickstart.yaml "$@" train.steps="$steps" parallel.pp=2 parallel.tp=2 batch.micro=4
 
 echo; echo "5/6  Draw the loss curve, with a mark where the layout changed"
 megalite-plot-metrics runs/quickstart

@@ -36,7 +36,7 @@ def row(output: str, first: str) -> list[str]:
 
 
 def test_the_configuration_shown_is_the_resolved_one(show: Show, tmp_path: Path) -> None:
-    overrides = ["parallel.dp_shard=auto", "batch.global=64", "optim.lr=0.5", "run.name='[bold]'"]
+    overrides = ["parallel.dp_shard=auto", "batch.global=128", "optim.lr=0.5", "run.name='[bold]'"]
     output = show(QUICKSTART, "--world-size", "16", *overrides)
     path = tmp_path / "shown.yaml"
     path.write_text(output.partition("Configuration\n")[2].partition("\nLayout: ")[0])

@@ -106,9 +106,7 @@ def _create(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     taken = {path.name.partition(".")[0] for path in folder.iterdir()}
     path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
-    with path.open(
-        "x", encoding="utf-8"
-    ) as file:  # there is one job in a run folder; this holds even if there were two
+    with path.open("x", encoding="utf-8") as file:  # one job is in a run folder; this holds even if there were two
         try:
             file.write(text)
             file.flush()

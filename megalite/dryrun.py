@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite import optim, parallel, train
+from megalite import train
 from megalite.config.errors import InputError
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
@@ -30,7 +30,8 @@ from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
-from megalite.parallel.offload import to_host
+from megalite.optim.offload import HostAdamW
+from megalite.parallel.host_memory import HostMemory
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import Modes, enough_micro_batches, rank_memory, recompute_modes
@@ -75,6 +76,8 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     live.add(params, "parameters")
     states = (value for state in job.optimizer.state.values() for value in state.values())
     live.add(states, HOST if job.config.optim.offload else "optimizer states")
+    if isinstance(job.optimizer, HostAdamW):
+        live.add([copy for copies in job.optimizer.copies.values() for copy in copies], HOST)
     live.add([batch.tokens], "activations")
     sharded = {id(param) for param in params}
 
@@ -114,12 +117,13 @@ def _materialize(job: Job, mesh: Mesh) -> None:
 def _seeing_host(live: LiveBytes) -> Iterator[None]:
     """What is offloaded counts as host memory, on a CPU too."""
 
-    def seen(tensor: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-        copy = to_host(tensor, stream)
-        live.add([copy], HOST)
-        return copy
+    def seen(memory: HostMemory, tensor: Tensor) -> Tensor:
+        host = empty_like(memory, tensor)
+        live.add([host], HOST)
+        return host
 
-    with _swapped(parallel.offload, "to_host", seen), _swapped(optim.offload, "to_host", seen):
+    empty_like = HostMemory.empty_like
+    with _swapped(HostMemory, "empty_like", seen):
         yield
 
 

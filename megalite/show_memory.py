@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console, RenderableType
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from megalite.config.errors import InputError, counted, listing, number_ranges
 from megalite.config.schema import Config
+from megalite.plan.activations import Activations
 from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import KINDS, Memory
 from megalite.plan.pipeline import as_full, placement
@@ -35,6 +37,9 @@ NOTE = (
     "PyTorch's allocator{outside}, its rounding and fragmentation, and what kernels allocate inside."
 )
 ON_CUDA = "\nSizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries."
+REPEATED = (
+    "\nIn fp32, attention on CUDA needs keys and values repeated for every query head; run.device=cuda counts that."
+)
 
 
 def fullest(memories: Sequence[Memory]) -> Memory:
@@ -130,6 +135,8 @@ def memory_sections(
     on_cuda = config.run.device != "cpu"
     note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
     told = "" if measured is None else _simplified(config) + _split_otherwise(most, measured)
+    if config.run.device == "auto" and Activations(replace(config, run=replace(config.run, device="cuda"))).repeats:
+        note += REPEATED
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
         ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
@@ -145,6 +152,7 @@ def _simplified(config: Config) -> str:
     """What the dry run of a configuration does not do as a run would."""
     told = {
         "every sample as one document": config.data.mask_documents,
+        "keys and values that are not repeated for every query head": Activations(config).repeats,
         "layers that are not compiled": config.train.compile,
         "recompute chosen by estimated times": config.train.recompute == "budget",
     }

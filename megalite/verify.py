@@ -27,6 +27,7 @@ from megalite.config.load import is_override, load
 from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Model, Parallel, Rampup
 from megalite.config.validate import check
 from megalite.data.loader import Micros
+from megalite.dist.deterministic import be_deterministic
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
@@ -345,6 +346,8 @@ def _rank(place: Place, args: argparse.Namespace) -> int:
     asked = check(load([item for item in args.inputs if item not in overrides], overrides))
     config = shrink(asked)
     patience = config.train.timeout + config.train.compile * COMPILING * place.world_size
+    if config.train.deterministic:
+        be_deterministic()
     start(place, "cpu", patience)
     differences = compare(config, args.steps, args.tolerance)
     if place.rank == 0:

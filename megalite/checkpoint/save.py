@@ -37,6 +37,7 @@ from megalite.checkpoint.together import ElsewhereError, Together
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Unhealthy
 from megalite.config.schema import Config
+from megalite.parallel.host_memory import HostMemory
 
 VERSIONS = ("megalite", "torch")
 
@@ -101,6 +102,7 @@ class Saver:
         self.state, self.config, self.data, self.folder = state, config, data, folder
         self._together, self._advanced, self._check_owner = together, advanced, check_owner
         self._plan: Plan | None = None
+        self._memory = HostMemory()
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
@@ -118,6 +120,7 @@ class Saver:
             self.wait()
         self._writer.shutdown(wait=False)
         self._beside.shutdown(wait=False)
+        self._memory.close()
 
     def _rehearse(self) -> None:
         """Raises InputError where a checkpoint could not hold what the configuration says, or not be read again."""
@@ -205,7 +208,7 @@ class Saver:
             return parts  # they stay as they are until all is written
         for name, part in parts.items():
             if name not in self._staged:
-                self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+                self._staged[name] = self._memory.empty_like(part)
             self._staged[name].copy_(part, non_blocking=True)
         if self.state.device.type == "cuda":
             torch.cuda.current_stream(self.state.device).synchronize()

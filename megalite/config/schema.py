@@ -165,6 +165,7 @@ class Train:
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
     offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
     compile: bool = False  # torch.compile each layer
+    deterministic: bool = False  # the same bits from the same run, also on a GPU, which takes longer
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"  # where the loss or a gradient is not finite
     max_bad_steps: int = 10  # steps of a run that may be skipped or rolled back
     rollback_skip: int = 1  # global batches left out after a rollback, the last being that of the offending step

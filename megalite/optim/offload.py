@@ -1,8 +1,8 @@
 """AdamW whose states live in host memory and whose update runs there (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840).
 
 Every step, of a rank's shard, gradients and weights are copied to the host and the new weights back: 12 bytes per
-parameter. Between steps weights are on the device alone, so whatever else changes them, such as loading a
-checkpoint, need not tell the optimizer.
+parameter; the memory for the copies is kept. Between steps weights are on the device alone, so whatever else changes
+them, such as loading a checkpoint, need not tell the optimizer.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
 from megalite_kernels import fused_adamw
 
@@ -34,18 +35,22 @@ class HostAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None  # as of torch's fused optimizers: a float32 1 skips the update
-        self._stream: torch.cuda.Stream | None = None
+        self._memory = HostMemory()
+        self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of weight and gradient, filled anew by every step
         for group in self.param_groups:
             for param in group["params"]:
-                if param.is_cuda and self._stream is None:
-                    self._stream = torch.cuda.Stream(param.device)
                 if not param.is_meta:  # what has no data yet is not trained
                     self.state[param] = _empty_state(param)
+                    local = param.to_local().detach()
+                    self.copies[param] = self._memory.empty_like(local), self._memory.empty_like(local)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. All copies to the host are under way before the first update."""
-        skipped = None if self.found_inf is None else to_host(self.found_inf, self._stream)
+        skipped = None
+        if self.found_inf is not None:
+            host = torch.empty_like(self.found_inf, device="cpu", pin_memory=self._memory.stream is not None)
+            skipped = to_host(self.found_inf, host, self._memory.stream)
         arriving = [
             (group, param, self._to_host(param))
             for group in self.param_groups
@@ -60,8 +65,10 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _to_host(self, param: DTensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
         assert isinstance(param.grad, DTensor)
-        weight, grad = (to_host(tensor.to_local(), self._stream) for tensor in (param, param.grad))
-        return weight, grad, None if self._stream is None else self._stream.record_event()
+        stream = self._memory.stream
+        pairs = zip((param, param.grad), self.copies[param], strict=True)
+        weight, grad = (to_host(tensor.to_local(), host, stream) for tensor, host in pairs)
+        return weight, grad, None if stream is None else stream.record_event()
 
     @staticmethod
     def _update(

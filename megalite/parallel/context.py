@@ -58,8 +58,19 @@ def attention(
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over whole sequences at hand."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # b h s e
+    if _needs_equal_heads(q, k):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return y.permute(2, 0, 1, 3)
+
+
+def _needs_equal_heads(q: Tensor, k: Tensor) -> bool:
+    """Whether only as many key-value as query heads spare CUDA a matrix of all queries and keys.
+
+    Of its fused kernels, flash and cuDNN attention take grouped queries but no fp32, and the memory-efficient one takes
+    fp32 but no grouped queries. In fp64 there is none.
+    """
+    return q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]
 
 
 @dataclass(frozen=True, eq=False)

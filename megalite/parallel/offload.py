@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megalite.parallel.host_memory import HostMemory
 from megalite.plan.activations import OFFLOAD_SHARE
 
 
@@ -69,9 +70,8 @@ def elsewhere(layer: nn.Module, inputs: Sequence[Any]) -> set[StorageWeakRef]:
     return {storage_of(tensor) for tensor in (*weights, *shared)}
 
 
-def to_host(tensor: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-    """A copy of `tensor` in host memory, pinned and filled by `stream` if there is one."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+def to_host(tensor: Tensor, host: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+    """`host`, which becomes a copy of `tensor`: at once, or when `stream` has come so far if there is one."""
     if stream is None:
         return host.copy_(tensor)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -82,16 +82,18 @@ def to_host(tensor: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
 
 
 class Offload:
-    """Moves what the layers of one stage save for backward to the host; a `Keeping`."""
+    """Moves what the layers of one stage save for backward to `memory`; a `Keeping`."""
 
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        self._memory = memory or HostMemory()
+        self._size = 0  # bytes of a layer's input
         self._latest: Callable[[], _Call | None] = lambda: None
 
     def __call__(self, layer: nn.Module, inputs: Sequence[Any]) -> Keep:
-        if self._stream is None and inputs[0].is_cuda:
-            self._stream = torch.cuda.Stream(inputs[0].device)
-        call = _Call(layer, inputs, self._stream, self._latest)
+        if self._size not in (0, inputs[0].nbytes):
+            self._memory.trim()  # batches or sequences have grown: blocks of the old sizes fit nothing
+        self._size = inputs[0].nbytes
+        call = _Call(layer, inputs, self._memory, self._latest)
         self._latest = ref(call)
         return call
 
@@ -113,10 +115,10 @@ class _Call:
         self,
         layer: nn.Module,
         inputs: Sequence[Any],
-        stream: torch.cuda.Stream | None,
+        memory: HostMemory,
         previous: Callable[[], _Call | None],
     ) -> None:
-        self.stream, self.previous = stream, previous
+        self.memory, self.previous = memory, previous
         self.least = inputs[0].nbytes // OFFLOAD_SHARE
         self.stays = elsewhere(layer, inputs)
         self.copies: WeakValueDictionary[StorageWeakRef, _Copy] = WeakValueDictionary()
@@ -127,7 +129,7 @@ class _Call:
             return tensor
         copy = self.copies.get(place)
         if copy is None:
-            self.copies[place] = copy = _Copy(tensor, self.stream)
+            self.copies[place] = copy = _Copy(tensor, self.memory)
         copy.uses += 1
         return _Packed(self, copy, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
@@ -149,11 +151,16 @@ class _Call:
 class _Copy:
     """One storage, on the host until it is fetched, and on the device then until it has been used."""
 
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
-        self.device, self.stream, self.uses = tensor.device, stream, 0
+    def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
+        self.device, self.memory, self.uses = tensor.device, memory, 0
         whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        self.host = to_host(whole, stream)
+        host = memory.empty_like(whole)
+        self.stream = memory.stream
+        self.host = to_host(whole, host, self.stream)
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __del__(self) -> None:
+        self.memory.give_back(self.host)
 
     def fetch(self) -> None:
         if self.fetched is not None:

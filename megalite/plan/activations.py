@@ -344,11 +344,13 @@ class Activations:
         q, k, _ = self._widths()
         normed, stacked = self.config.model.qk_norm, 2 * k * self._kv_copies
         if self._exchanges_heads:  # its output by heads is kept beside that by positions
-            again = stacked if self.config.data.mask_documents else 0
+            again = stacked if self.config.data.mask_documents else 2 * q if self.repeats else 0
             return Kept("attention", q + stacked + again, "attention"), Kept("attention", q, "attention")
         queries = Kept("attention", q, "attention", cheap=normed)
         if self.config.parallel.cp > 1 or self.config.data.mask_documents:
             return queries, Kept("attention", stacked, "attention")
+        if self.repeats:
+            return queries, Kept("attention", 2 * q, "attention")
         return queries, Kept("attention", k, "attention", cheap=normed), Kept("attention", k, "attention")
 
     def _attention_backward(self) -> int:
@@ -357,10 +359,10 @@ class Activations:
         wide, cp, kv, documents = self.z // self.w, self.config.parallel.cp, 2 * k, self.config.data.mask_documents
         if self._exchanges_heads:
             kv *= self._kv_copies
-            sums = wide * (q + kv) + self._block(q, kv) if documents else 0
+            sums = wide * (q + kv) + self._block(q, kv) if documents else 3 * q + kv if self.repeats else 0
             return max(2 * (q + kv), sums) + q
         if cp == 1 and not documents:
-            return q + kv
+            return 3 * q + kv if self.repeats else q + kv
         sums, own = wide * (q + kv), self._block(q, kv)  # in float32 or wider
         if cp == 1:
             return sums + own
@@ -376,6 +378,14 @@ class Activations:
             return queries + keys_and_values
         model = self.config.model
         return 2 * (queries + keys_and_values * model.heads // model.kv_heads) + keys_and_values
+
+    @property
+    def repeats(self) -> bool:
+        """Whether attention over whole sequences has keys and values repeated for every query head."""
+        model, cp = self.config.model, self.config.parallel.cp
+        whole = (cp == 1 or self._exchanges_heads) and not self.config.data.mask_documents
+        on_cuda = self.config.run.device == "cuda" and self.config.train.precision == "fp32"
+        return whole and on_cuda and model.kv_heads * self._kv_copies < model.heads
 
     @property
     def _exchanges_heads(self) -> bool:

@@ -101,7 +101,10 @@ class Walk:
         p, shards = self.states.p, self.states.shards
         for part in (part for parts in self.parts.values() for part in parts):
             self._hold_weights("parameters", part, p, shards)
-            self._hold_weights(HOST if self.config.optim.offload else "optimizer states", part, 2 * p, shards)
+            if self.config.optim.offload:
+                self._hold_weights(HOST, part, 4 * p, shards)  # moments, and copies of weights and gradients
+            else:
+                self._hold_weights("optimizer states", part, 2 * p, shards)
             if self.states.frees and part.with_stage:
                 self._hold_weights("gathered weights", part, self.states.w)
         self._hold("activations", "attention", self.sizes.angles)
@@ -121,9 +124,6 @@ class Walk:
                     sign = 1 if item.kind is Kind.GATHER else -1
                     for part in self.parts[item.stage]:
                         self._hold_weights("gathered weights", part, sign * self.states.w)
-        if self.config.optim.offload:
-            for part in (part for parts in self.parts.values() for part in parts):
-                self._hold_weights(HOST, part, 2 * p, shards)  # weights and gradients, for the update
         return {item: size for item, size in (self.peak | self.host_peak).items() if size}
 
     def _forward(self, action: Action) -> None:

@@ -18,6 +18,7 @@ from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
+from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.offload import AsIs, Offload
 from megalite.parallel.pipeline import Activation, Pipeline
@@ -79,7 +80,10 @@ def build(config: Config, mesh: Mesh, activity: Activity | None = None) -> Job:
         check_compiler(mesh.device)
     table, pp = table_of(config), mesh.coordinates["pp"]
     modes = recompute_modes(config, mesh)
-    stages = {number: build_stage(config, mesh, number, table.stages, modes[number]) for number in table.stages_of(pp)}
+    memory = HostMemory()
+    stages = {
+        number: build_stage(config, mesh, number, table.stages, modes[number], memory) for number in table.stages_of(pp)
+    }
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if table.splits_backward else {}
     optimizer = build_optimizer(stages.values(), config.optim, config.kernels_by_operation.adamw)
     return Job(config, mesh, stages, gradients, table.placement, optimizer, activity or Activity())
@@ -106,17 +110,25 @@ def check_compiler(device: torch.device) -> None:
         raise InputError([Problem("train.compile", rule, "install one, name one as CXX, or use false", True)])
 
 
-def build_stage(config: Config, mesh: Mesh, number: int, stages: int, modes: Sequence[Mode] | None = None) -> Decoder:
+def build_stage(
+    config: Config,
+    mesh: Mesh,
+    number: int,
+    stages: int,
+    modes: Sequence[Mode] | None = None,
+    memory: HostMemory | None = None,
+) -> Decoder:
     """Stage `number` of the model's `stages`, sharded and filled.
 
-    modes: what each of its layers recomputes in backward; None: nothing.
+    modes: what each of its layers recomputes in backward; None: nothing. memory: where activations wait if they are
+    offloaded, shared by the stages of a rank.
     The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone
     with all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
     """
     layers, kernels = layers_of(split_of(config))[number], config.kernels_by_operation
     stage = Decoder(config.model, mesh.tp, layers, number == 0, number == stages - 1, kernels)
     stage.to(parameter_dtype(config.train.precision))
-    keeping = Offload() if config.train.offload_activations else AsIs
+    keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), modes or every_nth("none", 1, len(stage.layers)), strict=True):
         if config.train.compile:
             layer.forward = torch.compile(layer.forward)

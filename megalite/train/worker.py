@@ -25,6 +25,7 @@ from megalite.config.schema import Config, Source
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.loader import Loader
 from megalite.dist.activity import Activity
+from megalite.dist.deterministic import be_deterministic
 from megalite.dist.host import host_memory
 from megalite.dist.local import MEETING, log_file
 from megalite.dist.meeting import meet
@@ -70,6 +71,8 @@ def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> i
         force=True,
     )
     with watched(meeting, place, activity, timeout):
+        if config.train.deterministic:
+            be_deterministic()
         device = start(place, config.run.device, PATIENCE * timeout, meeting)
         code = _train(place, config, device, activity, check_owner)
         ignore_stops()
@@ -80,10 +83,11 @@ def _train(
     place: Place, config: Config, device: torch.device, activity: Activity, check_owner: Callable[[], None]
 ) -> int:
     folder = Folder.of(config)
+    here = replace(config, run=replace(config.run, device="cuda" if device.type == "cuda" else "cpu"))
     if config.batch.micro == "auto":
-        config = fit_micro(config, device_memory(device))
+        config = replace(config, batch=fit_micro(here, device_memory(device)).batch)
     elif MEETING not in os.environ or device.type == "cuda":  # a local launcher has compared its ranks on CPUs
-        told = check_memory(config, *smallest_memory(device))
+        told = check_memory(here, *smallest_memory(device))
         if told and place.rank == 0:
             warn(told)
     check_attention(config, device)

@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from mmap import PAGESIZE
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import fake_device
 import torch
 from fake_device import NOTES, Calls, world
 from toy_runs import Notes, RandomSamples
@@ -21,6 +23,8 @@ from megalite.data.loader import Loader, Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
 from megalite.dist.start import NCCL, start
+from megalite.parallel import context
+from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
 from megalite.train import signs
 from megalite.train.build import Job, build
@@ -31,6 +35,7 @@ from megalite.train.step import train_step
 
 DEVICE = torch.device("cuda", 0)
 END = 0  # of a document
+BLOCKS = ((3, torch.float32), (PAGESIZE // 4, torch.float32), (PAGESIZE + 2, torch.bfloat16))
 Ranks = tuple[int, ...]
 Groups = dict[str, set[Ranks]]
 
@@ -69,6 +74,14 @@ def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, boo
     return found
 
 
+def given_to_sdpa(config: Config) -> set[tuple[int, int, bool]]:
+    """Heads of queries and of keys, and whether these are said to be fewer, in every attention over whole sequences."""
+    attend = context.scaled_dot_product_attention
+    with _job(config) as (job, _), patch.object(context, "scaled_dot_product_attention", wraps=attend) as calls:
+        _step(job)
+    return {(q.shape[1], k.shape[1], call.kwargs["enable_gqa"]) for call in calls.mock_calls for q, k, _ in [call.args]}
+
+
 def stepped(config: Config) -> dict[str, Any]:
     """Where everything of a job is after a step, and how its gradients were used up."""
     with _job(config) as (job, _), Calls() as calls:
@@ -82,38 +95,65 @@ def stepped(config: Config) -> dict[str, Any]:
     }
 
 
-def copied_to_host() -> tuple[list[str], list[bool]]:
-    """What streams are told while a tensor is copied to the host, and whether host memory is pinned."""
-    tensor, stream = torch.ones(4, device=DEVICE), torch.cuda.Stream(DEVICE)
+def copied_to_host() -> list[str]:
+    """What streams are told while a tensor is copied to the host."""
+    tensor, memory = torch.ones(4, device=DEVICE), HostMemory()
+    host = memory.empty_like(tensor)
     NOTES.clear()
-    with Calls() as calls:
-        to_host(tensor, stream)
-    told = [name for name, *who in NOTES if stream in who]
-    return told, [kwargs["pin_memory"] for _, kwargs in calls.of("aten::empty_like")]
+    to_host(tensor, host, memory.stream)
+    return [name for name, *who in NOTES if memory.stream in who]
 
 
-def offloaded(config: Config) -> tuple[int, int]:
-    """How many tensors went to pinned memory in a step, and how often a device's tensor waited for a stream's copy."""
+def host_memory(refused: bool) -> tuple[list[tuple[Any, ...]], list[bool], list[tuple[Any, ...]]]:
+    """What CUDA is told for blocks of which one is given back, and those that PyTorch makes; what it is told after."""
+    tensors = [torch.ones(size, dtype=dtype, device=DEVICE) for size, dtype in BLOCKS]
+    memory = HostMemory()
+    NOTES.clear()
+    with patch.object(fake_device, "refuses", refused), Calls() as calls:
+        first, *others = [memory.empty_like(tensor) for tensor in tensors]
+        address = first.data_ptr()
+        memory.give_back(first)
+        again = memory.empty_like(tensors[0])
+        assert again.data_ptr() == address
+        assert (again.dtype, again.shape) == (tensors[0].dtype, tensors[0].shape)
+    told, pinned = (
+        list(NOTES),
+        [kwargs["pin_memory"] for _, kwargs in calls.of("aten::empty") if "pin_memory" in kwargs],
+    )
+    NOTES.clear()
+    memory.give_back(again)
+    memory.trim()
+    memory.give_back(others.pop())
+    memory.close()
+    assert [name for name, *_ in NOTES].count("synchronize") == 1
+    return told, pinned, [note for note in NOTES if note[0] == "unregister"]
+
+
+def offloaded(config: Config) -> list[tuple[int, int, int]]:
+    """Of two steps: blocks that were registered and copied to, and how often a device's tensor waits for a copy."""
+    found = []
     with _job(config) as (job, _):
         batch = Micros.cut_at(torch.randint(1, 128, (1, 2, 65)), None)
-        NOTES.clear()
-        with Calls() as calls:
-            job.training(batch).run(inputs(job, batch))
-    pinned = [kwargs for _, kwargs in calls.of("aten::empty_like") if kwargs.get("pin_memory")]
-    return len(pinned), sum(name == "record" for name, *_ in NOTES)
+        for _ in range(2):
+            NOTES.clear()
+            with patch("megalite.parallel.offload.to_host", wraps=to_host) as copies:
+                job.training(batch).run(inputs(job, batch))
+            names = [name for name, *_ in NOTES]
+            found.append((names.count("register"), copies.call_count, names.count("record")))
+    return found
 
 
-def staged(config: Config, folder: Path) -> tuple[set[str], bool, list[str]]:
-    """Where a save stages tensors, whether in pinned memory, and what streams were told at last."""
+def staged(config: Config, folder: Path) -> tuple[set[str], int, list[int], list[str]]:
+    """Where a save stages tensors, bytes of their pages, those registered, and what CUDA and streams were told then."""
     with _job(config) as (job, _):
         alone: Any = SimpleNamespace(leads=True, rank=0, ranks=1)
         state = State(job.stages, job.optimizer)
         with Saver(state, config, (), folder, alone) as saver:
             NOTES.clear()
-            with Calls() as calls:
-                found = saver._stage(state.tensors())
-    pinned = [kwargs.get("pin_memory") for _, kwargs in calls.of("aten::empty_like")]
-    return {str(part.device) for part in found.values()}, all(pinned), [name for name, *_ in NOTES]
+            found = saver._stage(state.tensors())
+            registered = [note[2] for note in NOTES if note[0] == "register"]
+    pages = sum(-(-part.nbytes // PAGESIZE) * PAGESIZE for part in found.values())
+    return {str(part.device) for part in found.values()}, pages, registered, [name for name, *_ in NOTES]
 
 
 def trained(config: Config) -> tuple[list[str], list[bool]]:

@@ -57,6 +57,8 @@ class Event:
 
 
 NOTES: list[tuple[Any, ...]] = []
+REFUSED = 2  # cudaErrorMemoryAllocation
+refuses = False  # whether CUDA registers no more host memory
 _current: list[Any] = []
 
 
@@ -69,11 +71,26 @@ def _stream(stream: Any) -> Iterator[None]:
         _current.pop()
 
 
+class Cudart:
+    """What CUDA is asked for without PyTorch in between."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+        NOTES.append(("register", address, size, flags))
+        return REFUSED if refuses else 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        NOTES.append(("unregister", address))
+        return 0
+
+
 def install() -> None:
     _current.append(Stream())
     fakes = {
         "Stream": Stream,
         "Event": Event,
+        "cudart": lambda: Cudart,
         "stream": _stream,
         "current_stream": lambda device=None: _current[-1],
         "synchronize": lambda device=None: NOTES.append(("synchronize", device)),

@@ -1,5 +1,6 @@
 """The branches for CUDA, run without a GPU: where tensors are, which operations are called, and who waits for whom."""
 
+import mmap
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -115,6 +116,11 @@ def test_attention_in_blocks_takes_what_flash_attention_does(method: Any, docume
     assert len(set(found.values())) <= 1, "every block has a backward"
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", (4, 2, True)), ("fp32", (4, 4, False))])
+def test_in_fp32_attention_has_a_key_for_every_query_head(precision: Any, expected: Any, call: Call) -> None:
+    assert call(cases.given_to_sdpa, replace(PLAIN, train=Train(precision=precision))) == {expected}
+
+
 @pytest.mark.parametrize("case", ["resident", "offload", "recompute"])
 def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> None:
     config = {
@@ -129,20 +135,37 @@ def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> Non
 
 
 def test_a_copy_to_the_host_waits_for_the_tensor_and_keeps_it(call: Call) -> None:
-    told, pinned = call(cases.copied_to_host)
-    assert (told, pinned) == (["wait", "record"], [True])
+    assert call(cases.copied_to_host) == ["wait", "record"]
 
 
-def test_offloaded_activations_are_pinned_and_come_back(call: Call) -> None:
+def test_host_memory_is_registered_by_whole_pages_once_and_unregistered(call: Call) -> None:
+    told, pinned, after = call(cases.host_memory, False)
+    assert [(name, size, flags) for name, _, size, flags in told] == [
+        ("register", pages * mmap.PAGESIZE, 1) for pages in (1, 1, 3)
+    ]
+    assert not any(pinned)
+    assert sorted(address for _, address in after) == sorted(address for _, address, *_ in told)
+
+
+def test_host_memory_that_cuda_does_not_register_is_pytorchs(call: Call) -> None:
+    told, pinned, after = call(cases.host_memory, True)
+    assert [name for name, *_ in told] == ["register"]
+    assert (pinned, after) == ([True] * 3, [])
+
+
+def test_offloaded_activations_have_blocks_of_their_own_and_come_back(call: Call) -> None:
     offload = replace(PLAIN, train=replace(PLAIN.train, offload_activations=True))
-    copied, recorded = call(cases.offloaded, offload)
-    assert recorded >= 2 * copied > 0, "each is recorded on the stream that copies it, and on that which uses it"
-    assert call(cases.offloaded, PLAIN) == (0, 0)
+    first, second = call(cases.offloaded, offload)
+    registered, copied, recorded = first
+    assert registered == copied > 0
+    assert recorded >= 2 * copied, "each is recorded on the stream that copies it, and on that which uses it"
+    assert second == (0, copied, recorded), "the blocks of the first step are used again"
 
 
-def test_a_save_stages_in_pinned_memory_and_waits_for_it(call: Call, tmp_path: Path) -> None:
-    devices, pinned, told = call(cases.staged, PLAIN, tmp_path)
-    assert (devices, pinned, told[-1]) == ({"cpu"}, True, "synchronize")
+def test_a_save_stages_in_registered_memory_and_waits_for_it(call: Call, tmp_path: Path) -> None:
+    devices, pages, registered, told = call(cases.staged, PLAIN, tmp_path)
+    assert (devices, sum(registered)) == ({"cpu"}, pages)
+    assert told == ["register"] * len(registered) + ["synchronize"] + ["unregister"] * len(registered)
 
 
 def test_steps_stay_under_way_until_something_is_due(call: Call) -> None:

@@ -1,6 +1,7 @@
 """Recompute and offload on a CUDA device: the same numbers in less memory; `make gpu` runs it."""
 
 from dataclasses import replace
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
 from megalite.dist.mesh import Mesh
+from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.offload import to_host
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite.verify import random_batch
@@ -55,3 +58,15 @@ def test_the_optimizer_takes_less_memory_on_the_host(one_rank: None) -> None:
     losses, peak = losses_and_peak(replace(PLAIN, optim=Optim(offload=True)))
     assert losses == pytest.approx(expected, rel=1e-10)
     assert peak < most
+
+
+def test_host_memory_is_page_locked_and_exact(one_rank: None) -> None:
+    memory, tensor = HostMemory(), torch.rand(100_001, device="cuda")
+    host = memory.empty_like(tensor)
+    assert host.is_pinned()
+    assert host.untyped_storage().nbytes() < tensor.nbytes + PAGESIZE
+    to_host(tensor, host, memory.stream)
+    memory.stream.synchronize()  # type: ignore[union-attr]
+    assert torch.equal(host, tensor.cpu())
+    memory.close()
+    assert not host.is_pinned()

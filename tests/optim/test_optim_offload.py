@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -59,9 +60,9 @@ def test_every_step_copies_each_gradient_and_weight_once() -> None:
     copied: list[torch.Tensor] = []
     original = offload.to_host
 
-    def to_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    def to_host(tensor: torch.Tensor, *given: Any) -> torch.Tensor:
         copied.append(tensor)
-        copy = original(tensor, stream)
+        copy = original(tensor, *given)
         assert copy.data_ptr() != tensor.data_ptr()
         return copy
 

@@ -19,8 +19,8 @@ from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
-from megalite.optim import offload as optimizer_offload
-from megalite.parallel import offload
+from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.offload import AsIs, Keeping
 from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
 from megalite.plan.activations import Activations
@@ -54,7 +54,7 @@ def config_of(
     )
 
 
-def one_layer(mesh: Mesh, model: Model, mode: Mode, keeping: offload.Keeping) -> tuple[Decoder, torch.Tensor]:
+def one_layer(mesh: Mesh, model: Model, mode: Mode, keeping: Keeping) -> tuple[Decoder, torch.Tensor]:
     """A stage of one layer, and an input of two sequences for it."""
     stage = Decoder(model, mesh.tp, range(1), first=False, last=False).to(torch.float64).to_empty(device=CPU)
     initialize(stage, model, 0)
@@ -82,7 +82,7 @@ def collectives_of(tp: int, mode: Mode) -> tuple[Counter[str], Counter[str]] | N
     mesh = Mesh.build(Layout(tp=tp), CPU)
     if mesh is None:
         return None
-    stage, x = one_layer(mesh, MODEL, mode, offload.AsIs)
+    stage, x = one_layer(mesh, MODEL, mode, AsIs)
     counts = []
     with counting("all_gather_single", "reduce_scatter_single") as count:
         y = stage(x, None)
@@ -114,15 +114,15 @@ def live_bytes(config: Config) -> dict[str, int]:
     """Bytes by kind at the peak of a step, what has been copied to the host by itself."""
     job = make(config)
     live = LiveBytes()
-    original = offload.to_host
+    original = HostMemory.empty_like
 
-    def to_host(*args: Any) -> torch.Tensor:
-        copy = original(*args)
-        live.add([copy], "host")
-        return copy
+    def empty_like(*args: Any) -> torch.Tensor:
+        host = original(*args)
+        live.add([host], "host")
+        return host
 
     train_step(job, random_batch(job, 0), 0)
-    with patch.object(offload, "to_host", to_host), patch.object(optimizer_offload, "to_host", to_host), live:
+    with patch.object(HostMemory, "empty_like", empty_like), live:
         train_step(job, random_batch(job, 1), 1)
     return live.peak()
 
@@ -164,7 +164,7 @@ def built(config: Config) -> tuple[Job, list[Mode], list[Counted]] | None:
     modes: list[Mode] = []
     counts: list[Counted] = []
 
-    def counting_recompute(layer: nn.Module, mode: Mode, _: offload.Keeping) -> None:
+    def counting_recompute(layer: nn.Module, mode: Mode, _: Keeping) -> None:
         modes.append(mode)
         counts.append(Counted())
         recompute(layer, mode, counts[-1])

@@ -10,7 +10,7 @@ from context_cases import mask, oracle
 from torch import Tensor
 
 from megalite.live_bytes import LiveBytes
-from megalite.parallel import attention
+from megalite.parallel import attention, context
 from megalite.parallel.attention import Block, attend, attend_backward, empty_result
 from megalite.parallel.context import Ring
 from megalite.parallel.context import attention as attention_over
@@ -184,3 +184,14 @@ def test_a_batch_of_equal_samples_is_one_call_of_a_kernel(monkeypatch: pytest.Mo
         out, lse, q, torch.stack((k, v), 1), own_blocks((range(LENGTH),), [Sequences(slice(None), (0, LENGTH))], CPU)
     )
     assert len(calls) == 1
+
+
+def test_keys_and_values_repeated_for_every_query_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [heads(count, seed).requires_grad_() for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    grad, found = heads(HEADS, 3), []
+    for repeated in (False, True):
+        monkeypatch.setattr(context, "_needs_equal_heads", lambda *_, repeated=repeated: repeated)
+        out = context.causal(*given)
+        found.append([out, *torch.autograd.grad(out, given, grad)])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-12, atol=1e-13)

@@ -24,6 +24,7 @@ from toy_jobs import one_rank
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Optim
 from megalite.dist.mesh import Mesh
+from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host
 from megalite.parallel.recompute import Cheap, recompute
 from megalite.plan.recompute import MODES, Mode
@@ -177,7 +178,7 @@ def test_nothing_is_kept_for_results_that_backward_does_not_need() -> None:
 
 def test_what_goes_to_the_host_is_a_copy() -> None:
     tensor = torch.rand(3)
-    copy = to_host(tensor, None)
+    copy = to_host(tensor, HostMemory().empty_like(tensor), None)
     assert torch.equal(copy, tensor)
     assert storage_of(copy) != storage_of(tensor)
 

@@ -117,6 +117,19 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert rank_memory(configured({}), 0).of(HOST) == {}
 
 
+def test_fp32_on_cuda_keeps_keys_and_values_of_every_query_head() -> None:
+    def kept(device: str, **model: object) -> int:
+        config = configured({"train.precision": "fp32", "run.device": device, **model})
+        return sum(part.bytes for part in Activations(config).layer("none").kept)
+
+    model = configured({}).model
+    assert model.kv_heads < model.heads
+    more = 2 * (model.heads - model.kv_heads) * model.head_size * 4 * Activations(configured({})).tokens
+    assert kept("cuda") - kept("cpu") == more
+    equal = {"model.kv_heads": model.heads}
+    assert kept("cuda", **equal) == kept("cpu", **equal)
+
+
 def test_the_loss_handles_as_many_rows_at_a_time_as_planned() -> None:
     """The planner imports no torch, and kernels import nothing of megalite: each has its own number."""
     assert import_module("megalite_kernels.cross_entropy").ROWS == ROWS

@@ -1,6 +1,7 @@
 """Rules of the train section: what is recomputed in backward and offloaded, and what rollbacks need."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from megalite.config.errors import Problem
 from megalite.config.schema import Config, Train
@@ -12,6 +13,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the train section."""
     yield from _recompute(config.train)
     yield from _rollback(config)
+    yield from _deterministic(config)
     tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
     if tokens > TOKENS:
         rule = f"with batch.global and model.sequence_length makes {tokens:,} tokens, more than 64 bits can count"
@@ -45,3 +47,10 @@ def _rollback(config: Config) -> Iterator[Problem]:
         if value == "rollback" and config.checkpoint.interval == 0:
             rule = "needs checkpoints to go back to, but checkpoint.interval = 0 saves at the end only"
             yield Problem(f"train.{key}", rule, "set checkpoint.interval", value)
+
+
+def _deterministic(config: Config) -> Iterator[Problem]:
+    apex = [name for name, kernel in asdict(config.kernels_by_operation).items() if kernel == "apex"]
+    if config.train.deterministic and apex:
+        rule = f"cannot be used with kernels.{apex[0]} = apex, which does not promise to repeat itself"
+        yield Problem("train.deterministic", rule, f"use false, or kernels.{apex[0]}=auto", True)

@@ -1,9 +1,11 @@
 """Continue a prompt with a trained model, in one process on the CPU."""
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
 
@@ -24,11 +26,12 @@ from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.model.decoder import Decoder
-from megalite.model.generate import sample
+from megalite.model.generate import Draw, sample
 from megalite.train.build import build_stage
 from megalite.train.starts import kept_tokenizer
 
 COMMAND = "megalite-generate"
+LONGEST = 1 << 24  # bytes of a prompt
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text, in UTF-8; -: standard input")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write (default: 100)")
     parser.add_argument(
         "--temperature",
@@ -56,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         help="draw among the K likeliest tokens; 0: among all (default: 40)",
     )
     parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the fewest of the likeliest tokens whose chances add up to P (default: 1, all)",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="the same seed writes the same text (default: 0)"
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="use this instead of the run's copy")
@@ -63,13 +75,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    if options.tokens < 1 or options.temperature < 0 or options.top_k < 0:
-        raise InputError("--tokens must be at least 1, --temperature and --top-k at least 0")
+    text = _prompt(options)
+    draw = _draw(options)
     start_alone()
     folder, found = find_checkpoints(options.run)
     for path in reversed(found):
         try:
-            _continue(folder, path, options)
+            _continue(folder, path, text, draw, options)
             break
         except DamagedError as error:
             if path == found[0]:
@@ -77,7 +89,44 @@ def _generate(options: argparse.Namespace) -> None:
             print(f"{COMMAND}: warning: {error}; the checkpoint before is used", file=sys.stderr)
 
 
-def _continue(folder: Path, path: Path, options: argparse.Namespace) -> None:
+def _draw(options: argparse.Namespace) -> Draw:
+    """Raises InputError for numbers that mean nothing."""
+    rules = {
+        "--tokens": (options.tokens, options.tokens >= 1, "must be at least 1"),
+        "--temperature": (options.temperature, 0 <= options.temperature < math.inf, "must be a number of at least 0"),
+        "--top-k": (options.top_k, options.top_k >= 0, "must be at least 0"),
+        "--top-p": (options.top_p, 0 < options.top_p <= 1, "must be above 0 and at most 1"),
+        "--seed": (options.seed, 0 <= options.seed < 1 << 63, "must be from 0 to 2**63 - 1"),
+    }
+    broken = [f"{name} {value}: {rule}" for name, (value, kept, rule) in rules.items() if not kept]
+    if broken:
+        raise InputError("; ".join(broken))
+    return Draw(options.temperature, options.top_k, options.top_p, options.seed)
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """The text to continue, as it is. Raises InputError where it is too large, or no UTF-8."""
+    name, file = "--prompt", options.prompt_file
+    if file is None:
+        raw = os.fsencode(options.prompt)
+    else:
+        name = "standard input" if file == "-" else f"--prompt-file {file}"
+        if file == "-" and sys.stdin is None:
+            raise InputError(f"{name}: is closed; give --prompt")
+        try:
+            with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
+                raw = stream.read(LONGEST + 1)
+        except OSError as error:
+            raise InputError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(raw) > LONGEST:
+        raise InputError(f"{name}: is longer than {LONGEST:,} bytes, more than any model reads; give its end")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: is no UTF-8 at byte {error.start}; convert it, for example with iconv") from None
+
+
+def _continue(folder: Path, path: Path, text: str, draw: Draw, options: argparse.Namespace) -> None:
     """Write text with the checkpoint `path` of the run `folder`. Raises DamagedError before anything is written."""
     manifest = check_sizes(path)
     config = manifest.configuration
@@ -91,13 +140,16 @@ def _continue(folder: Path, path: Path, options: argparse.Namespace) -> None:
             f"{config.model.vocab_size}; give the tokenizer that it was trained with"
         )
     end = tokenizer.eod if config.data.end_of_document is None else config.data.end_of_document
-    prompt = tokenizer.encode(options.prompt)
+    prompt = tokenizer.encode(text)
     if not prompt and end is None:
         raise InputError(f"{tokenizer_file}: has no end-of-document token to start from; give --prompt")
     decoder = load_decoder(path, manifest)
     print(f"tokenizer: {tokenizer_file}", file=sys.stderr)
-    print(options.prompt, end="", flush=True)
-    _write(decoder, tokenizer, prompt or [end], end, options)
+    if len(prompt) > (longest := config.model.sequence_length):
+        print(f"{COMMAND}: warning: of {len(prompt):,} tokens, the model sees the last {longest:,}", file=sys.stderr)
+    print(text, end="", flush=True)
+    drawn = sample(decoder, prompt or [end], options.tokens, tokenizer.vocab_size, draw)
+    _write(tokenizer, takewhile(lambda token: token != end, drawn))
 
 
 def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
@@ -123,16 +175,11 @@ def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     return decoder
 
 
-def _write(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], end: int | None, options: argparse.Namespace
-) -> None:
+def _write(tokenizer: Tokenizer, tokens: Iterable[int]) -> None:
     """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole."""
     new: list[int] = []
     shown = ""
-    drawn = sample(
-        decoder, prompt, options.tokens, tokenizer.vocab_size, options.temperature, options.top_k, options.seed
-    )
-    for token in takewhile(lambda token: token != end, drawn):
+    for token in tokens:
         new.append(token)
         text = tokenizer.decode(new)
         if text.startswith(shown) and not text.endswith("\ufffd"):

@@ -1,32 +1,54 @@
 """Sampling from a decoder held by one process."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megalite.model.decoder import Decoder
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How the next token is drawn. Each choice narrows the one before."""
+
+    temperature: float = 1.0  # divides logits; 0: the likeliest token
+    top_k: int = 0  # among so many of the likeliest; 0: all
+    top_p: float = 1.0  # among the fewest of the likeliest that have this share of the chances
+    seed: int = 0
+
+    def __call__(self, logits: Tensor, generator: torch.Generator) -> int:
+        """An index into `logits` `[v]`."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        likeliest = logits.double().topk(min(self.top_k or len(logits), len(logits)))
+        apart = (likeliest.values - likeliest.values[0]) / self.temperature  # a tiny temperature overflows to -inf
+        chances = nucleus(apart.softmax(0), self.top_p)
+        return int(likeliest.indices[torch.multinomial(chances, 1, generator=generator)])
+
+
+def nucleus(chances: Tensor, share: float) -> Tensor:
+    """`chances`, the largest first, with 0 for all but the first that together reach `share` of 1.
+
+    Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751). There is always one.
+    """
+    before = chances.cumsum(0).roll(1)
+    before[0] = 0
+    return chances if share >= 1 else chances.where(before < share, 0)
+
+
 @torch.inference_mode()
-def sample(
-    decoder: Decoder, prompt: Sequence[int], count: int, vocabulary: int, temperature: float, top_k: int, seed: int
-) -> Iterator[int]:
+def sample(decoder: Decoder, prompt: Sequence[int], count: int, vocabulary: int, draw: Draw) -> Iterator[int]:
     """The `count` tokens that follow `prompt`, one by one.
 
-    vocabulary: only ids below it are drawn; a model's own may be padded. temperature: 0 takes the likeliest
-    token. top_k: draw among this many, 0 for all. The model sees the latest `sequence_length` tokens and runs
-    over all of them for every new one; there is no cache.
+    vocabulary: only ids below it are drawn; a model's own may be padded. The model sees the latest `sequence_length`
+    tokens and runs over all of them for every new one; there is no cache.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(draw.seed)
     tokens = list(prompt)
     for _ in range(count):
         context = torch.tensor(tokens[-decoder.model.sequence_length :])[:, None]  # s b
-        logits = decoder(context)[-1, 0, :vocabulary].double()
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            kept = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
-            chances = (kept.values / temperature).softmax(0)
-            token = int(kept.indices[torch.multinomial(chances, 1, generator=generator)])
+        token = draw(decoder(context)[-1, 0, :vocabulary], generator)
         tokens.append(token)
         yield token

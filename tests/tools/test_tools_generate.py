@@ -1,14 +1,21 @@
 """`megalite-generate`: text from a run folder."""
 
+import io
+import os
+import re
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from tampering import tamper
 from torch import Tensor, nn
 from toy_jobs import make, one_rank, save
@@ -18,12 +25,13 @@ from megalite.checkpoint.manifest import MANIFEST
 from megalite.config.convert import to_plain
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.tokenizer import load_tokenizer
-from megalite.model.generate import sample
+from megalite.model.generate import Draw, nucleus, sample
+from megalite.output import Lost
 from megalite.train.starts import keep_tokenizer
 from megalite_tools.generate import find_checkpoints, main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
-MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=16, init_std=1.0)
+MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=24, init_std=1.0)
 Generate = Callable[..., tuple[int, str, str]]
 PROMPT = "The quick brown fox"
 
@@ -113,8 +121,9 @@ def test_a_run_means_its_newest_checkpoint(generate: Generate, run: Path, monkey
 
 
 def test_a_prompt_longer_than_the_models_sequence(generate: Generate, run: Path) -> None:
-    code, text, _ = generate(run, "--prompt", PROMPT * 10, "--tokens", 3)
+    code, text, errors = generate(run, "--prompt", PROMPT * 10, "--tokens", 3)
     assert code == 0
+    assert re.search(r"warning: of \d+ tokens, the model sees the last 24\n", errors)
     assert text.startswith(PROMPT * 10)
 
 
@@ -150,9 +159,16 @@ def test_a_character_of_several_tokens_appears_whole(
         (["{run}/checkpoints"], "no checkpoint; give a run folder"),
         (["{run}/checkpoints/step-00000009"], "step-00000009: manifest.json is missing"),
         (["{run}", "--tokenizer", "nowhere.model"], "nowhere.model"),
-        (["{run}", "--tokens", "0"], "--tokens must be at least 1"),
+        (["{run}", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["{run}", "--temperature", "-1"], "--temperature"),
+        (["{run}", "--temperature", "nan"], "--temperature nan: must be a number of at least 0"),
+        (["{run}", "--temperature", "inf"], "--temperature"),
         (["{run}", "--top-k", "-1"], "--top-k"),
+        (["{run}", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
+        (["{run}", "--top-p", "1.1"], "--top-p"),
+        (["{run}", "--top-p", "nan"], "--top-p"),
+        (["{run}", "--seed", "-1"], "--seed -1: must be from 0 to"),
+        (["{run}", "--seed", str(1 << 63)], "--seed"),
     ],
 )
 def test_bad_input_exits_with_2(generate: Generate, run: Path, arguments: list[str], message: str) -> None:
@@ -245,18 +261,95 @@ CHANCES = [0.1, 0.4, 0.2, 0.3]
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "temperature", "top_k", "expected"),
+    ("vocabulary", "temperature", "top_k", "top_p", "expected"),
     [
-        (4, 1.0, 0, [0.1, 0.4, 0.2, 0.3]),
-        (4, 1.0, 9, [0.1, 0.4, 0.2, 0.3]),
-        (4, 1.0, 2, [0, 4 / 7, 0, 3 / 7]),
-        (3, 1.0, 0, [1 / 7, 4 / 7, 2 / 7, 0]),
-        (4, 0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
-        (4, 0.0, 0, [0, 1, 0, 0]),
+        (4, 1.0, 0, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (4, 1.0, 9, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (4, 1.0, 2, 1.0, [0, 4 / 7, 0, 3 / 7]),
+        (3, 1.0, 0, 1.0, [1 / 7, 4 / 7, 2 / 7, 0]),
+        (4, 0.5, 0, 1.0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        (4, 0.0, 0, 1.0, [0, 1, 0, 0]),
+        (4, 1e-320, 0, 1.0, [0, 1, 0, 0]),
+        (4, 1.0, 0, 0.65, [0, 4 / 7, 0, 3 / 7]),
+        (4, 1.0, 0, 0.75, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (4, 1.0, 2, 0.5, [0, 1, 0, 0]),
+        (4, 1.0, 0, 1e-9, [0, 1, 0, 0]),
     ],
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(
-    vocabulary: int, temperature: float, top_k: int, expected: list[float]
+    vocabulary: int, temperature: float, top_k: int, top_p: float, expected: list[float]
 ) -> None:
-    drawn = Counter(sample(Constant(CHANCES), [0], 4000, vocabulary, temperature, top_k, seed=0))  # type: ignore[arg-type]
-    assert [drawn[token] / 4000 for token in range(4)] == pytest.approx(expected, abs=0.03)
+    draw = Draw(temperature, top_k, top_p)
+    drawn = Counter(sample(Constant(CHANCES), [0], 2000, vocabulary, draw))  # type: ignore[arg-type]
+    assert [drawn[token] / 2000 for token in range(4)] == pytest.approx(expected, abs=0.04)
+
+
+@given(st.lists(st.floats(-40, 40), min_size=1, max_size=12), st.floats(0, 1, exclude_min=True))
+def test_a_nucleus_is_the_fewest_of_the_likeliest_that_reach_its_share(logits: list[float], share: float) -> None:
+    chances = torch.tensor(sorted(logits, reverse=True), dtype=torch.float64).softmax(0)
+    found = nucleus(chances, share)
+    kept = int((found > 0).sum())
+    assert kept >= 1
+    assert torch.equal(found[:kept], chances[:kept]), "they stay as they are"
+    assert not found[kept:].any()
+    assert chances[:kept].sum() >= share - 1e-12
+    assert kept == 1 or chances[: kept - 1].sum() < share + 1e-12
+
+
+@pytest.mark.parametrize("given", ["file", "stdin"])
+def test_a_prompt_from_a_file_is_taken_as_it_is(
+    given: str, generate: Generate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The quick é\n"
+    (tmp_path / "prompt.txt").write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    found = generate(run, "--prompt-file", tmp_path / "prompt.txt" if given == "file" else "-", "--tokens", 3)
+    assert found == generate(run, "--prompt", text, "--tokens", 3)
+    assert found[0] == 0
+    assert found[1].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a\xff", "is no UTF-8 at byte 1"), (b"a" * (1 << 24) + b"b", "is longer than"), (None, "cannot be read: ")],
+)
+def test_a_prompt_that_is_no_text_is_refused(
+    content: bytes | None, message: str, generate: Generate, run: Path, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "prompt").write_bytes(content)
+    code, text, errors = generate(run, "--prompt-file", tmp_path / "prompt")
+    assert (code, text) == (2, "")
+    assert f"--prompt-file {tmp_path / 'prompt'}: {message}" in errors
+
+
+def test_a_prompt_that_is_no_utf8_or_not_there_is_refused(
+    generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--prompt: is no UTF-8 at byte 1" in generate(run, "--prompt", os.fsdecode(b"a\xff"))[2]
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input: is closed" in generate(run, "--prompt-file", "-")[2]
+
+
+def test_an_interrupt_leaves_what_was_written(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[int]:
+        yield from load_tokenizer(tokenizer_file).encode("fox jumps")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalite_tools.generate.sample", interrupted)
+    code, text, errors = generate(run)
+    assert (code, text) == (130, "fox jumps")
+    assert errors.endswith("megalite-generate: interrupted\n")
+
+
+def test_a_reader_who_has_left_ends_it(run: Path, monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
+    def left(*_: object) -> Iterator[int]:
+        raise Lost("stdout", BrokenPipeError())
+        yield 0
+
+    monkeypatch.setattr("megalite_tools.generate.sample", left)
+    code, _, errors = generate(run)
+    assert code == 141
+    assert "error" not in errors

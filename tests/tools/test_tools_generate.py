@@ -201,7 +201,7 @@ def test_a_tokenizer_without_end_of_document_needs_a_prompt(
     generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_file)
-    tokenizer.eod = None
+    tokenizer._eod = None
     monkeypatch.setattr("megalite_tools.generate.load_tokenizer", lambda _: tokenizer)
     code, _, errors = generate(run)
     assert code == 2

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,7 +32,6 @@ from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place, find_place
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
-from megalite.output import UNBOUNDED
 from megalite.plan.activations import Activations
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
@@ -42,6 +40,7 @@ from megalite.plan.pipeline import table_of, tables_of
 from megalite.plan.recompute import GIB, MODES, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
 from megalite.stop import ended_at_once
+from megalite.terminal import console, sections, table
 from megalite.train.build import Job, build
 from megalite.train.step import gradients, update
 
@@ -300,17 +299,13 @@ def not_compared(config: Config, steps: int) -> list[str]:
     return [what for what, matters in told.items() if matters]
 
 
-def show(config: Config, differences: Iterable[Difference], console: Console) -> None:
+def show(config: Config, differences: Iterable[Difference], on: Console) -> None:
     """Print the comparison as a table."""
-    title = f"{config.parallel.layout} against one process, float64"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column, justify in (("quantity", "left"), ("difference", "right"), ("tolerance", "right"), ("", "left")):
-        table.add_column(column, justify="right" if justify == "right" else "left")
-    table.add_column("largest in", overflow="fold")
+    rows = table("quantity", "difference", "tolerance", "", "largest in", text=("quantity", "", "largest in"))
     for row in differences:
-        verdict = "[green]ok[/]" if row.passed else "[red]differs[/]"
-        table.add_row(row.quantity, f"{row.value:.1e}", f"{row.tolerance:.0e}", verdict, row.where)
-    console.print(table)
+        verdict = Text("ok", "green") if row.passed else Text("differs", "red")
+        rows.add_row(row.quantity, f"{row.value:.1e}", f"{row.tolerance:.0e}", verdict, row.where)
+    sections(on, [(f"{config.parallel.layout} against one process, float64", rows)])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -351,9 +346,9 @@ def _rank(place: Place, args: argparse.Namespace) -> int:
     start(place, "cpu", patience)
     differences = compare(config, args.steps, args.tolerance)
     if place.rank == 0:
-        console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
-        show(config, differences, console)
-        console.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.", markup=False, highlight=False)
+        on = console()
+        show(config, differences, on)
+        on.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.")
     return 0 if all(difference.passed for difference in differences) else 1
 
 

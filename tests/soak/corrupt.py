@@ -1,8 +1,9 @@
 """The corruption campaign: a run folder with three checkpoints is changed in hundreds of ways, each on its own copy.
 
-`megalite-inspect-checkpoint verify`, `megalite-generate` and a resumed `megalite train` then run on it, each with a
-limit of time and memory. A violation is a traceback, a command that does not end, damage that is taken for a
-checkpoint, an intact checkpoint that is not found, a command that a file has run, or a change outside of the folder.
+`megalite-inspect-checkpoint verify`, `megalite-generate` and a resumed `megalite train` then run on it, after
+`megalite-inspect-checkpoint index` where it is of format 1, each with a limit of time and memory. A violation is a
+traceback, a command that does not end, damage that is taken for a checkpoint, an intact checkpoint that is not found,
+a command that a file has run, or a change outside of the folder.
 """
 
 import argparse
@@ -61,9 +62,9 @@ PAGE = """\
 
 A run of 30 steps on two ranks leaves checkpoints of steps 10, 20 and 30. Its folder is changed in {cases} ways, each on
 its own copy, and `megalite-inspect-checkpoint verify`, `megalite-generate` and a resumed `megalite train` (one rank)
-run on it. `make corrupt` writes this page, and only where no command ended in a traceback, none had to be killed, no
-damage was taken for a checkpoint, every intact checkpoint was found, no file ran a command, and nothing outside of the
-run folder was changed.
+run on it, after `megalite-inspect-checkpoint index` where it is of format 1. `make corrupt` writes this page, and only
+where no command ended in a traceback, none had to be killed, no damage was taken for a checkpoint, every intact
+checkpoint was found, no file ran a command, and nothing outside of the run folder was changed.
 
 {table}
 
@@ -143,7 +144,9 @@ def attempt(case: Case, original: Path, config: Path, work: Path) -> tuple[str, 
     shutil.copytree(original / "elsewhere", work / "elsewhere")
     outside = listing(work / "elsewhere")
     case.apply(work / "run")
+    older = {"index": call(inspect, ["index", "run"], work)} if case.older else {}
     ended = {
+        **older,
         "verify": call(inspect, ["verify", "run"], work),
         "generate": call(generate, ["run", "--tokens", "1"], work),
         "resume": call(megalite, ["train", str(config), "train.steps=32", "parallel.dp_shard=1"], work),
@@ -151,6 +154,8 @@ def attempt(case: Case, original: Path, config: Path, work: Path) -> tuple[str, 
     found = [f"{name}: {what}" for name, end in ended.items() for what in broken(end)]
     if case.damaged is not None and (ended["verify"].code == 0) == case.damaged:
         found.append("verify: " + ("damage is not found" if case.damaged else "damage is found where there is none"))
+    if case.older and ended["index"].code != (2 if case.damaged else 0):
+        found.append("index: " + ("makes good what is damaged" if case.damaged else "refuses what is intact"))
     resume = ended["resume"]
     step = next(iter(map(int, RESUMED.findall(resume.output))), 0) if resume.code == 0 else None
     if step not in case.steps:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tampering import DATA, MANIFESTS, tamper
 
 from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.index import Index
+from megalite.checkpoint.index import Index, Stored
 from megalite.checkpoint.manifest import INDEX, MANIFEST
 
 OLDEST, MIDDLE, NEWEST = (f"checkpoints/step-000000{step}" for step in (10, 20, 30))
@@ -32,6 +33,7 @@ class Case:
     apply: Change
     steps: tuple[int | None, ...]
     damaged: bool | None = True  # in the eyes of `megalite-inspect-checkpoint verify`; None: it knows no model
+    older: bool = False  # of format 1, so `megalite-inspect-checkpoint index` comes first
 
 
 class Evil:
@@ -129,6 +131,15 @@ def known_attacks() -> Iterator[Case]:
     for what, change in INDEXES.items():
         told = None if what.startswith("a tensor") or what == "no tensors" else True
         yield Case("index, hashes right", what, partial(reindexed, change), (20,), told)
+    for what, header in HEADERS.items():
+        yield Case("index, hashes right", what, partial(reheaded, header), (20,))
+    yield Case(
+        "format 1, hashes right", "nothing", partial(outdated, METADATA, bytes), (30,), damaged=False, older=True
+    )
+    for name, changes in OLDER.items():
+        for what, content in changes.items():
+            change = partial(outdated, name, content)
+            yield Case("format 1, hashes right", f"{name}: {what}", change, (None,), older=True)
     for name in (METADATA, DATA):
         yield Case("pickles, hashes right", f"{name}: runs a command", partial(poisoned, name), (30,), damaged=False)
 
@@ -231,8 +242,58 @@ INDEXES: dict[str, Callable[[Index], Index]] = {
     ),
     "files by path": lambda index: Index(tuple(f"../step-00000020/{name}" for name in index.files), index.tensors),
     "files that are not there": lambda index: Index(tuple(f"x{name}" for name in index.files), index.tensors),
+    "more of five dimensions": tensors(
+        lambda found: found.update(more=Stored("bool", (1, 1, 1, 1, 0), np.empty((0, 12), np.int64)))
+    ),
+    "more of two lines": tensors(
+        lambda found: found.update({"mo\nre": Stored("bool", (0,), np.empty((0, 4), np.int64))})
+    ),
+    "more of a long name": tensors(
+        lambda found: found.update({"x" * 1001: Stored("bool", (0,), np.empty((0, 4), np.int64))})
+    ),
     "no files": lambda index: Index((), index.tensors),
     "no tensors": lambda index: Index(index.files, {}),
+}
+
+
+HEADERS: dict[str, bytes] = {  # of an index
+    "a header of lists": b"[" + b"[]," * (4 << 20),
+    "a header nested deep": b"[" * 200_000,
+    "a number of 5000 digits": b"9" * 5000,
+}
+
+
+def with_dimensions(content: bytes) -> bytes:
+    """DCP's index, in which one tensor has forty."""
+    metadata = pickle.loads(content)  # noqa: S301 - just written by the run
+    metadata.state_dict_metadata[WEIGHT].size = torch.Size([1] * 40)
+    return pickle.dumps(metadata)
+
+
+def field(mark: bytes, behind: int, value: bytes) -> Callable[[bytes], bytes]:
+    """A field in the directory of the first ZIP archive."""
+
+    def changed(content: bytes) -> bytes:
+        place = content.index(mark) + behind
+        return content[:place] + value + content[place + len(value) :]
+
+    return changed
+
+
+KEYS = b"".join(b"\x8a\x10" + (number * (2**61 - 1)).to_bytes(16, "little") + b"N" for number in range(20_000))
+OLDER: dict[str, dict[str, Callable[[bytes], bytes]]] = {  # a change of a file of format 1
+    METADATA: {
+        "forty dimensions": with_dimensions,
+        "names joined again and again": lambda _: b"X\xa0\x86\x01\0" + b"x" * 100_000 + b"\x94" + b"h\0h\0\x93" * 9999,
+        "keys of one hash": lambda _: b"\x80\x04}(" + KEYS + b"u.",
+        "runs a command": lambda _: pickle.dumps(Evil()),
+    },
+    DATA: {
+        "compressed": field(b"PK\1\2", 10, b"\x08"),
+        "a header far away": field(b"PK\1\2", 42, b"\xfe\xff\xff\xff"),
+        "an endless directory": field(b"PK\6\6", 40, b"\xff" * 8),
+        "a directory far away": field(b"PK\6\6", 48, b"\xff" * 8),
+    },
 }
 
 
@@ -258,6 +319,19 @@ def reindexed(change: Callable[[Index], Index], run: Path) -> None:
     file = run / NEWEST / INDEX
     file.write_bytes(change(Index.decode(file.read_bytes())).encode())
     tamper(run / NEWEST)
+
+
+def reheaded(header: bytes, run: Path) -> None:
+    (run / NEWEST / INDEX).write_bytes(len(header).to_bytes(8, "little") + header)
+    tamper(run / NEWEST)
+
+
+def outdated(name: str, change: Callable[[bytes], bytes], run: Path) -> None:
+    """A checkpoint of format 1, of which one file is changed."""
+    path = run / NEWEST
+    (path / INDEX).unlink()
+    (path / name).write_bytes(change((path / name).read_bytes()))
+    tamper(path, lambda fields: fields.update(format=1), drop=[INDEX])
 
 
 def poisoned(name: str, run: Path) -> None:

@@ -14,6 +14,7 @@ SAMPLE = (
     "a file of step-00000030, index.bin: a link to /dev/zero",
     "several checkpoints, manifest.json of 2",
     "pickles, hashes right, __0_0.distcp: runs a command",
+    "format 1, hashes right, .metadata: forty dimensions",
     "a folder, step-00000040: a link to a whole one elsewhere",
 )
 
@@ -23,9 +24,9 @@ def test_corrupted_run_folders_go_on_from_what_is_intact() -> None:
     assert len(chosen) == len(SAMPLE)
     outcomes, violations = corrupt.campaign(chosen, 2, lambda _: None)
     assert violations == []
-    assert [outcome for _, outcome in outcomes] == ["from 20", "from 10", "from 30", "from 30"]
+    assert [outcome for _, outcome in outcomes] == ["from 20", "from 10", "refused", "from 30", "from 30"]
     table = corrupt.page(outcomes, 1.0)
-    assert "| **all** | 4 | 2 | 1 | 1 |  |  |" in table
+    assert "| **all** | 5 | 2 | 1 | 1 |  | 1 |" in table
 
 
 def test_a_campaign_notices_what_it_looks_for(

@@ -58,9 +58,11 @@ def complete(content: dict[str, Any]) -> Table:
     )
     _refuse(["micro_batches is more than all actions of the ranks"] * (m > sum(map(len, words))))
     moved = sum(a != b for a, b in pairwise(placement))
-    count = sum(map(len, words)) + 4 * moved * m
+    count = (
+        max(sum(map(len, words)), 2 * m * len(placement)) + 4 * moved * m
+    )  # where some are missing, as many as need be
     _refuse(
-        [f"has {count:,} actions with its transfers, more than the {MOST_ACTIONS:,} that can be planned"]
+        [f"makes {count:,} actions, transfers included, more than the {MOST_ACTIONS:,} that can be planned"]
         * (count > MOST_ACTIONS)
     )
     orders = tuple(tuple(action for word in order if (action := actions[word])) for order in words)

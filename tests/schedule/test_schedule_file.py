@@ -139,8 +139,12 @@ def test_a_pipe_is_no_schedule(tmp_path: Path) -> None:
 
 
 def test_a_file_of_more_actions_than_can_be_planned_is_refused() -> None:
-    micros = range(130_000)
-    ranks = [" ".join(f"{kind}{rank}.{micro}" for kind in "FB" for micro in micros) for rank in range(2)]
-    content = {"name": "long", "micro_batches": len(micros), "placement": [0, 1], "ranks": ranks}
-    with pytest.raises(InputError, match="has 1,040,000 actions with its transfers, more than the 1,000,000 that can"):
+    ranks = [" ".join(f"{kind}{rank}.{micro}" for kind in "FB" for micro in range(1000)) for rank in range(2)]
+    content = {"name": "long", "micro_batches": 1000, "placement": [0, 1] * 200, "ranks": ranks}
+    with pytest.raises(
+        InputError, match="makes 2,396,000 actions, transfers included, more than the 1,000,000 that can"
+    ):
+        complete(content)
+    content["placement"] = [0] * 501
+    with pytest.raises(InputError, match="makes 1,002,000 actions"):
         complete(content)

@@ -342,7 +342,7 @@ def test_what_was_read_of_the_data_is_kept_or_a_warning_given(
     write_store(Path("data/unread"), 2000)
     Path("data/unread.json").unlink()
     monkeypatch.setattr("megalite.train.command.launch", lambda *_: 0)
-    arguments = ["train", "toy.yaml", "run.name=scanning", "data.train=[{path: data/unread}]"]
+    arguments = ["train", "toy.yaml", "run.name=scanning", "data.train=[{path: data/unread}]", "data.valid=[]"]
     remembered = Path("runs/scanning/data.json")
     assert main([*arguments, "--check"]) == 0
     assert not Path("runs/scanning").exists()

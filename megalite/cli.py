@@ -131,7 +131,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number from 0 to below 1, where nothing would differ")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of at least 0 and below 1")
     return value
 
 

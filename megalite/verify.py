@@ -46,6 +46,7 @@ from megalite.train.step import gradients, update
 
 CPU = torch.device("cpu")
 COMPILING = 60.0  # seconds; a little more than a rank takes to compile for a core
+LARGEST_RATE = 0.01  # of learning; larger steps make more of a rounding than the tolerances allow
 END_OF_DOCUMENT = 0  # in the shrunken copy
 NOISE = 1e-4  # of the largest gradient or weight: what is far below may be 0 but for rounding, as with one position
 
@@ -232,6 +233,7 @@ def shrink(config: Config) -> Config:
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
         batch=Batch(micro, full, None, rampup, curriculum),
         train=replace(config.train, precision="fp64"),
+        optim=replace(config.optim, lr=min(config.optim.lr, LARGEST_RATE)),
         kernels=replace(kernels, **other),
     )
     if config.train.recompute == "budget":
@@ -290,6 +292,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         f"batch.rampup but for {sequences} sequences": bool(sequences) and steps > 1,
         f"batch.curriculum but for {lengths} tokens": bool(lengths) and steps > 1,
         "how batches grow, as --steps is 1": bool(sequences or lengths) and steps == 1,
+        f"optim.lr {config.optim.lr:g} as {small.optim.lr:g}": config.optim.lr != small.optim.lr,
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
         "apex": apex,

@@ -110,9 +110,9 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         (["verify", "--steps", "-1"], "'-1' must be a whole number from 1 to 1,000"),
         (["verify", "--steps", "1001"], "'1001' must be a whole number from 1 to 1,000"),
         (["show", "--world-size", "16777217"], "'16777217' must be a whole number from 1 to 16,777,216"),
-        (["verify", "--tolerance", "nan"], "'nan' must be a number from 0 to below 1"),
-        (["verify", "--tolerance", "inf"], "'inf' must be a number from 0 to below 1"),
-        (["verify", "--tolerance", "x"], "'x' must be a number from 0 to below 1"),
+        (["verify", "--tolerance", "nan"], "'nan' must be a number of at least 0 and below 1"),
+        (["verify", "--tolerance", "inf"], "'inf' must be a number of at least 0 and below 1"),
+        (["verify", "--tolerance", "x"], "'x' must be a number of at least 0 and below 1"),
     ],
 )
 def test_bad_arguments_exit_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,6 +328,13 @@ def test_few_micro_batches_stay_few() -> None:
     assert micro_batches(shrink(config)) == 2
 
 
+def test_a_learning_rate_that_makes_more_of_roundings_is_lowered() -> None:
+    config = replace(configuration(), optim=Optim(lr=1.0))
+    assert shrink(config).optim.lr == 0.01
+    assert "optim.lr 1 as 0.01" in not_compared(config, 3)
+    assert "optim.lr" not in "; ".join(not_compared(configuration(), 3))
+
+
 def test_apex_is_left_out() -> None:
     small = shrink(replace(configuration(), kernels=Kernels(rms_norm="apex", rope="torch", adamw="apex")))
     assert small.kernels == Kernels(rope="torch")

@@ -22,6 +22,8 @@ from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite import train
+from megalite.checkpoint.save import local_parts
+from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
 from megalite.config.load import is_override, load
 from megalite.config.schema import Config
@@ -68,6 +70,8 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
 def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> dict[str, int]:
     """Bytes of every kind of `plan.memory.KINDS` that a training step holds at its peak, optimizer states made before.
 
+    Of host memory they are those at its own peak, with the copy that `checkpoint.async` keeps.
+
     batch: as for `train_step`. fake: the mode of the job's tensors, if they have no data.
     """
     params = [param for _, param in job.named_parameters()]
@@ -94,7 +98,11 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
         train_step(job, batch, 0)
     for hook in hooks:
         hook.remove()
-    return live.peak(apart=HOST)
+    found = live.peak(apart=HOST)
+    if job.config.checkpoint.async_:
+        copied = local_parts(State(job.stages, job.optimizer).tensors()).values()
+        found[HOST] = found.get(HOST, 0) + sum(part.nbytes for part in copied)
+    return found
 
 
 def _make_states(job: Job, params: Sequence[torch.nn.Parameter]) -> None:

@@ -194,7 +194,7 @@ def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
             shown.add_section()
         share = (lambda size: "") if kind == HOST else (lambda size: f"{size / memory.total:.1%}")
         row(kind, sum(parts.values()), share(sum(parts.values())), counted, style="bold")
-        for component, size in _in_order(parts):
+        for component, size in _in_order(parts) if len(parts) > 1 or kind == HOST else ():
             row(f"  {component}", size, share(size))
         if kind == KINDS[-1]:
             total = None if measured is None else sum(size for of, size in measured.items() if of != HOST)
@@ -222,9 +222,9 @@ def alike(rows: Sequence[object]) -> list[range]:
 
 
 def _in_order(parts: dict[str, int]) -> list[tuple[str, int]]:
-    """Components as a reader expects them, where there are several."""
+    """Components as a reader expects them."""
     order = (*(name for name in COMPONENTS if name in parts), *(name for name in parts if name not in COMPONENTS))
-    return [(name, parts[name]) for name in order] if len(parts) > 1 else []
+    return [(name, parts[name]) for name in order]
 
 
 def _unit(size: int) -> tuple[str, int]:

@@ -99,6 +99,14 @@ def save(job: Job, folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def staged_bytes(config: Config, folder: Path) -> tuple[int, int]:
+    """This pipeline rank, and the bytes of host memory that a save of it takes."""
+    job = make(config)
+    with saver(job, folder) as writer:
+        copies = writer._stage(writer.state.tensors()).values()
+    return job.mesh.coordinates["pp"], sum(copy.untyped_storage().nbytes() for copy in copies)
+
+
 def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tuple[list[float], Parts]:
     """Train from the beginning, save after step `at`, and go on up to `steps`."""
     job = make(config)

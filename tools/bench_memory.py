@@ -96,7 +96,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _configs(overrides: Sequence[str]) -> dict[str, Config]:
     if stray := [item for item in overrides if not is_override(item)]:
         raise InputError(f"{stray[0]}: not of the form key=value")
-    base = (*MODEL, "train.precision=fp32", "batch.micro=2", "batch.global=2", "run.device=cpu", *overrides)
+    step = ("batch.micro=2", "batch.global=2", "run.device=cpu", "checkpoint.async=false")  # nothing is saved
+    base = (*MODEL, "train.precision=fp32", *step, *overrides)
     return {name: check(load([], ["parallel.dp_shard=1", *base, *changes])) for name, changes in SAVERS.items()}
 
 

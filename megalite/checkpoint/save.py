@@ -80,6 +80,11 @@ class Planner(DefaultSavePlanner):
         return self.staged[index.fqn].contiguous()  # the index tells of whole rows
 
 
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank has of the weights and moments: a save copies all of it, whichever rank writes it."""
+    return {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+
+
 class Saver:
     """Writes the checkpoints of a run into `folder`, one at a time.
 
@@ -203,7 +208,7 @@ class Saver:
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts as they are now, in host memory that the next save uses again."""
-        parts = {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        parts = local_parts(tensors)
         if not self.config.checkpoint.async_:
             return parts  # they stay as they are until all is written
         for name, part in parts.items():

@@ -12,6 +12,7 @@ from megalite.config.schema import Config
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, each_rank, memory_of_ranks
 from megalite.plan.pipeline import can_be_planned, table_of
+from megalite.plan.walk import HOST
 
 GIB = 1 << 30
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
@@ -92,14 +93,16 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None) 
     needed = fullest.total if ranks is None else together * ranks // len(memories)
     if needed <= FOR_TENSORS * total:
         return ""
-    parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in KINDS), reverse=True)[:3]
+    kinds = KINDS if ranks is None else (*KINDS, HOST)
+    parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in kinds), reverse=True)[:3]
     largest = ", ".join(f"{kind} {size / GIB:.2f} GiB" for size, kind in parts)
+    without = ", checkpoint.async=false" if ranks is not None and config.checkpoint.async_ else ""
     everybody = ranks == config.parallel.layout.world_size
     who = f"pipeline rank {fullest.pp}" if ranks is None else f"{'all' if everybody else ranks} ranks together"
     told = (
         f"{who} would need {needed / GIB:.2f} GiB at the peak of a step, as predicted, of {total / GIB:.2f} "
         f"GiB of {of} (of the fullest rank: {largest}); use train.recompute=selective or full, a smaller "
-        "batch.micro, or more ranks to share the model"
+        f"batch.micro{without}, or more ranks to share the model"
     )
     if needed > total:
         raise InputError(told)

@@ -16,6 +16,7 @@ keep activations from forward to backward, gradients accumulate or are reduced, 
     activations         see plan.activations
     temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3); activations
                         made again or brought back
+    host memory         what is offloaded; 3pP/D for the copy of weights and moments that `checkpoint.async` stages
 
 Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and what kernels allocate inside. NCCL lets the allocator reuse a buffer that a pipeline has sent or received only when
@@ -99,11 +100,25 @@ def enough_micro_batches(config: Config, pp: int, full: int) -> int:
 
 def _fullest(config: Config, pp: int, modes: Modes) -> Memory:
     inputs = Activations(config).inputs
-    steps = [
-        Memory(pp, _peak(config, pp, m, modes) | {("activations", "inputs"): m * inputs}, m)
-        for m in fullest_steps(config)
-    ]
+    steps = []
+    for m in fullest_steps(config):
+        peak = _peak(config, pp, m, modes)
+        steps.append(Memory(pp, peak | staged(config, peak) | {("activations", "inputs"): m * inputs}, m))
     return max(steps, key=lambda memory: memory.total)
+
+
+def staged(config: Config, held: Mapping[Item, int]) -> dict[Item, int]:
+    """Host memory of the copy that a save in the background writes; it is kept from the first save on.
+
+    held: what a rank holds, whose parameters and their two moments are copied. Of a tied embedding, a checkpoint has a
+    single weight, also where both copies are on one rank.
+    """
+    if not config.checkpoint.async_:
+        return {}
+    weights = {component: size for (kind, component), size in held.items() if kind == "parameters"}
+    if config.model.tie_embeddings and "embedding" in weights:
+        weights.pop("head", None)
+    return {(HOST, "checkpoint"): 3 * sum(weights.values())}
 
 
 def _peak(config: Config, pp: int, m: int, modes: Modes) -> dict[Item, int]:

@@ -16,6 +16,7 @@ from toy_jobs import (
     load_each,
     load_weights,
     one_rank,
+    staged_bytes,
     train_and_save,
 )
 
@@ -23,6 +24,8 @@ from megalite.checkpoint.manifest import complete
 from megalite.checkpoint.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Kernels, Train
+from megalite.plan.memory import rank_memory
+from megalite.plan.walk import HOST
 
 PIPELINE = Layout(pp=2, dp_shard=2, tp=2)
 FLAT = Layout(dp_shard=4, tp=2)
@@ -70,6 +73,14 @@ def test_any_layout_loads_any_other(shape: str, written: Callable, ranks: Ranks)
         assert all(expected[name].equal(found[name]) for name in expected)
         assert all(tensor.any() for tensor in expected.values()), "zeros would compare equal to nothing loaded"
         assert assemble([there for _, _, _, there in loads]).keys() == expected.keys()
+
+
+@pytest.mark.parametrize("shape", ["hybrid", "V"])
+def test_a_save_takes_the_host_memory_that_is_predicted(shape: str, ranks: Ranks, tmp_path: Path) -> None:
+    layout, schedule = SHAPES[shape]
+    config = config_of(layout, TIED, schedule)
+    for pp, staged in ranks.run(staged_bytes, config, tmp_path):
+        assert rank_memory(config, pp).of(HOST) == {"checkpoint": staged}
 
 
 @pytest.mark.parametrize("model", [NARROW, TIED], ids=["narrow norms", "tied"])

@@ -101,10 +101,11 @@ def stream(number: int, outlet: Outlet, old: io.TextIOWrapper | None) -> io.Text
 def append(path: Path, record: bytes) -> None:
     """Add a whole record to the end of a file, or nothing. Raises OSError.
 
-    The file is opened each time, so that it does not matter what has become of it meanwhile.
+    The file is opened each time, so that it does not matter what has become of it meanwhile. A pipe is refused: one
+    that nobody reads would be waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=_without_waiting) as file:
         end = file.tell()
         try:
             while record:
@@ -113,6 +114,10 @@ def append(path: Path, record: bytes) -> None:
             with suppress(OSError):
                 file.truncate(end)
             raise
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 class LogFile(logging.Handler):

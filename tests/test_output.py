@@ -123,6 +123,17 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == b"first\nthird\n"
 
 
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="No such device or address"):  # nobody reads it
+        append(path, b"first\n")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="Illegal seek"):
+        append(path, b"second\n")
+    os.close(reader)
+
+
 def test_a_loss_is_told_again_after_it_was_mended() -> None:
     failures: Failures = []
     outlet = Outlet("disk", lambda *failure: failures.append(failure))

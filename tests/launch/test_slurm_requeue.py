@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sbatch"
 COMMANDS = {
-    "megalite": 'printf "ranks   4\\nfolder  a run\\n"; mkdir -p "a run/logs"; exit ${CHECK:-0}',
+    "megalite": 'printf "ranks   4\\nfolder  %s\\n" "${FOLDER:-a run}"; exit ${CHECK:-0}',
     "srun": 'echo "$@" >srun; eval "$JOB"',
     "scontrol": """
         case "$1 $2" in
@@ -104,6 +104,15 @@ def test_attempts_that_save_nothing_new_are_counted_and_progress_forgives_them(r
     assert requeues(tmp_path) == 1
     assert "requeued 1000 times" in run(SAVE + outcome(3), 1000).stderr
     assert requeues(tmp_path) == 0
+
+
+@pytest.mark.parametrize("folder", ["-p/run", "  led by blanks", "$(touch hurt)", "%s"])
+def test_a_run_folder_may_have_any_name(run: Run, tmp_path: Path, folder: str) -> None:
+    done = run(f'mkdir -p "./$FOLDER/checkpoints/step-00000009"; {outcome(3)}', FOLDER=folder)
+    assert (done.returncode, requeues(tmp_path)) == (3, 1), done.stderr
+    assert " at step 9; " in done.stderr
+    assert (tmp_path / folder / "logs" / "outcome-7.0").read_text() == "3\n"
+    assert not (tmp_path / "hurt").exists()
 
 
 @pytest.mark.parametrize("text", ["", "a[$(touch hurt)]", "-1", "08", "9" * 40])

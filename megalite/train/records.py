@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import InputError
+from megalite.config.files import exists, is_file
 
 BACK = ("resumed", "rollback")  # events after which records of later steps no longer count
 
@@ -29,6 +30,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole line. Raises InputError for one that is neither a record nor an event."""
+    if exists(path) and not is_file(path):  # a pipe that nobody writes to would be waited for
+        raise InputError(f"{path}: is no regular file; give the folder of a run")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

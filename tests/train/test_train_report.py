@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,12 @@ def test_a_line_nested_too_deep_is_cut_off_or_named(tmp_path: Path) -> None:
     assert (mend(path) or "").startswith("[[")
     path.write_text("[" * 100_000 + "\n")
     with pytest.raises(InputError, match="line 1 is not a record of a run"):
+        read_lines(path)
+
+
+def test_records_in_a_pipe_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "metrics.jsonl")
+    with pytest.raises(InputError, match="is no regular file"):
         read_lines(path)
 
 

@@ -1,4 +1,4 @@
-"""Whether tensors are finite: one pass over them where they are."""
+"""Whether tensors can be those of a run: finite, squares not negative. One pass over them where they are."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 SHOWN = 3  # names in a message
+SQUARES = "optimizer.exp_avg_sq."  # begins the name of what AdamW takes the root of
 
 
 class PoisonedError(ValueError):
-    """A tensor holds a NaN or an infinity."""
+    """A tensor holds a NaN or an infinity, or a negative square."""
 
 
 @torch.no_grad()
@@ -20,7 +21,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     A tensor's L2 norm takes as long as reading it, and tells of both. It tells of squares that overflow as well, so
     what it points to is looked at again.
     """
-    parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    parts = {name: _part(tensor) for name, tensor in tensors.items()}
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, part in parts.items():
         if part.numel() and part.is_floating_point():
@@ -35,6 +36,20 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def refuse_poisoned(tensors: Mapping[str, Tensor]) -> None:
     """Raises PoisonedError with the names of tensors that are not finite here."""
-    if names := not_finite(tensors):
+    _refuse("NaN or infinity in", not_finite(tensors))
+
+
+def refuse_negative_squares(tensors: Mapping[str, Tensor]) -> None:
+    """Raises PoisonedError with the names of second moments that are negative here: the next step would make NaN."""
+    squares = {name: _part(tensor) for name, tensor in tensors.items() if name.startswith(SQUARES)}
+    _refuse("negative squares in", [name for name, part in squares.items() if (part < 0).any()])
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise PoisonedError(f"NaN or infinity in {', '.join(names[:SHOWN])}{more}")
+        raise PoisonedError(f"{what} {', '.join(names[:SHOWN])}{more}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError, check_hashes, damage_of, share_of
-from megalite.checkpoint.finite import refuse_poisoned
+from megalite.checkpoint.finite import refuse_negative_squares, refuse_poisoned
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader
@@ -116,6 +116,7 @@ class Restorer:
         reader.fill(tensors)
         try:
             refuse_poisoned(tensors)
+            refuse_negative_squares(tensors)
         except ValueError as error:
             raise DamagedError(path, str(error)) from None
 

@@ -127,6 +127,14 @@ def test_a_poisoned_checkpoint_is_set_aside_and_the_one_before_is_used(job: Job,
     assert [step_of(found) for found in complete(tmp_path)] == [1]
 
 
+def test_a_negative_square_is_damage_since_the_next_step_would_make_nan_of_it(job: Job, tmp_path: Path) -> None:
+    save(job, tmp_path, 1)  # makes the moments
+    poison(job, "optimizer.exp_avg_sq", -1e-9)
+    path = save(job, tmp_path, 2)
+    with pytest.raises(DamagedError, match=rf"negative squares in optimizer\.exp_avg_sq\.{NAME}$"):
+        restorer(job).all(path)
+
+
 def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(job: Job, tmp_path: Path) -> None:
     job.config.run.seed = 1 << 63
     with pytest.raises(InputError, match="a checkpoint could not hold this configuration"):

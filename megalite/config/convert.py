@@ -153,14 +153,16 @@ def kind(option: Any) -> str:
 
 
 def _hint(key: str) -> str:
-    """What to say about an unknown key: the nearest name, of the same section if possible."""
+    """What to say about an unknown key: the same name elsewhere or the nearest one, of the same section if possible."""
     section, _, leaf = key.rpartition(".")
     within = re.sub(r"\[\d+\]", "[]", section)
+    if f"{within}.{leaf}" in keys():  # spelled with dots inside of a file
+        return "only overrides are written with dots; a file has sections, such as model: {layers: 8}"
     known = [name.rpartition(".") for name in keys()]
     siblings = [name for parent, _, name in known if parent == within]
-    if near := get_close_matches(leaf, siblings, 1):
-        return f"did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     elsewhere = {name: f"{parent}.{name}" for parent, _, name in reversed(known) if parent}
+    if leaf not in elsewhere and (near := get_close_matches(leaf, siblings, 1)):
+        return f"did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     if near := get_close_matches(leaf, elsewhere, 1):
         return f"did you mean {elsewhere[near[0]]}?"
     return f"{section or 'the top level'} has {listing(siblings, 'and')}"

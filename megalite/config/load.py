@@ -85,8 +85,9 @@ def _advice(path: Path, includers: tuple[Path, ...]) -> str:
     key = re.split(r"[=:]", str(path), maxsplit=1)[0].strip()
     if lexists(path) or not (key in keys() or "=" in path.name):
         return ""
-    form = f"{key}=VALUE" if key in keys() else "key=value"
-    return f"; an override is written {form}, without spaces"
+    if key in keys():
+        return f"; an override is written {key}=VALUE, without spaces"
+    return "; an override is written key=value, its key as in model.layers or data.train[0].path, without spaces"
 
 
 def _merge(base: dict[Any, Any], over: dict[Any, Any], prefix: str = "") -> dict[Any, Any]:

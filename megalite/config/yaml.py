@@ -64,7 +64,8 @@ def parse(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"{where}{error.problem or error.context}") from None
+        context = f"{error.context}, " if (error.problem or "").startswith("but ") else ""  # half a sentence
+        raise ValueError(f"{where}{context}{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error).partition("\n")[0]) from None
 

@@ -167,6 +167,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ("model.rope_scaling.factr=1", "model.rope_scaling.factor"),
         ("data.train=[{path: a}, {wieght: 2}]", "data.train[1].weight"),
         ("parallel.pipelin.split=null", "parallel.pipeline"),
+        ("model.betas=null", "optim.betas"),
     ],
 )
 def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> None:
@@ -305,6 +306,19 @@ def test_one_of_the_kernels_is_changed_alone(overrides: list[str], adamw: str, o
         key, _, value = override.partition("=")
         path.write_text(f"kernels: {value}" if key == "kernels" else f"kernels: {{adamw: {value}}}")
     assert load([str(path) for path in paths]).kernels_by_operation == found
+
+
+def test_a_file_has_sections_where_overrides_have_dots(tmp_path: Path) -> None:
+    path = write(tmp_path, dots="model.layers: 3\nparallel: {pipeline.schedule: zbv}\n")
+    with pytest.raises(InputError) as caught:
+        load([path])
+    fix = "unknown key; only overrides are written with dots; a file has sections, such as model: {layers: 8}"
+    assert str(caught.value).splitlines()[1:] == [f"  model.layers: {fix}", f"  parallel.pipeline.schedule: {fix}"]
+
+
+def test_an_override_whose_key_cannot_be_is_told_what_keys_are_like() -> None:
+    with pytest.raises(InputError, match=r"; an override is written key=value, its key as in model\.layers or da"):
+        load(["optim.betas[-1]=0.9"])
 
 
 @pytest.mark.parametrize("written", ["parallel.tp", "parallel.tp:2", "parallel.tp =2", "parallel.tp : 2"])

@@ -50,6 +50,7 @@ def refused(tmp_path: Path, content: bytes | str, overrides: Sequence[str] = ())
         ("model: {layers: 1:30}", 'model.layers = "1:30": must be a whole number'),
         ("model: {layers: 2024-01-01}", 'model.layers = "2024-01-01": must be a whole number'),
         ("model: {layers: 1, layers: 2}", "found duplicate key layers"),
+        ("a: 1\n---\nb: 1", "column 1: expected a single document in the stream, but found another document"),
         ("1: 2", "a key must be text; put it in quotes"),
         ("? [a]\n: 2", "a key must be text"),
         ("model: !!map [1]", "expected a mapping"),

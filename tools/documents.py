@@ -7,7 +7,7 @@ import json
 import lzma
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -102,7 +102,8 @@ class Reject:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.reason}" + (f": {self.detail}" if self.detail else "")
+        detail = " ".join(self.detail.split())  # what packages say may have several lines
+        return f"{self.origin}: {self.reason}" + (f": {detail}" if detail else "")
 
 
 def find_files(
@@ -168,9 +169,10 @@ class Skipped:
         self.counts[reject.reason] += 1
         self.first.setdefault(reject.reason, reject)
 
-    def nothing_kept(self) -> str:
-        """The message for an input that is left without a document."""
-        return "no usable document in the input: " + ("; ".join(self.lines()) or "it is empty")
+    def nothing_kept(self, files: Sequence[Path]) -> str:
+        """The message for `files` that are left without a document."""
+        empty = f"{files[0]} is empty" + (f", and so are {len(files) - 1:,} more files" if len(files) > 1 else "")
+        return "no usable document in the input: " + ("; ".join(self.lines()) or empty)
 
     def lines(self) -> list[str]:
         """One line for each reason."""
@@ -299,7 +301,8 @@ def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Rej
     except UnicodeDecodeError as error:
         return Reject(origin, "not valid UTF-8", f"byte 0x{line[error.start]:02x}")
     except (ValueError, RecursionError) as error:
-        return Reject(origin, "not valid JSON", f"{str(error)[:200]}; expected one object per line")
+        what = str(error).partition("; use sys.")[0]  # that is advice for programmers
+        return Reject(origin, "not valid JSON", f"{what[:200]}; expected one object per line")
     if not isinstance(record, dict):
         return Reject(origin, "not a JSON object", type(record).__name__)
     return _checked(origin, _inside(record, reading.key), reading)

@@ -116,7 +116,7 @@ def _prepare(options: argparse.Namespace) -> None:
             progress.update(task, documents=documents, tokens=sum(writer.tokens for writer in writers))
         if not writers[0].documents:
             if not documents:
-                raise InputError(skipped.nothing_kept())
+                raise InputError(skipped.nothing_kept(files))
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
         for writer in writers:  # all that can fail happens before the first store appears
             writer.seal()

@@ -113,7 +113,7 @@ def _train(options: argparse.Namespace) -> None:
         texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
         first = next(texts, None)
         if first is None:
-            raise InputError(skipped.nothing_kept())
+            raise InputError(skipped.nothing_kept(files))
 
         def learn() -> None:
             progress.reset(task, total=None, description="learning")

@@ -30,6 +30,8 @@ def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
     """
     plain, known = to_plain(Config()), Read()  # the defaults too can be referred to
     for path in paths:
+        if not path:
+            raise InputError("the name of a configuration file is empty; is a variable of the shell unset?")
         plain = _merge(plain, _read(Path(path), (), known))
     malformed: list[Problem] = []
     for override in overrides:
@@ -69,7 +71,7 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
         raise InputError(f"{error}{_advice(path, includers)}") from error
     included = content.pop("include", None)
     listed = included if isinstance(included, list) else [] if included is None else [included]
-    if not all(isinstance(item, str) for item in listed):
+    if not all(isinstance(item, str) and item for item in listed):
         raise InputError(f"{path}: include = {included!r:.200}: must be a path or a list of paths")
     plain: dict[str, Any] = {}
     for item in listed:

@@ -87,7 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path, content: bytes, eod: str | None = None) -> None:
         super().__init__(path)
-        with _told(f"{path}: not a SentencePiece model"):
+        with _told(f"{path}: not a SentencePiece model, or damaged"):
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.load_from_serialized_proto(content)
             self.vocab_size = self._model.vocab_size()
@@ -126,7 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(path)
         if tokenizers is None:
             raise InputError(f"{path}: reading it needs the package `tokenizers`: pip install 'megalite[hf]'")
-        with _told(f"{path}: not a Hugging Face tokenizer"):
+        with _told(f"{path}: not a Hugging Face tokenizer, or damaged"):
             self._model = tokenizers.Tokenizer.from_buffer(content)
             self._model.no_truncation()  # a file may carry settings that would cut or pad documents
             self._model.no_padding()

@@ -76,6 +76,7 @@ def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
         ("run: !!python/object/apply:os.getcwd []\n", r"file\.yaml: is not valid YAML: line 1"),
         ("run: {name: '${'}\n", r'run\.name = "\$\{": has a reference that cannot be read; write \$\{section\.key\}'),
         ("include: absent.yaml\n", r"absent\.yaml: cannot be read: No such file .*\(included by .*file\.yaml\)"),
+        ("include: ''\n", r"file\.yaml: include = '': must be a path or a list of paths"),
         ("include: {a: b}\n", r"file\.yaml: include = .*must be a path or a list of paths"),
         ('include: "a\\0b"\n', r"file\.yaml: is not valid YAML: line 1, column 10: a text cannot have this character"),
         ("include: .\n", r"cannot be read: Is a directory \(included by"),
@@ -87,6 +88,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, text: str, message:
 
 
 def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the name of a configuration file is empty"):
+        load([""])
     with pytest.raises(InputError, match=r"absent\.yaml: cannot be read: No such file"):
         load([str(tmp_path / "absent.yaml")])
     with pytest.raises(InputError, match=r"an override is written model\.layers=VALUE, without spaces"):

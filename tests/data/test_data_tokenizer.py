@@ -198,7 +198,7 @@ def test_a_damaged_model_is_told_whatever_its_package_raises(sentence_piece: Pat
     content = sentence_piece.read_bytes()
     at = content.index(b"<0x00>")
     (tmp_path / "t.model").write_bytes(content[:at] + b"\xff" + content[at + 1 :])  # not UTF-8: a UnicodeDecodeError
-    with pytest.raises(InputError, match=r"t\.model: not a SentencePiece model: "):
+    with pytest.raises(InputError, match=r"t\.model: not a SentencePiece model, or damaged: "):
         load_tokenizer(tmp_path / "t.model")
 
 

@@ -103,6 +103,11 @@ def parquet(tmp_path: Path, **columns: list[object]) -> bytes:
         ("d.jsonl", b'\n{"text": \n', "d.jsonl:2: not valid JSON"),
         ("d.json", b'{\n"text": "pretty-printed"\n}\n', "d.json:1: not valid JSON"),
         ("d.jsonl", b"[" * 100_000, "d.jsonl:1: not valid JSON"),
+        (
+            "d.jsonl",
+            b"1" * 5000,
+            "d.jsonl:1: not valid JSON: Exceeds the limit (4300 digits) for integer string conver",
+        ),
         ("d.jsonl", b'["text"]\n', "d.jsonl:1: not a JSON object: list"),
         ("d.jsonl", b'{"body": "a", "id": 1}\n', "d.jsonl:1: no field 'text': the fields are body, id"),
         ("d.jsonl", b'{"text": null}\n', "d.jsonl:1: field 'text' is not a string: NoneType"),
@@ -123,6 +128,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes,
     with pytest.raises(InputError) as caught:
         texts(path)
     assert str(caught.value).startswith(f"{tmp_path}/{message}")
+    assert "\n" not in str(caught.value)
+    assert "sys." not in str(caught.value)
     rejects = [item for item in read_documents(path, Reading()) if not isinstance(item, Document)]
     skipped = Skipped()
     kept = list(read_texts([path], Reading(), "skip", skipped))

@@ -137,6 +137,9 @@ def test_nothing_usable_is_an_error(
     arguments = ["--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
     assert main([str(tmp_path / "blank.txt"), *arguments]) == 2
     assert "no usable document in the input: 1 × empty document" in capsys.readouterr().err
+    (tmp_path / "blank.txt").write_text("")
+    assert main([str(tmp_path / "blank.txt"), *arguments]) == 2
+    assert f"no usable document in the input: {tmp_path / 'blank.txt'} is empty" in capsys.readouterr().err
     assert names(out) == []
 
 

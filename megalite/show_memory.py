@@ -37,6 +37,10 @@ NOTE = (
     "PyTorch's allocator{outside}, its rounding and fragmentation, and what kernels allocate inside."
 )
 ON_CUDA = "\nSizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries."
+LATE = (
+    "\nWith NCCL, buffers between pipeline stages are free again only when the transfers posted meanwhile have ended. "
+    "Buffers that wait for that are not counted: leave room for some micro-batches' activations between stages."
+)
 REPEATED = (
     "\nIn fp32, attention on CUDA needs keys and values repeated for every query head; run.device=cuda counts that."
 )
@@ -140,7 +144,7 @@ def memory_sections(
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
         ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
-        ("Conventions", Text(note + ON_CUDA * on_cuda + told)),
+        ("Conventions", Text(note + ON_CUDA * on_cuda + LATE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
     if len(memories) > 1:
         name, unit = _unit(most.total)

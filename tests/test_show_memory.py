@@ -95,12 +95,14 @@ def test_what_a_dry_run_leaves_out_is_said(capsys: pytest.CaptureFixture[str], m
         assert expected in output if expected else "Measured with" not in output
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_not_counted_is_said(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--memory", f"run.device={device}"]) == 0
+def test_what_is_not_counted_is_said(device: str, pp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--memory", f"run.device={device}", f"parallel.pp={pp}"]) == 0
     output = capsys.readouterr().out
     assert "Not counted" in output
-    assert ("NCCL" in output) == (device == "cuda")
+    assert ("NCCL's buffers" in output) == (device == "cuda")
+    assert ("With NCCL, buffers between" in output) == (device == "cuda" and pp == 2)
 
 
 @pytest.mark.parametrize(

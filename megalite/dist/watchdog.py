@@ -26,6 +26,7 @@ from megalite.dist.start import is_lost_peer
 
 END = object()
 LOOKS = 1600  # at the store, of all ranks, in a second
+SILENCE = 60.0  # seconds without an answer, after which the store counts as lost: disks and hosts stall for a while
 DEPUTY_FIRST = 3.0  # seconds by which the deputy tells of the loss of the store before others, who then need not
 
 log = logging.getLogger("megalite")
@@ -155,9 +156,9 @@ class Watchdog:
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that uses the store; a host that has lost its power does not even refuse."""
         try:
-            return self._asker.submit(function, *args).result(self.patience)
+            return self._asker.submit(function, *args).result(SILENCE)
         except TimeoutError as error:
-            raise StoreGone(f"no answer for {self.patience:g} s") from error
+            raise StoreGone(f"no answer for {SILENCE:g} s") from error
         except RuntimeError as error:
             raise StoreGone(reason(error)) from error
 

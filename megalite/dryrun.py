@@ -30,6 +30,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
+from megalite.dist.signals import die_with_launcher
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
 from megalite.optim.offload import HostAdamW
@@ -186,4 +187,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    die_with_launcher()
     sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from megalite.config.errors import InputError, counted, listing, number_ranges
 from megalite.config.schema import Config
+from megalite.dist.local import LAUNCHER
 from megalite.plan.activations import Activations
 from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import KINDS, Memory
@@ -30,6 +32,7 @@ SHORT = ("parameters", "gathered", "gradients", "states", "activations", "tempor
 GPU = 80  # GiB of a GPU, where nothing else is known
 AGREEING, DIFFERING = 0.01, 0.05  # of the total, and of a kind: a difference of at most, and of more than
 MOST_PASSES = 4_000  # of a layer, forward and backward, in a dry run: each takes a tenth of a second
+TOKENS = 1_400  # whose loss takes as long
 MOST_RANKS = 1 << 17  # of a dry run's world: a thousand take a second
 FEW = 8  # rows, or numbers, that are all shown; of more, equal ones are folded
 NOTE = (
@@ -58,9 +61,9 @@ def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[st
     _refuse_endless(config, memory)
     pp = memory.pp
     with Console(stderr=True).status(f"Dry run of pipeline rank {pp} ..."):
-        child = subprocess.run(
-            dry_run_command(args, pp), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
+        environment = {**os.environ, LAUNCHER: str(os.getpid())}  # it dies with this process
+        command, none = dry_run_command(args, pp), subprocess.DEVNULL
+        child = subprocess.run(command, env=environment, stdin=none, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         said = child.stderr.strip() if child.returncode == 2 else child.stderr.strip().rpartition("\n")[2]
         raise InputError(f"--measure: the dry run failed: {said or f'exit code {child.returncode}'}")
@@ -72,6 +75,14 @@ def _refuse_endless(config: Config, memory: Memory) -> None:
     owned = zip(placement(config), split_of(config), strict=True)
     layers, m = sum(count for rank, count in owned if rank == memory.pp), as_full(config, memory.micro_batches)
     ranks, passes = config.parallel.layout.world_size, layers * m
+    if placement(config)[-1] == memory.pp and isinstance(config.batch.micro, int):
+        tokens = m * config.batch.micro * config.model.sequence_length // config.parallel.cp
+        if passes <= MOST_PASSES and tokens > (most := (MOST_PASSES - passes) * TOKENS):
+            raise InputError(
+                f"--measure: the dry run of pipeline rank {memory.pp} would take the loss of {tokens:,} tokens, more "
+                f"than the {most:,} that take minutes beside its layers; use fewer or shorter sequences, or --memory "
+                "alone"
+            )
     if passes > MOST_PASSES:
         raise InputError(
             f"--measure: the dry run of pipeline rank {memory.pp} would take {counted(layers, 'layer')} forward and "

@@ -1,6 +1,10 @@
 """`megalite show --memory`."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,6 +13,7 @@ from memory_cases import SIZES, configured
 
 from megalite import show_memory
 from megalite.cli import main
+from megalite.dist.local import LAUNCHER
 from megalite.plan.memory import KINDS, rank_memory
 from megalite.show_memory import memory_sections
 
@@ -80,6 +85,18 @@ def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]
     assert rows["host memory"][0] == rows["host memory"][1]
 
 
+def test_a_dry_run_knows_the_command_that_it_ends_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"import os; assert os.environ['{LAUNCHER}'] == str(os.getppid()); print('{{}}')"
+    monkeypatch.setattr(show_memory, "dry_run_command", lambda *_: [sys.executable, "-c", program])
+    assert main(["show", "--memory", "--measure"]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
+def test_a_dry_run_does_not_outlive_the_command() -> None:
+    command, environment = [sys.executable, "-m", "megalite.dryrun", "--pp=0"], {**os.environ, LAUNCHER: "1"}
+    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == -signal.SIGKILL
+
+
 def test_what_a_dry_run_leaves_out_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command, program = show_memory.dry_run_command, "print('{}')"
     monkeypatch.setattr(show_memory, "dry_run_command", lambda *args: [command(*args)[0], "-c", program])
@@ -128,6 +145,10 @@ def test_a_dry_run_that_fails_is_one_message(
     ("arguments", "told"),
     [
         (["model.layers=1000"], "1,000 layers forward and backward for up to 8 micro-batches, 8,000 passes, more than"),
+        (
+            ["model.sequence_length=1048576"],
+            "would take the loss of 8,388,608 tokens, more than the 5,555,200 that take",
+        ),
         (["parallel.dp_replicate=1048576", "batch.global=1048576"], "process groups of 1,048,576 ranks, more than the"),
     ],
 )

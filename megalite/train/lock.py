@@ -87,7 +87,7 @@ class Owner:
         except (ProcessLookupError, OverflowError, ValueError):
             return False
         except PermissionError:
-            pass
+            pass  # it runs, as another user
         began = _began(self.pid)
         return None if began is None else began == self.began
 

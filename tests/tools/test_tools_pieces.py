@@ -81,7 +81,8 @@ RUNS = st.tuples(
 @given(parts=st.lists(st.one_of(RUNS.map(lambda run: run[0] * run[1]), st.text(max_size=200)), max_size=25))
 @settings(max_examples=15, deadline=None)
 def test_no_text_comes_out_otherwise(models: dict[str, Tokenizer], kind: str, parts: list[str]) -> None:
-    same("".join(parts), models[kind])
+    text = "".join(parts)
+    assert len(same(text, models[kind])) <= max(1, len(text))
 
 
 def test_what_cannot_be_cut_stays_whole(models: dict[str, Tokenizer]) -> None:

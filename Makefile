@@ -23,11 +23,11 @@ quickstart: $(VENV)/installed-run
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/quickstart.sh
 
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # With the lowest versions that pyproject.toml allows. What starts whole jobs over and over is left out: kills, Slurm, the README.
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	$(OLDEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 	    --ignore tests/soak --ignore tests/launch --ignore tests/test_readme.py
 
 $(OLDEST)/installed: pyproject.toml tests/oldest.py

@@ -11,6 +11,10 @@ gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 ranks=${NPROC:-${gpus/#0/}}
 plan=$(megalite train --check ${ranks:+--world-size "$ranks"} "$@")
 ranks=$(awk '$1 == "ranks" { print $2; exit }' <<<"$plan")
+if [[ ! $ranks =~ ^[1-9][0-9]*$ || " $* " == *" --check "* ]]; then # --help, or a check only
+    printf '%s\n' "$plan"
+    exit
+fi
 
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"

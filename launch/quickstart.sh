@@ -4,7 +4,7 @@
 # Expects megalite's commands on the PATH. Results are left in data/quickstart and runs/quickstart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-steps=${STEPS:-1200}
+steps=${STEPS:-900}
 
 library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 mapfile -t sources < <(find "$library" -name '*.py' -size +1k \
@@ -31,4 +31,4 @@ echo; echo "5/6  Draw the loss curve, with a mark where the layout changed"
 megalite-plot-metrics runs/quickstart
 
 echo; echo "6/6  Write some Python"
-megalite-generate runs/quickstart --prompt $'def read_file(path):\n    ' --tokens 100 --temperature 0.6 --top-k 20 --seed 1
+megalite-generate runs/quickstart --prompt $'def read_file(path):\n    ' --tokens 100 --temperature 0.5 --top-k 20 --seed 1

@@ -42,7 +42,8 @@ NOTE = (
 ON_CUDA = "\nSizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries."
 LATE = (
     "\nWith NCCL, buffers between pipeline stages are free again only when the transfers posted meanwhile have ended. "
-    "Buffers that wait for that are not counted: leave room for some micro-batches' activations between stages."
+    "Buffers that wait for that are not counted. Where memory runs short, PyTorch's allocator waits for them, which "
+    "takes time: leave room for some micro-batches' activations between stages."
 )
 REPEATED = (
     "\nIn fp32, attention on CUDA needs keys and values repeated for every query head; run.device=cuda counts that."

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -34,6 +35,37 @@ def end_at_once(interrupted: int = INTERRUPTED) -> dict[int, Handler]:
     before = listen(end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # a batch script holds them up until there are handlers
     return before
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Block the signals of `STOP` in this thread meanwhile; processes and threads that it starts inherit that.
+
+    Another thread of this process may take a signal still, and the main thread then runs its handler.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def held_up() -> Iterator[None]:
+    """Hold the signals of `STOP` up meanwhile, whichever thread takes them; as `blocked` otherwise.
+
+    They arrive at the end. In another thread than the main one there is nothing to hold up: no handler runs in it.
+    """
+    taken: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    with blocked():
+        handlers = listen(lambda number, _: taken.append(number)) if main else {}
+        try:
+            yield
+        finally:
+            restore(handlers)
+            for number in taken:  # still blocked, so that all of them get here
+                signal.raise_signal(number)
 
 
 @contextmanager

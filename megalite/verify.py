@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import lcm
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from megalite.config.errors import counted
 from megalite.config.layout import Layout
 from megalite.config.load import is_override, load
 from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Model, Parallel, Rampup
@@ -173,7 +172,7 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
         numbers("gradient norm", reference.norms, found.norms),
         tensors("initial weights", reference.initial, found.initial, 0.0),
         tensors("gradients", reference.gradients, found.gradients, tolerance / 10),
-        tensors(f"weights after {steps} steps", reference.weights, found.weights, tolerance),
+        tensors(f"weights after {counted(steps, 'step')}", reference.weights, found.weights, tolerance),
     ]
 
 
@@ -321,9 +320,9 @@ def run(args: argparse.Namespace) -> int:
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)
     flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
-    with ended_at_once(), TemporaryDirectory(prefix="megalite-verify-") as logs:
+    with ended_at_once():
         world_size = config.parallel.layout.world_size
-        return launch(__name__, [*flags, *args.files, *args.overrides], world_size, Path(logs), shared=__name__)
+        return launch(__name__, [*flags, *args.files, *args.overrides], world_size, shared=__name__)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads on tensors this small only wait for each other
@@ -17,6 +18,8 @@ import pytest
 from hypothesis import settings
 from ranks import Ranks
 
+LONGEST = ("launch", "soak", "test_readme.py", "test_layouts.py")  # folders and files of tests that take minutes
+
 settings.register_profile("megalite", deadline=None, max_examples=50)
 settings.load_profile("megalite")
 
@@ -27,3 +30,9 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no worker is left with it at the end."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONGEST)

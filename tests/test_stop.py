@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 
-from megalite.stop import STOP, listen, restore
+from megalite.stop import STOP, held_up, listen, restore
 
 BEGIN = """
 import importlib, os, sys, time
@@ -73,3 +75,32 @@ def test_what_was_ignored_stays_ignored_and_the_rest_is_put_back(ignored: signal
     restore(before)
     assert set(heard) == set(STOP) - {ignored}
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_signals_that_are_held_up_come_at_the_end_whichever_thread_takes_them() -> None:
+    def take() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        signal.raise_signal(signal.SIGTERM)
+
+    heard: list[int] = []
+    before = listen(lambda number, _: heard.append(number))
+    ours = [signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with held_up():
+        thread = Thread(target=take)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGUSR1)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)  # as processes that are started inherit it
+        assert heard == []
+    assert ([signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == ours
+    restore(before)
+    assert sorted(heard) == sorted([signal.SIGTERM, signal.SIGUSR1])
+
+
+def test_another_thread_may_hold_signals_up_too() -> None:
+    def hold() -> bool:
+        with held_up():
+            return signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(hold).result()

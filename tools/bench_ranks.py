@@ -7,8 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -50,8 +48,7 @@ def run_on_ranks(
         if place is not None:
             end_when_stopped(place)
             return run_rank(lambda: as_rank(place, options), place)
-        with TemporaryDirectory(prefix=f"{parser.prog}-") as logs:
-            return launch(module, arguments, ranks(options), Path(logs)) or judge(options)
+        return launch(module, arguments, ranks(options)) or judge(options)
 
     return exit_code(parser.prog, run)
 

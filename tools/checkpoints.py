@@ -195,7 +195,11 @@ def _examine(path: Path, step: int, suffix: str | None) -> Entry | None:
     if suffix is not None:
         state, why = STATES[suffix][0], STATES[suffix][1] or why
     try:
-        size = sum(file.lstat().st_size for file in path.iterdir()) if path.is_dir() else path.lstat().st_size
+        size = (
+            sum(file.lstat().st_size for file in path.iterdir())
+            if is_folder(path, follow=False)
+            else path.lstat().st_size
+        )
     except FileNotFoundError:
         return None
     return Entry(path, step, state, why, size, manifest)

@@ -3,8 +3,8 @@
 import os
 import signal
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from megalite.config.errors import InputError
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.stop import STOP, listen
+from megalite.stop import STOP, held_up, listen
 from megalite_tools.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
+Batch = list[tuple[str, bool]]  # pieces of texts, and whether they are the last of their text
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,22 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
     # Spawned, not forked: a tokenizer may hold threads, which do not survive a fork.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
     try:
-        ahead = deque(pool.submit(encode, batch) for batch in islice(batches, 2 * workers))
+        ahead = deque(_submit(pool, encode, batch) for batch in islice(batches, 2 * workers))
         while ahead:
             yield ahead.popleft().result()
-            ahead.extend(pool.submit(encode, batch) for batch in islice(batches, 1))
+            ahead.extend(_submit(pool, encode, batch) for batch in islice(batches, 1))
     except BrokenProcessPool as error:
         raise InputError("a worker process died, perhaps for want of memory; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(encoding: Encoding, batch: list[tuple[str, bool]]) -> Encoded:
+def _submit(pool: Executor, encode: Callable[[Batch], Encoded], batch: Batch) -> Future[Encoded]:
+    with held_up():  # this may start a worker, which must not end with a traceback of its imports
+        return pool.submit(encode, batch)
+
+
+def encode_batch(encoding: Encoding, batch: Batch) -> Encoded:
     """Tokenize texts in one go; one that is the last of its document is followed by the end-of-document id."""
     tokenizer = _tokenizer(encoding)
     texts, last = zip(*batch, strict=True)
@@ -93,6 +99,7 @@ def _tokenizer(encoding: Encoding) -> Tokenizer:
 def _start_worker() -> None:
     Thread(target=_die_with_parent, daemon=True).start()
     listen(signal.SIG_IGN, set(STOP) - {signal.SIGTERM})  # what the terminal sends to all is the parent's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 
@@ -104,9 +111,8 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _batches(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces of texts, and whether they are the last of their text."""
-    batch: list[tuple[str, bool]] = []
+def _batches(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Batch]:
+    batch: Batch = []
     characters = 0
     for text in texts:
         cut = pieces(text, tokenizer)

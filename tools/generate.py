@@ -18,7 +18,7 @@ from megalite.checkpoint.read import Reader
 from megalite.checkpoint.state import State
 from megalite.checkpoint.together import Together
 from megalite.checkpoint.wanted import differences_from
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, printable
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +32,7 @@ from megalite.train.starts import kept_tokenizer
 
 COMMAND = "megalite-generate"
 LONGEST = 1 << 24  # bytes of a prompt
+CHARACTERS = 64  # of a prompt's end, for every token that the model sees: no piece of text is longer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,9 +131,10 @@ def _continue(folder: Path, path: Path, text: str, draw: Draw, options: argparse
     """Write text with the checkpoint `path` of the run `folder`. Raises DamagedError before anything is written."""
     manifest = check_sizes(path)
     config = manifest.configuration
-    tokenizer_file = options.tokenizer or kept_tokenizer(folder) or config.data.tokenizer
-    if tokenizer_file is None:
-        raise InputError(f"{path}: was trained without data.tokenizer; give --tokenizer")
+    tokenizer_file = options.tokenizer or kept_tokenizer(folder)
+    if tokenizer_file is None:  # a path that a checkpoint names is not opened: it may be anybody's
+        trained = f", as {config.data.tokenizer!r:.200}" if config.data.tokenizer else ""
+        raise InputError(f"{folder}: has no copy of the run's tokenizer; give --tokenizer{trained}")
     tokenizer = load_tokenizer(tokenizer_file)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
@@ -140,13 +142,14 @@ def _continue(folder: Path, path: Path, text: str, draw: Draw, options: argparse
             f"{config.model.vocab_size}; give the tokenizer that it was trained with"
         )
     end = tokenizer.eod if config.data.end_of_document is None else config.data.end_of_document
-    prompt = tokenizer.encode(text)
+    longest = config.model.sequence_length
+    prompt = tokenizer.encode(text[-longest * CHARACTERS :])
     if not prompt and end is None:
         raise InputError(f"{tokenizer_file}: has no end-of-document token to start from; give --prompt")
     decoder = load_decoder(path, manifest)
-    print(f"tokenizer: {tokenizer_file}", file=sys.stderr)
-    if len(prompt) > (longest := config.model.sequence_length):
-        print(f"{COMMAND}: warning: of {len(prompt):,} tokens, the model sees the last {longest:,}", file=sys.stderr)
+    print(printable(f"tokenizer: {tokenizer_file}"), file=sys.stderr)
+    if len(prompt) > longest:
+        print(f"{COMMAND}: warning: of the prompt, the model sees the last {longest:,} tokens only", file=sys.stderr)
     print(text, end="", flush=True)
     drawn = sample(decoder, prompt or [end], options.tokens, tokenizer.vocab_size, draw)
     _write(tokenizer, takewhile(lambda token: token != end, drawn))
@@ -176,14 +179,18 @@ def load_decoder(path: Path, manifest: Manifest) -> Decoder:
 
 
 def _write(tokenizer: Tokenizer, tokens: Iterable[int]) -> None:
-    """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole."""
+    """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole.
+
+    A terminal is not given what could disturb it.
+    """
     new: list[int] = []
     shown = ""
     for token in tokens:
         new.append(token)
         text = tokenizer.decode(new)
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
+            more = text[len(shown) :]
+            print(printable(more, kept="\n\t") if sys.stdout.isatty() else more, end="", flush=True)
             shown = text
     print()
 

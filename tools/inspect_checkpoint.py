@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
     report = json.loads(json.dumps(report), parse_constant=lambda _: None)  # NaN and Infinity are no JSON
     if alone:
         Terminal().text(as_json(report).rstrip("\n"))
-    elif options.json:
+    elif options.json is not None:
         write_object(Path(options.json), report)
     return 0 if well else 1
 

@@ -1,10 +1,11 @@
 """Pictures that programs draw with matplotlib, which need not be installed, on machines that need not have a screen."""
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, printable
 from megalite.config.files import write_whole
 
 try:
@@ -15,13 +16,19 @@ try:
 except ImportError:
     pyplot = ticker = None  # type: ignore[assignment]
 
-__all__ = ["need_matplotlib", "pyplot", "save", "ticker"]
+__all__ = ["need_matplotlib", "plain", "pyplot", "save", "ticker"]
 
 
 def need_matplotlib() -> None:
     """Raises InputError where matplotlib is not installed."""
     if pyplot is None:
         raise InputError("matplotlib is not installed; pip install 'megalite[plot]'")
+
+
+def plain(text: str) -> str:
+    """A text to be drawn as it is: no mathematics between dollars, and no label that an underscore would hide."""
+    text = printable(text.encode(errors="backslashreplace").decode())
+    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def save(figure: Any, out: Path) -> None:
@@ -31,7 +38,8 @@ def save(figure: Any, out: Path) -> None:
     """
     content = io.BytesIO()
     try:
-        figure.savefig(content, dpi=150, format=out.suffix.removeprefix(".").lower() or "png")
+        with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
+            figure.savefig(content, dpi=150, format=out.suffix.removeprefix(".").lower() or "png")
     except ValueError as error:
         raise InputError(f"{out}: {error}") from None
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megalite.config.errors import InputError
 from megalite.entry import exit_code
 from megalite.train.records import read_records
-from megalite_tools.pictures import need_matplotlib, pyplot, save
+from megalite_tools.pictures import need_matplotlib, plain, pyplot, save
 
 COMMAND = "python -m megalite_tools.plot_layouts"
 Losses = dict[int, float]  # by step
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _plot(options: argparse.Namespace) -> None:
     need_matplotlib()
-    losses = {run.name: read_losses(run) for run in options.runs}
+    losses = {plain(run.name): read_losses(run) for run in options.runs}
     draw(losses, options.out)
     for name, distance in distances(list(losses.values())).items():
         print(f"{list(losses)[name]:<40} largest difference {max(distance.values(), default=0.0):.1e}")
@@ -59,9 +59,11 @@ def draw(losses: dict[str, Losses], out: Path) -> None:
         width = 1.2 + 1.6 * (len(losses) - 1 - number)
         above.plot(list(run), list(run.values()), color=f"C{number}", linewidth=width, label=name)
     for number, run in distances(list(losses.values())).items():
-        below.semilogy(list(run), [max(value, 1e-9) for value in run.values()], color=f"C{number}")
+        below.plot(list(run), list(run.values()), color=f"C{number}")
     above.set_ylabel("loss, nats per token")
     above.legend(frameon=False)
+    below.set_yscale("symlog", linthresh=1e-8, linscale=0.6)  # losses that agree to the bit are at 0
+    below.set_ylim(bottom=0)
     below.set_ylabel("relative difference\nto the first")
     below.set_xlabel("step")
     for axes in (above, below):

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy
 
+from megalite.config.errors import printable
 from megalite.entry import exit_code
 from megalite.train.records import read_lines, read_records
-from megalite_tools.pictures import need_matplotlib, pyplot, save, ticker
+from megalite_tools.pictures import need_matplotlib, plain, pyplot, save, ticker
 
 COMMAND = "megalite-plot-metrics"
 CURVES = ("loss", "valid_loss", "grad_norm", "learning_rate", "tokens")
@@ -43,7 +44,7 @@ def _plot(options: argparse.Namespace) -> None:
     files = {name: run / "metrics.jsonl" for name, run in zip(names(options.runs), options.runs, strict=True)}
     curves = {name: read_metrics(path) for name, path in files.items()}
     draw(curves, out, {name: read_marks(path) for name, path in files.items()})
-    print(out)
+    print(printable(str(out)))
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
@@ -65,7 +66,7 @@ def names(runs: Sequence[Path]) -> list[str]:
     """Of run folders, as short as tells them apart."""
     paths = [os.path.abspath(run) for run in runs]
     common = os.path.commonpath(list(map(os.path.dirname, paths)))
-    return [os.path.relpath(path, common) for path in paths]
+    return [plain(os.path.relpath(path, common)) for path in paths]
 
 
 def draw(runs: dict[str, dict[str, Curve]], out: Path, marks: dict[str, Marks] | None = None) -> None:

@@ -67,11 +67,12 @@ def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) ->
             num_threads=THREADS,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, SystemError) as error:  # SystemError: of what has stopped the lines, in version 0.2.0
         if failures:
             raise failures[0] from None
         reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0]
-        raise InputError(f"--vocab-size {vocab_size}: {reason or error}") from error
+        fix = "; use a larger one" if "smaller than" in reason else ""
+        raise InputError(f"--vocab-size {vocab_size}: {reason or error}{fix}") from error
     return model.getvalue()
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.bounded import parse
 from megalite.checkpoint.manifest import is_plain
+from megalite.config.bounded import parse
 
 LIMIT = 1 << 28  # bytes; the index of Llama 3.1 405B on 16,384 ranks has 168 MB
 HEADER = 1 << 24  # bytes of its header, of which that one has 0.8 MB

@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
-from megalite.checkpoint.bounded import parse
 from megalite.checkpoint.disk import DamagedError, File, check_size, read_whole
+from megalite.config.bounded import parse
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.errors import InputError, Problem, listing
 from megalite.config.files import as_json

@@ -40,6 +40,7 @@ from megalite.config.schema import Config
 from megalite.parallel.host_memory import HostMemory
 
 VERSIONS = ("megalite", "torch")
+MEND = "when that is mended, the same command continues from the newest"
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Saver:
         self.settle()
         if len(self._failed) > self.config.checkpoint.max_failures:
             failures, error = len(self._failed), self._failed[-1].error
-            raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}")
+            raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}; {MEND}")
         tensors = self.state.tensors()
         on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         if self.state.device.type == "cuda":
@@ -177,7 +178,7 @@ class Saver:
         """Wait until what is under way is durable. Raises Unhealthy if the latest save has failed."""
         self.settle()
         if self._failed:
-            raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}")
+            raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}; {MEND}")
 
     def settle(self) -> None:
         """Wait until nothing is under way. Raises Unhealthy where what was to be saved is not finite."""
@@ -289,11 +290,11 @@ class Saver:
         synchronize(partial)
         self._check_owner()
         partial.rename(final)
-        problems = [problem for problem in self._settle(final, progress.step) if problem not in self._told]
+        problems = [problem for problem in self._after_publishing(final, progress.step) if problem not in self._told]
         self._told.update(problems)
         return total_bytes(files.values()), tuple(problems)
 
-    def _settle(self, final: Path, step: int) -> list[str]:
+    def _after_publishing(self, final: Path, step: int) -> list[str]:
         """Flush the name of a checkpoint, which is complete whatever fails, and delete older ones; what failed."""
         try:
             synchronize(self.folder)

@@ -8,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megalite.config.bounded import parse
 from megalite.config.errors import InputError
+from megalite.stop import held_up
 
 FIXES = {
     errno.EACCES: "let this user into the folders that lead there",
@@ -64,20 +66,38 @@ def is_folder(path: str | Path, follow: bool = True) -> bool:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a whole file or none, and the folder that it lies in. Raises InputError where that cannot be."""
+    """Write a whole file or none, and the folder that it lies in. Stop signals wait meanwhile.
+
+    Raises InputError where that cannot be, and where there is what is no regular file: a folder, a device, or a link,
+    which would be one no more.
+    """
+    check_output(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # a link of that name leads nowhere
-            file.write(content if isinstance(content, bytes) else content.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    with held_up():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # a link of that name leads nowhere
+                file.write(content if isinstance(content, bytes) else content.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_output(path: Path) -> None:
+    """Raises InputError unless there is nothing at `path`, or a regular file that may be replaced."""
+    found = look(path, follow=False)
+    if found is None or stat.S_ISREG(found.st_mode):
+        return
+    if stat.S_ISLNK(found.st_mode):
+        raise InputError(f"{path}: is a link, and stays one; name the file that it leads to")
+    if stat.S_ISDIR(found.st_mode):
+        raise InputError(f"{path}: is a folder; name a file in it")
+    raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
 def write_object(path: Path, value: Any) -> None:
@@ -99,12 +119,12 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
             raw = file.read(most + 1)
         if len(raw) > most:
             raise InputError(f"{path}: is larger than {most:,} bytes, more than such a file ever has")
-        found = json.loads(raw)
+        found = parse(raw)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or numbers and nesting without end
+    except ValueError as error:  # neither UTF-8 nor JSON, or numbers, nesting or values without end
         raise InputError(f"{path}: is not valid JSON: {str(error)[:100]}") from None
     if not isinstance(found, dict):
         raise InputError(f"{path}: holds {type(found).__name__} where a JSON object is expected")

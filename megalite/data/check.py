@@ -98,10 +98,14 @@ def checked_description(store: TokenStore) -> Description | None:
     found, path = Description.read(store.prefix), description_file(store.prefix)
     if found is None:
         return None
-    said = found.documents, found.tokens, found.fingerprint
-    if said != (store.documents, store.tokens, store.fingerprint()):
+    inspect = f"megalite-inspect-data {store.prefix}"
+    if (found.documents, found.tokens) != (store.documents, store.tokens):
         rule = f"describes another store, of {found.documents:,} documents and {found.tokens:,} tokens"
-        raise InputError(f"{path}: {rule}; megalite-inspect-data {store.prefix} --describe writes it anew")
+        raise InputError(f"{path}: {rule}; {inspect} --describe writes it anew")
+    if found.fingerprint != store.fingerprint():
+        rule = "does not fit .bin and .idx any more: one of the three has changed since they were written"
+        fix = f"copy all three again, or, if {inspect} --verify finds nothing wrong, use --describe"
+        raise InputError(f"{path}: {rule}; {fix}")
     if found.end_of_document is not None and store.documents:
         for index in np.unique(np.linspace(0, store.documents - 1, LOOKED_AT, dtype=np.int64)):
             document = store.document(int(index))

@@ -93,7 +93,7 @@ class Samples:
         if samples < 1:
             raise InputError(
                 f"{store.prefix}.bin: {store.tokens} tokens are too few for one sample, which needs"
-                f" model.sequence_length + 1 = {self.sequence_length + 1}"
+                f" model.sequence_length + 1 = {self.sequence_length + 1}; prepare more text, or use shorter sequences"
             )
         return Part(store.prefix, store.tokens, samples, store.tokens - samples * self.sequence_length - 1)
 

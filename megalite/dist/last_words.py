@@ -27,7 +27,11 @@ def tell(code: int, text: str, place: Place) -> None:
     note_outcome(code)
     with Outlet("last words"):  # which must not change the exit code
         if MEETING in os.environ:
-            _tell_launcher(code, text, place)
+            try:
+                _tell_launcher(code, text, place)
+            except OSError:  # a full disk
+                print(f"megalite: rank {place.rank}: {text}", file=sys.stderr, flush=True)
+                raise
         elif text and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
             Path(torchrun).write_text(json.dumps({"message": report}))

@@ -18,7 +18,7 @@ from megalite.dist.forked import Forked
 from megalite.dist.host import check_ranks
 from megalite.imports import import_for_good
 from megalite.output import Outlet
-from megalite.stop import STOP, listen, restore
+from megalite.stop import blocked, held_up, listen, restore
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
 LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
@@ -41,16 +41,17 @@ def launch(
     module: str,
     arguments: Sequence[str],
     world_size: int,
-    logs: Path,
+    logs: Path | None = None,
     shared: str | None = None,
     importing: AbstractContextManager[None] | None = None,
 ) -> int:
     """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
 
-    Rank 0 keeps the terminal, the others write into the folder `logs`. The first rank to fail ends the job: the others
-    are stopped, and its error is the one shown. A rank that dies of a signal gives exit code 5. The signals of `STOP`
-    are handed on to the ranks, however long these take to obey; ranks start with them blocked. Raises KeyboardInterrupt
-    at the second SIGINT, when no rank is left; InputError where this machine cannot have so many ranks.
+    Rank 0 keeps the terminal, the others write into the folder `logs`; None: into one that goes with the job. The first
+    rank to fail ends the job: the others are stopped, and its error is the one shown. A rank that dies of a signal
+    gives exit code 5. The signals of `STOP` are handed on to the ranks, however long these take to obey; ranks start
+    with them blocked. Raises KeyboardInterrupt at the second SIGINT, when no rank is left; InputError where this
+    machine cannot have so many ranks.
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
     process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver
@@ -65,25 +66,27 @@ def launch(
         with importing or nullcontext():
             import_for_good(shared)
         start = _fork
-    with _temporary_folder() as meeting, ExitStack() as handing_on:
+    with ExitStack() as stack:
         ranks: list[Process] = []
         try:
-            with _blocked():
-                handing_on.enter_context(_handing_on(ranks))
-                for rank in range(world_size):
-                    environment = _environment(rank, world_size, Path(meeting))
-                    log = None if rank == 0 else log_file(logs, rank)
-                    try:
-                        ranks.append(start(module, arguments, environment, log))
-                    except OSError as error:
-                        _kill(ranks)
-                        ranks.clear()  # their open files are needed to clean up
-                        raise _no_more(rank, world_size, error) from error
+            with blocked():  # ranks unblock them once they have handlers
+                stack.enter_context(_handing_on(ranks))
+                with held_up():  # until all ranks are there to be told
+                    meeting = Path(stack.enter_context(_temporary_folder()))
+                    for rank in range(world_size):
+                        environment = _environment(rank, world_size, meeting)
+                        log = None if rank == 0 else log_file(logs or meeting, rank)
+                        try:
+                            ranks.append(start(module, arguments, environment, log))
+                        except OSError as error:
+                            _kill(ranks)
+                            ranks.clear()  # their open files are needed to clean up
+                            raise _no_more(rank, world_size, error) from error
             failed = _wait(ranks)
             _stop(ranks)
         finally:
             _kill(ranks)
-        return _explain(ranks, failed, Path(meeting), logs) if failed else 0
+        return _explain(ranks, failed, meeting, logs) if failed else 0
 
 
 def _no_more(started: int, world_size: int, error: OSError) -> InputError:
@@ -181,16 +184,6 @@ def _handing_on(ranks: list[Process]) -> Iterator[None]:
         restore(previous)
 
 
-@contextmanager
-def _blocked() -> Iterator[None]:
-    """Hold signals up until all ranks are there to be told; ranks inherit it, and hear once they have handlers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _wait(ranks: list[Process]) -> list[int]:
     """Wait until all ranks ended well, or one did not; the ranks seen to have failed by themselves."""
     while True:
@@ -220,7 +213,7 @@ def _kill(ranks: list[Process]) -> None:
             process.wait()
 
 
-def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path) -> int:
+def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path | None) -> int:
     """Print why the job ended, and return its exit code.
 
     A rank that died of a signal could write nothing and its peers complain of its absence, so it is the
@@ -234,14 +227,16 @@ def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path)
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
-        print(
-            f"megalite: rank {killed[0]} was killed by {name}{hint}; see {log_file(logs, killed[0])}", file=sys.stderr
-        )
+        print(f"megalite: rank {killed[0]} was killed by {name}{hint}{_see(logs, killed[0])}", file=sys.stderr)
         return 5
     if reports:
         first = min(reports, key=lambda report: (report["code"] == 5, report["time"]))
         if first["error"]:
             print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
         return int(first["code"])
-    print(f"megalite: rank {failed[0]} failed; see {log_file(logs, failed[0])}", file=sys.stderr)
+    print(f"megalite: rank {failed[0]} failed{_see(logs, failed[0])}", file=sys.stderr)
     return codes[failed[0]]
+
+
+def _see(logs: Path | None, rank: int) -> str:
+    return "" if logs is None else f"; see {log_file(logs, rank)}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.config.errors import InputError
 from megalite.model.decoder import Decoder
 
 
@@ -19,7 +20,9 @@ class Draw:
     seed: int = 0
 
     def __call__(self, logits: Tensor, generator: torch.Generator) -> int:
-        """An index into `logits` `[v]`."""
+        """An index into `logits` `[v]`. Raises InputError for logits that are not finite."""
+        if not logits.isfinite().all():
+            raise InputError("the model's logits are not finite: its weights are too large to write text with")
         if self.temperature == 0:
             return int(logits.argmax())
         likeliest = logits.double().topk(min(self.top_k or len(logits), len(logits)))

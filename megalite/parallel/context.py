@@ -73,7 +73,8 @@ def _needs_equal_heads(q: Tensor, k: Tensor) -> bool:
     return q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]
 
 
-@dataclass(frozen=True, eq=False)
+# None of these is frozen: PyTorch 2.11 looks into what is when it compiles, and compiles anew for other documents.
+@dataclass(eq=False)
 class Ring:
     """Keys and values go round. Without a group there is one step, for documents of whole sequences at hand."""
 
@@ -85,7 +86,7 @@ class Ring:
         return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AllGather:
     """A rank attends to its own keys and values while those of all ranks are gathered, then to the gaps between."""
 
@@ -98,7 +99,7 @@ class AllGather:
         return _AllGather.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.group)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Ulysses:
     """A rank gives away positions for heads, attends over the whole sequence, and gives the result back."""
 

@@ -21,6 +21,7 @@ keep activations from forward to backward, gradients accumulate or are reduced, 
 Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and what kernels allocate inside. NCCL lets the allocator reuse a buffer that a pipeline has sent or received only when
 all transfers posted before it was freed have ended: the further the host is ahead of its GPU, the more of them live.
+That does not exhaust memory: before it gives up, the allocator waits for them.
 """
 
 from collections import Counter

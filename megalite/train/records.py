@@ -11,6 +11,7 @@ from typing import Any
 from megalite.config.errors import InputError
 from megalite.config.files import exists, is_file
 
+MOST = 1e100  # of a number: no run has such a one, and pictures have no axis for it
 BACK = ("resumed", "rollback")  # events after which records of later steps no longer count
 
 
@@ -72,11 +73,17 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or not _has_numbers(record):
+    if not isinstance(record, dict) or not _is_number(record.get("step"), int) or not _has_numbers(record):
         raise InputError(f"{where} is not a record of a run: {line.rstrip()[:80]}")
     return record
 
 
 def _has_numbers(record: dict[str, Any]) -> bool:
-    """Whether all values are numbers or null, of what is no event."""
-    return "event" in record or all(value is None or isinstance(value, int | float) for value in record.values())
+    """Whether all values are numbers or null, of what is no event; the name of an event is a text."""
+    if "event" in record:
+        return isinstance(record["event"], str)
+    return all(value is None or _is_number(value, (int, float)) for value in record.values())
+
+
+def _is_number(value: Any, of: type[int] | tuple[type[int], type[float]]) -> bool:
+    return isinstance(value, of) and not abs(value) > MOST  # NaN is one

@@ -49,17 +49,21 @@ class Report:
     """Reports a run from its one reporting rank; a context manager.
 
     `metrics.jsonl` only grows: what a killed run had reported after `first_step`, an event takes back. A file that
-    cannot be written to does not disturb the run; an event is written as soon as that works.
+    cannot be written to does not disturb the run; an event is written as soon as that works. check_owner: called before
+    that file changes; does not return where the folder has become another job's.
     """
 
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        self.steps, self.step = config.train.steps, first_step
+    def __init__(
+        self, folder: Path, config: Config, first_step: int, check_owner: Callable[[], None] = lambda: None
+    ) -> None:
+        self.steps, self.step, self._check_owner = config.train.steps, first_step, check_owner
         self.console = Console()
         self.path = folder / "metrics.jsonl"
         self.metrics = Outlet(str(self.path))
         self.unwritten = b""  # events for which there was no room
         cut, resumed = None, False
         with self.metrics:
+            check_owner()
             cut = mend(self.path)
             resumed = self.path.exists() and self.path.stat().st_size > 0
         self.boards: list[tuple[Outlet, Board | WandbRun]] = []
@@ -134,6 +138,7 @@ class Report:
         known = {name: value if _finite(value) else None for name, value in values.items()}
         lines = self.unwritten + (json.dumps({"step": step, "time": time.time(), **known}) + "\n").encode()
         with self.metrics:
+            self._check_owner()
             append(self.path, lines)
             self.unwritten = b""
             return

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.progress import Progress
-from megalite.config.files import as_json, write_whole
+from megalite.config.files import as_json, is_folder, write_whole
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
@@ -97,7 +97,9 @@ def kept_tokenizer(folder: Path) -> Path | None:
 
 
 def _tokenizer_in(folder: Path) -> Path | None:
-    found = [path for path in folder.glob("*") if path.suffix in (".model", ".json")]
+    if not is_folder(folder, follow=False):
+        return None
+    found = [path for path in folder.glob("*") if path.suffix in (".model", ".json") and not path.is_symlink()]
     return next((path for path in found if path.name != "tokenizer_config.json"), None)
 
 

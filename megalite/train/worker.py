@@ -54,7 +54,8 @@ log = logging.getLogger("megalite")
 def run(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
     """Train as the rank at `place`, in a run folder that is there; the exit code.
 
-    check_owner: called before checkpoints change; does not return where the folder has become another job's.
+    check_owner: called before checkpoints and records change; does not return where the folder has become another
+    job's.
     """
     return run_rank(lambda: _watched(place, config, check_owner), place)
 
@@ -121,8 +122,9 @@ def _train(
         if place.rank != 0:
             return train(job, batches, progress, saver, reload, None)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
+            check_owner()
             record_start(folder.path, config, places, progress)
-        with Report(folder.path, config, progress.step) as report:
+        with Report(folder.path, config, progress.step, check_owner) as report:
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
             code = train(job, batches, progress, saver, reload, report)

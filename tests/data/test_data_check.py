@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,12 +93,24 @@ def test_a_junk_tokenizer_is_refused(tmp_path: Path, check: Check, content: byte
 
 
 def test_a_description_of_another_store_is_refused(tmp_path: Path, check: Check) -> None:
-    store = write(tmp_path / "own")
-    tokens = np.memmap(f"{store}.bin", "<u2", "r+")
-    tokens[0] = 4
-    tokens.flush()
+    store, other = write(tmp_path / "own"), bare(tmp_path / "bare", [[5, 2]])
+    for end in (".bin", ".idx"):
+        shutil.copy(f"{other}{end}", f"{store}{end}")
     with pytest.raises(InputError, match=r"own\.json: describes another store, of 3 documents and 6 tokens"):
         check(store)
+
+
+@pytest.mark.parametrize(("end", "offset"), [(".bin", 0), (".idx", 34)])
+def test_a_description_of_changed_files_is_refused(tmp_path: Path, check: Check, end: str, offset: int) -> None:
+    """The files are as large as they were: a token, or the length of a document, is another."""
+    store = Path(f"{write(tmp_path / 'own')}{end}")
+    content = bytearray(store.read_bytes())
+    content[offset] ^= 1
+    store.write_bytes(content)
+    with pytest.raises(
+        InputError, match=r"own\.json: does not fit \.bin and \.idx any more: .* --verify finds nothing"
+    ):
+        check(str(store.with_suffix("")))
 
 
 def test_documents_that_end_otherwise_than_described_are_refused(tmp_path: Path, check: Check) -> None:

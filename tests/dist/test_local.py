@@ -16,6 +16,7 @@ import pytest
 from megalite.config.errors import InputError
 from megalite.dist import local
 from megalite.dist.local import launch, log_file
+from megalite.stop import STOP
 
 Program = Callable[[str], str]
 LAUNCHER = """\
@@ -86,9 +87,9 @@ def test_logs_of_an_earlier_run_are_kept(program: Program, shared: str, tmp_path
 
 
 def test_the_launcher_s_signal_handlers_are_restored(program: Program, tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in local.STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = [signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert launch(program("sys.exit(rank)"), [str(tmp_path)], 2, tmp_path / "logs") == 1
-    assert ([signal.getsignal(number) for number in local.STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
+    assert ([signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
 
 
 def test_a_rank_that_fails_ends_the_job(
@@ -180,7 +181,7 @@ def test_a_rank_killed_by_a_signal_is_named(
     assert capfd.readouterr().err == f"megalite: rank 1 was killed by {name}{hint}; see {log}\n"
 
 
-@pytest.mark.parametrize("number", local.STOP)
+@pytest.mark.parametrize("number", STOP)
 def test_a_signal_to_the_launcher_reaches_the_ranks(
     number: signal.Signals, program: Program, shared: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import InputError
-from megalite.dist.last_words import OUTCOME, note_outcome
+from megalite.dist.last_words import OUTCOME, note_outcome, tell
 from megalite.dist.local import MEETING, launch, log_file
 from megalite.dist.ranks import Place
 from megalite.dist.start import start
@@ -92,6 +92,15 @@ def test_the_first_outcome_stays_and_a_folder_that_is_gone_does_not_matter(
     assert outcome.read_text() == "4\n"
     monkeypatch.setenv(OUTCOME, str(outcome / "there" / "is none"))
     note_outcome(4)
+
+
+def test_last_words_that_cannot_be_left_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk, say: the launcher would know nothing of the cause."""
+    monkeypatch.setenv(MEETING, str(tmp_path / "gone"))
+    tell(1, "boom", Place(3, 4, 3))
+    assert "megalite: rank 3: boom\n" in capsys.readouterr().err
 
 
 def test_an_interrupt_that_was_held_up_is_one_line(

@@ -41,6 +41,17 @@ def test_there_are_as_many_ranks_as_gpus(work: SimpleNamespace) -> None:
     assert "the job's 3; start 4 ranks" in done.stderr
 
 
+@pytest.mark.parametrize(("arguments", "shown"), [(["--help"], "usage:"), (["--check", "config.yaml"], "ranks   4")])
+def test_nothing_starts_where_nothing_is_asked_for(
+    arguments: list[str], shown: str, work: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "torchrun").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    done = work.run(SCRIPT, *arguments, PATH=f"{tmp_path}:{work.environment['PATH']}")
+    assert done.returncode == 0
+    assert shown in done.stdout
+
+
 def test_bad_data_is_told_once_before_torchrun_could_add_a_traceback(work: SimpleNamespace) -> None:
     done = work.run(SCRIPT, "config.yaml", "run.name=lost", "data.train=[{path: lost}]", NPROC="4")
     assert done.returncode == 2

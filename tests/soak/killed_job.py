@@ -95,6 +95,10 @@ class Job:
                 _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else most, most))
 
+    def ranks_begun(self) -> int:
+        """How many ranks have been handed a batch."""
+        return sum(b"\n" in path.read_bytes() for path in self.notes.glob("rank-*.jsonl"))
+
     def batches_begun(self) -> int:
         """How many batches the ranks have been handed, counted for each rank."""
         return sum(path.read_bytes().count(b"\n") for path in self.notes.glob("rank-*.jsonl"))

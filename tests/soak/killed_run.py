@@ -147,7 +147,7 @@ class KilledRun:
                 rival = jobs.enter_context(Job(arguments, self.place, notes.with_name(f"{notes.name}-rival")))
                 job = _winner(job, rival)
             elif nuisance == "full" and pace:
-                jobs.enter_context(_full_for_a_while(job, pace, self.rng.random()))
+                jobs.enter_context(_full_for_a_while(job, ranks_of(self.place, layout), pace, self.rng.random()))
             self.attempts.append(job.notes)
             if nuisance:
                 self.tally.nuisances[nuisance] += 1
@@ -336,12 +336,12 @@ def _winner(*jobs: Job) -> Job:
 
 
 @contextmanager
-def _full_for_a_while(job: Job, pace: Pace, share: float) -> Iterator[None]:
+def _full_for_a_while(job: Job, ranks: int, pace: Pace, share: float) -> Iterator[None]:
     """Let no write to a file succeed from a random moment of training on, for the time of some steps and a save."""
     over = threading.Event()
 
     def fill() -> None:
-        while not job.batches_begun():
+        while job.ranks_begun() < ranks:  # their notes are made by then
             if over.wait(0.05):
                 return
         over.wait(share * 8 * pace.step)

@@ -39,6 +39,7 @@ from violation import Violation
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.entry import exit_code
+from megalite.stop import listen, stop
 from megalite_tools.results import cpu_name
 
 COMMAND = "soak"
@@ -80,8 +81,9 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the kill test; 0, 1 at the first violation, 2 for bad input, 130 when interrupted."""
+    """Run the kill test; 0, 1 at the first violation, 2 for bad input, 3 when stopped, 130 when interrupted."""
     args = _parse(argv)
+    listen(stop)  # an exception, so that no job outlives the test
     console = Console(stderr=True)
     place = (args.work or Path(tempfile.mkdtemp(prefix="megalite-soak-"))).resolve()
     command = shlex.join(["python", "tests/soak/soak.py", *(sys.argv[1:] if argv is None else argv)])

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import shutil
 import sys
 from collections import Counter
@@ -21,14 +20,15 @@ from torch import Tensor, nn
 from toy_jobs import make, one_rank, save
 
 from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.manifest import MANIFEST
+from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.config.convert import to_plain
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.model.decoder import Decoder
 from megalite.model.generate import Draw, nucleus, sample
 from megalite.output import Lost
 from megalite.train.starts import keep_tokenizer
-from megalite_tools.generate import find_checkpoints, main
+from megalite_tools.generate import CHARACTERS, find_checkpoints, load_decoder, main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
 MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=24, init_std=1.0)
@@ -54,6 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
     trained = replace(config, parallel=Parallel(pp=2, tp=2, dp_shard=2), train=Train(precision="bf16", compile=True))
     for path in (folder / "checkpoints").iterdir():
         tamper(path, lambda fields: fields.update(config=to_plain(trained)))
+    keep_tokenizer(tokenizer_file, folder, folder / "starts/001.tokenizer")
     return folder
 
 
@@ -76,7 +77,7 @@ def test_the_text_begins_with_the_prompt_and_is_the_same_every_time(
     generate: Generate, run: Path, tokenizer_file: Path
 ) -> None:
     code, text, errors = generate(run, "--prompt", PROMPT, "--tokens", 12)
-    assert (code, errors) == (0, f"tokenizer: {tokenizer_file}\n")
+    assert (code, errors) == (0, f"tokenizer: {run}/tokenizer/{tokenizer_file.name}\n")
     assert text.startswith(PROMPT)
     assert len(text) > len(PROMPT) + 1
     assert text.endswith("\n")
@@ -90,7 +91,6 @@ def test_the_tokenizers_copy_in_the_run_folder_is_found_from_anywhere(
     shutil.copytree(run, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints").iterdir():
         tamper(path, lambda fields: fields["config"]["data"].update(tokenizer="data/moved.model"))
-    keep_tokenizer(tokenizer_file, tmp_path / "run", tmp_path / "run/starts/001.tokenizer")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     code, text, errors = generate("../run", "--prompt", PROMPT, "--tokens", 3)
@@ -123,13 +123,51 @@ def test_a_run_means_its_newest_checkpoint(generate: Generate, run: Path, monkey
 def test_a_prompt_longer_than_the_models_sequence(generate: Generate, run: Path) -> None:
     code, text, errors = generate(run, "--prompt", PROMPT * 10, "--tokens", 3)
     assert code == 0
-    assert re.search(r"warning: of \d+ tokens, the model sees the last 24\n", errors)
+    assert "warning: of the prompt, the model sees the last 24 tokens only\n" in errors
     assert text.startswith(PROMPT * 10)
+
+
+def test_of_a_long_prompt_no_more_is_encoded_than_the_model_can_see(
+    generate: Generate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(len(text)) or encode(self, text))
+    (tmp_path / "prompt").write_text("word " * 100_000)
+    assert generate(run, "--prompt-file", tmp_path / "prompt", "--tokens", 1)[0] == 0
+    assert max(encoded) <= CHARACTERS * MODEL.sequence_length
 
 
 def test_no_prompt_starts_a_document(generate: Generate, run: Path, tokenizer_file: Path) -> None:
     code, _, errors = generate(run, "--tokens", 3)
-    assert (code, errors) == (0, f"tokenizer: {tokenizer_file}\n")
+    assert (code, errors) == (0, f"tokenizer: {run}/tokenizer/{tokenizer_file.name}\n")
+
+
+def test_weights_that_are_too_large_to_write_with_are_told(
+    generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(path: Path, manifest: Manifest) -> Decoder:
+        decoder = load_decoder(path, manifest)
+        with torch.no_grad():
+            for weight in decoder.parameters():
+                weight.fill_(1e15)
+        return decoder
+
+    monkeypatch.setattr("megalite_tools.generate.load_decoder", too_large)
+    for temperature in (0, 1):
+        code, _, errors = generate(run, "--prompt", PROMPT, "--temperature", temperature)
+        assert code == 2
+        assert "the model's logits are not finite: its weights are too large" in errors
+
+
+def test_a_terminal_is_given_nothing_that_could_disturb_it(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = load_tokenizer(tokenizer_file).encode("a\x1b[31mb\n")
+    monkeypatch.setattr("megalite_tools.generate.sample", lambda *_: iter(ids))
+    assert generate(run, "--prompt", "")[1] == "a\x1b[31mb\n\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate(run, "--prompt", "")[1] == "a\\x1b[31mb\n\n"
 
 
 def test_the_text_ends_with_its_document(
@@ -188,12 +226,20 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused(generate: Generat
 
 
 def test_a_run_without_tokenizer_needs_one(generate: Generate, run: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+    """One that only a checkpoint names is not opened, nor is one behind a link."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "tokenizer").rename(tmp_path / "elsewhere")
+    assert f"run: has no copy of the run's tokenizer; give --tokenizer, as '{tokenizer_file}" in generate(copy)[2]
+    (copy / "tokenizer").symlink_to(tmp_path / "elsewhere")
+    assert generate(copy)[0] == 2
+    (copy / "tokenizer").unlink()
+    (copy / "tokenizer").mkdir()
+    (copy / "tokenizer" / tokenizer_file.name).symlink_to(tokenizer_file)
     for path in (copy / "checkpoints").iterdir():
         tamper(path, lambda fields: fields["config"]["data"].update(tokenizer=None))
     code, _, errors = generate(copy)
     assert code == 2
-    assert "give --tokenizer" in errors
+    assert errors.endswith("give --tokenizer\n")
     assert generate(copy, "--tokenizer", tokenizer_file)[0] == 0
 
 

@@ -175,7 +175,8 @@ def test_one_tensor_at_a_time_is_held(run: Path, inspect: Inspect, monkeypatch: 
         (["show", "{run}", "--tensors", "nothing*"], "--tensors nothing*: no tensor has such a name"),
         (["diff", "{run}", "{run}", "--tolerance", "-1"], "--tolerance -1.0: must be 0 or more"),
         (["diff", "{run}", "{run}", "--tolerance", "nan"], "--tolerance nan: must be 0 or more"),
-        (["list", "{run}", "--json", "{run}/checkpoints"], "checkpoints: cannot be written"),
+        (["list", "{run}", "--json", "{run}/checkpoints"], "checkpoints: is a folder; name a file in it"),
+        (["list", "{run}", "--json", ""], ".: is a folder; name a file in it"),
     ],
 )
 def test_bad_input_exits_with_2(inspect: Inspect, run: Path, arguments: list[str], message: str) -> None:
@@ -219,6 +220,10 @@ def test_links_in_place_of_checkpoints_are_damage(run: Path, inspect: Inspect) -
         assert code == 1
         assert "damaged: is a link or a file instead of a folder" in out
     assert inspect("verify", run / "step-00000002")[0] == 0
+    link = run / "checkpoints/step-00000004.partial"
+    link.symlink_to(run / "step-00000002")
+    listed = json.loads(inspect("list", run, "--json", "-")[1])["checkpoints"]
+    assert listed[-1]["bytes"] == link.lstat().st_size
 
 
 def test_an_index_that_contradicts_itself_is_damage_whatever_its_hash(run: Path, inspect: Inspect) -> None:

@@ -110,15 +110,28 @@ def test_a_run_that_has_only_begun_can_be_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "3", "[]", '{"loss": 1}', '{"step": 1, "loss": "low"}', '{"step": "x", "loss": 1}']
+    "text",
+    [
+        *("{", "3", "[]", '{"loss": 1}', '{"step": 1, "loss": "low"}', '{"step": "x", "loss": 1}'),
+        *('{"step": 1, "event": ["resumed"]}', f'{{"step": 1{"0" * 200}}}', '{"step": 1, "loss": -1e308}'),
+    ],
 )
 def test_what_is_no_record_is_named_by_its_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path, *records())
     with (run / "metrics.jsonl").open("a") as file:
         file.write(text + "\n")
     assert main([str(run)]) == 2
-    assert f"metrics.jsonl: line 11 is not a record of a run: {text}" in capsys.readouterr().err
+    assert f"metrics.jsonl: line 11 is not a record of a run: {text[:80]}" in capsys.readouterr().err
     assert not (run / "loss.png").exists()
+
+
+@pytest.mark.parametrize("name", ["m$\\frac$", "_under", "运行", "\x1b[31m", "a$b"])
+def test_names_are_drawn_as_they_are(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    assert main([str(write_run(tmp_path / name, *records()))]) == 0
+    assert capsys.readouterr().out.rstrip("\n").isprintable()
+    assert not recwarn
 
 
 def test_a_missing_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

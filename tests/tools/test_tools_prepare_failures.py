@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_tools_prepare_data import names
 
 from megalite.data.store import StoreWriter, TokenStore
 from megalite.stop import STOP
-from megalite_tools import commands, prepare_data
+from megalite_tools import commands, encode, prepare_data
 from megalite_tools.prepare_data import main
 
 
@@ -201,3 +202,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_workers_are_started_with_signals_held_up() -> None:
+    """Until they ignore what the terminal sends to all, it would end them with a traceback of what they import."""
+    held: list[set[int]] = []
+    pool = SimpleNamespace(submit=lambda encode, batch: held.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    encode._submit(pool, encode.encode_batch, [])
+    assert held[0] >= set(STOP)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP)

@@ -348,7 +348,7 @@ def test_what_was_read_of_the_data_is_kept_or_a_warning_given(
     assert not Path("runs/scanning").exists()
     remembered.mkdir(parents=True)
     assert main(arguments) == 0
-    assert "data.json: cannot be written: Is a directory; the next start will read" in capsys.readouterr().err
+    assert "data.json: is a folder; name a file in it; the next start will read" in capsys.readouterr().err
     remembered.rmdir()
     assert main(arguments) == 0
     assert len(json.loads(remembered.read_text())["stores"]) == 1

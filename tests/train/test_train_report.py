@@ -260,3 +260,18 @@ def test_tensorboard_shows_events_as_text(tmp_path: Path) -> None:
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
     write(tmp_path, replace(CONFIG, log=Log(tensorboard=False)), RECORDS)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nothing_is_written_into_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
+    owned = True
+
+    def check_owner() -> None:
+        if not owned:
+            raise SystemExit(5)
+
+    report = Report(tmp_path, CONFIG, 0, check_owner)
+    report.record(1, {"loss": 1.0})
+    owned = False
+    with pytest.raises(SystemExit):
+        report.record(2, {"loss": 2.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1]

@@ -235,7 +235,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            states = [self._state_of(param) for param in params]
+            states = [self.states_of(param) for param in params]
             self.update(
                 [_local(param) for param in params],
                 [_local(param.grad) for param in params],
@@ -250,7 +250,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 found_inf=self.found_inf,
             )
 
-    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+    def states_of(self, param: Tensor) -> dict[str, Tensor]:
+        """Moments and the number of updates; made as zeros where there are none."""
         state = self.state[param]
         if not state:
             wide = wide_dtype(param.dtype)
@@ -259,6 +260,10 @@ class FusedAdamW(torch.optim.Optimizer):
         elif state["step"].device != param.device:  # loaded from a torch.optim.AdamW, which keeps it on the host
             state["step"] = state["step"].to(param.device)
         return state
+
+    def buffers(self) -> list[Tensor]:
+        """What is kept beside states: nothing."""
+        return []
 
 
 def _zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,14 +14,12 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite import train
 from megalite.checkpoint.save import local_parts
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
@@ -33,11 +31,10 @@ from megalite.dist.mesh import Mesh
 from megalite.dist.signals import die_with_launcher
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
-from megalite.optim.offload import HostAdamW
-from megalite.parallel.host_memory import HostMemory
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
-from megalite.plan.memory import Modes, enough_micro_batches, rank_memory, recompute_modes
+from megalite.plan.memory import enough_micro_batches, rank_memory
+from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
@@ -52,15 +49,16 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     process group.
     """
     layout, full = config.parallel.layout, rank_memory(config, pp).micro_batches
-    m = enough_micro_batches(config, pp, full)
     config = replace(config, train=replace(config.train, compile=False), kernels="torch")
+    plan = resolve(config)  # nothing can be measured here, so costs of layers are estimated
+    m = enough_micro_batches(plan, pp, full)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(layout.rank(pp=pp), layout.world_size):
         mesh = Mesh.build(layout, CPU, config.parallel.data.sharded)
         assert mesh is not None
-        job = build(config, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode
+        job = build(plan, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode
         with fake:
-            _materialize(job, mesh)
+            job = _materialized(job, mesh)
             tokens = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
             # A document each: masks and positions take what they take for several.
             found = count_step(job, Micros.cut_at(tokens, None), fake)
@@ -76,13 +74,13 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     batch: as for `train_step`. fake: the mode of the job's tensors, if they have no data.
     """
     params = [param for _, param in job.named_parameters()]
-    _make_states(job, params)
+    # Made now if there are none: the first step of a run peaks lower than all others.
+    states = [state for param in params for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake)
     live.add(params, "parameters")
-    states = (value for state in job.optimizer.state.values() for value in state.values())
-    live.add(states, HOST if job.config.optim.offload else "optimizer states")
-    if isinstance(job.optimizer, HostAdamW):
-        live.add([copy for copies in job.optimizer.copies.values() for copy in copies], HOST)
+    place = HOST if job.config.optim.offload else "optimizer states"
+    live.add(states, place)
+    live.add(job.optimizer.buffers(), place)
     live.add([batch.tokens], "activations")
     sharded = {id(param) for param in params}
 
@@ -95,8 +93,10 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     modules = chain.from_iterable(stage.modules() for stage in job.stages.values())
     hooks = [module.register_forward_pre_hook(see_gathered) for module in modules if isinstance(module, FSDPModule)]
     hooks.append(job.optimizer.register_step_pre_hook(see_gradients))
-    with live, _seeing_host(live):
+    job.memory.watch = lambda host: live.add([host], HOST)  # on a CPU too
+    with live:
         train_step(job, batch, 0)
+    job.memory.watch = None
     for hook in hooks:
         hook.remove()
     found = live.peak(apart=HOST)
@@ -106,56 +106,28 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     return found
 
 
-def _make_states(job: Job, params: Sequence[torch.nn.Parameter]) -> None:
-    """Let the optimizer make its states: the first step of a run peaks lower than all others."""
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-
-
-def _materialize(job: Job, mesh: Mesh) -> None:
-    """Move a job from the meta device to CPU tensors of the current fake mode."""
+def _materialized(job: Job, mesh: Mesh) -> Job:
+    """The job, moved from the meta device to CPU tensors of the current fake mode."""
     for stage in job.stages.values():
         stage.to_empty(device=mesh.device)
-    job.mesh = mesh
-    job.optimizer = build_optimizer(job.stages.values(), job.config.optim)
-
-
-@contextmanager
-def _seeing_host(live: LiveBytes) -> Iterator[None]:
-    """What is offloaded counts as host memory, on a CPU too."""
-
-    def seen(memory: HostMemory, tensor: Tensor) -> Tensor:
-        host = empty_like(memory, tensor)
-        live.add([host], HOST)
-        return host
-
-    empty_like = HostMemory.empty_like
-    with _swapped(HostMemory, "empty_like", seen):
-        yield
+    return replace(job, mesh=mesh, optimizer=build_optimizer(job.stages.values(), job.config.optim))
 
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
     """This process as one rank of a world whose other ranks are not there, and where what is sent arrives at once."""
-    # DTensor tries operations on global shapes in the fake mode that it finds. In the one of the job they would count.
+    # PyTorch has no other way in: DTensor tries operations on global shapes in the fake mode that it finds, and in the
+    # job's own they would count; and what a fake transfer has sent would never have arrived.
     own = FakeTensorMode()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with (
             _swapped(_sharding_prop, "detect_fake_mode", lambda *_: own),
             _swapped(FakeWork, "is_completed", lambda _: True),
-            _swapped(train.build, "recompute_modes", _modes),
         ):
             yield
     finally:
         dist.destroy_process_group()
-
-
-def _modes(config: Config, _: Mesh) -> Modes:
-    """What layers recompute; nothing can be measured here."""
-    return recompute_modes(config)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megalite.config.errors import InputError, counted, number_ranges
 from megalite.config.files import exists, write_whole
+from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
@@ -121,7 +122,7 @@ def _layout_table(layout: Layout) -> Table:
 
 
 def _parameter_table(model: Model) -> Table:
-    whole, layer = model_parameters(model), layer_parameters(model)
+    whole, layer = model_parameters(model), layer_parameters(model, layer_kinds(model)[0])
     shown = table("component", "parameters", "in one layer", "share", text=("component",))
     for component in (*(field.name for field in fields(Parameters)), "total"):
         count, inside = getattr(whole, component), getattr(layer, component)

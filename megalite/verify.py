@@ -34,13 +34,14 @@ from megalite.dist.start import run_rank, start
 from megalite.plan.activations import Activations
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
-from megalite.plan.memory import recompute_modes
 from megalite.plan.pipeline import table_of, tables_of
-from megalite.plan.recompute import GIB, MODES, held_by_rank, kept_by_rank
+from megalite.plan.recompute import GIB, Mode, by_rank, held_by_rank, kept_by_rank
+from megalite.plan.resolved import estimated_costs, resolve
 from megalite.plan.split import split_of
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections, table
 from megalite.train.build import Job, build
+from megalite.train.recompute import plan_for
 from megalite.train.step import gradients, update
 
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 
 def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
-    job = build(config, mesh)
+    job = build(plan_for(config, mesh), mesh)
     initial = _parameters(job)
     losses, norms, first = [], [], []
     for step in range(steps):
@@ -242,14 +243,18 @@ def shrink(config: Config) -> Config:
 
 def _mixing_budget(config: Config) -> float:
     """GiB with which all layers of the fullest rank but one can keep everything, which takes the least time."""
-    sizes, split, tables = Activations(config), split_of(config), tables_of(config)
-    kept = {mode: sizes.layer_bytes(mode) for mode in MODES}
-    held, outside = held_by_rank(tables, split), kept_by_rank(tables, sizes.outside(len(split)))
-    ranks = list(zip(held, outside, strict=True))
-    most, count = max((kept["none"] * sum(layers) + other, min(layers)) for layers, other in ranks if layers)
-    least = [kept["full"] * sum(layers) + other for layers, other in ranks]
-    spared = (kept["none"] - kept["selective"]) * count
-    return max(most - spared / 2, *least) / GIB  # half: what is measured is not quite what is planned
+    split, tables = split_of(config), tables_of(config)
+    outside = kept_by_rank(tables, Activations(config).outside(len(split)))
+    costs, held = by_rank(tables[0], split, estimated_costs(config)), held_by_rank(tables, split)
+    ranks = [list(zip(*layers, strict=True)) for layers in zip(costs, held, strict=True)]
+
+    def kept(mode: Mode) -> list[int]:
+        layers = (sum(count * cost[mode].bytes for cost, count in rank) for rank in ranks)
+        return [found + other for found, other in zip(layers, outside, strict=True)]
+
+    most, fullest = max((size, rank) for rank, size in enumerate(kept("none")) if ranks[rank])
+    spared = min(count * (cost["none"].bytes - cost["selective"].bytes) for cost, count in ranks[fullest])
+    return max(most - spared / 2, *kept("full")) / GIB  # half: what is measured is not quite what is planned
 
 
 def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
@@ -315,7 +320,7 @@ def run(args: argparse.Namespace) -> int:
     config = check(load(args.files, args.overrides))
     as_trained = planned(config)  # what `train` refuses is not compared
     if as_trained.batch.micro != "auto":
-        recompute_modes(as_trained)  # nor a budget that nothing fits
+        resolve(as_trained)  # nor a budget that nothing fits
     table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)

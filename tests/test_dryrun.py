@@ -10,6 +10,7 @@ from toy_jobs import make, one_rank
 
 from megalite.dryrun import count_step, dry_run, main
 from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory
+from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
 from megalite.verify import random_batch
 
@@ -59,7 +60,7 @@ def test_a_whole_backward_between_the_halves_of_another(tmp_path: Path) -> None:
 
 def test_a_few_micro_batches_stand_for_many() -> None:
     config = configured({"parallel.pp": 2, "parallel.data.mode": "zero1", "parallel.dp_shard": 2, "batch.global": 32})
-    few = enough_micro_batches(config, 0, 16)
+    few = enough_micro_batches(resolve(config), 0, 16)
     assert few < 16
 
     def counted(micro_batches: int) -> int:

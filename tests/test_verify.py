@@ -24,7 +24,7 @@ from megalite.config.schema import Batch, Config, Curriculum, Kernels, Model, Op
 from megalite.config.validate import check, validate
 from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
-from megalite.plan.memory import recompute_modes
+from megalite.plan.resolved import resolve
 from megalite.verify import Difference, Part, Trace, _differences, _distance, compare, not_compared, show, shrink
 
 ROOT = Path(__file__).parents[1]
@@ -373,4 +373,4 @@ def test_a_shrunken_budget_mixes_modes(schedule: str, degrees: dict[str, int]) -
         batch=Batch(1, 64),
         train=Train(recompute="budget", recompute_budget=100.0),
     )
-    assert len({mode for modes in recompute_modes(shrink(config)).values() for mode in modes}) > 1
+    assert len({mode for modes in resolve(shrink(config)).modes.values() for mode in modes}) > 1

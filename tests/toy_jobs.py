@@ -19,7 +19,8 @@ from megalite.checkpoint.together import Together
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
 from megalite.dist.mesh import Mesh
-from megalite.optim.offload import MOMENTS
+from megalite.plan.resolved import resolve
+from megalite.plan.states import ADAMW
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
 from megalite.verify import Part, random_batch
@@ -57,7 +58,7 @@ def one_rank() -> Iterator[None]:
 def make(config: Config) -> Job:
     mesh = Mesh.build(config.parallel.layout, CPU)
     assert mesh is not None, "checkpoints are collective over all ranks, so the layout must take them all"
-    return build(config, mesh)
+    return build(resolve(config), mesh)
 
 
 def advance(job: Job, first: int, last: int) -> list[float]:
@@ -70,7 +71,7 @@ def parts(job: Job) -> Parts:
     found: Parts = {}
     for name, param in job.named_parameters():
         state = job.optimizer.state[param]
-        here = {name: param, **{f"{name} {moment}": state[moment] for moment in MOMENTS}}
+        here = {name: param, **{f"{name} {moment}": state[moment] for moment in ADAMW}}
         for key, tensor in here.items():
             part = Part.of(tensor)
             assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"

@@ -23,10 +23,10 @@ from megalite.dist.mesh import Mesh
 from megalite.model import decoder
 from megalite.parallel import gradients, linear
 from megalite.parallel.pipeline import Pipeline
-from megalite.plan.recompute import MODES, Cost, Mode
+from megalite.plan.recompute import MODES, Costs
 from megalite.schedule.actions import Kind
 from megalite.train import build, recompute, step
-from megalite.train.recompute import measured_costs, recompute_modes
+from megalite.train.recompute import measured_costs, plan_for
 from megalite.verify import Difference, compare
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -149,12 +149,13 @@ def scale_of_a_full_batch() -> AbstractContextManager[Any]:
 def modes_in_use(config: Config) -> set[str]:
     """What layers of any rank recompute in backward, where times are in the order of what is recomputed."""
 
-    def costs(config: Config, mesh: Mesh) -> dict[Mode, Cost]:  # as measured, layers as small differ by chance
-        return {mode: replace(cost, seconds=MODES.index(mode)) for mode, cost in measured_costs(config, mesh).items()}
+    def costs(config: Config, mesh: Mesh) -> list[Costs]:  # as measured, layers as small differ by chance
+        measured = measured_costs(config, mesh)
+        return [{mode: replace(cost[mode], seconds=MODES.index(mode)) for mode in MODES} for cost in measured]
 
     mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
     with patch.object(recompute, "measured_costs", costs):
-        return set() if mesh is None else {mode for modes in recompute_modes(config, mesh).values() for mode in modes}
+        return set() if mesh is None else {mode for modes in plan_for(config, mesh).modes.values() for mode in modes}
 
 
 def compare_with(fault: Fault, config: Config) -> list[Difference]:

@@ -39,6 +39,7 @@ from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import Place
 from megalite.optim.build import build_optimizer
+from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
 from megalite_tools.bench_ranks import CPU, run_on_ranks
 
@@ -93,7 +94,7 @@ class Bench:
         self.config = Config(model=model, parallel=Parallel(dp_shard=ranks), train=Train(precision="fp32"))
         mesh = Mesh.build(self.config.parallel.layout, CPU)
         assert mesh is not None
-        stages = {0: build_stage(self.config, mesh, 0, 1)}
+        stages = {0: build_stage(resolve(self.config), mesh, 0)}
         self.state = State(stages, build_optimizer(stages.values(), self.config.optim))
         self.folder, self.together = folder, Together()
         self.tensors = self.state.tensors()

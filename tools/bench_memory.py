@@ -34,6 +34,7 @@ from megalite.plan.memory import KINDS, rank_memory
 from megalite.plan.size import model_parameters
 from megalite.plan.walk import HOST
 from megalite.train.build import build
+from megalite.train.recompute import plan_for
 from megalite.verify import random_batch
 from megalite_tools.results import cpu_name
 
@@ -140,7 +141,7 @@ def _serve(rank: int, size: int, meeting: str, config: Config, pipe: Connection 
     dist.init_process_group("gloo", meeting, rank=rank, world_size=size)
     mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
     assert mesh is not None
-    job = build(config, mesh)
+    job = build(plan_for(config, mesh), mesh)
     found = count_step(job, random_batch(job, 0))
     dist.barrier()
     dist.destroy_process_group()

@@ -39,6 +39,7 @@ from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
+from megalite.train.recompute import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench_peer import LlamaForCausalLM, Step, build_peer
 from megalite_tools.results import cpu_name
@@ -179,7 +180,7 @@ def _serve(name: str, config: Config, pipe: Connection) -> None:
     start_alone()
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
-    job = build(config, mesh)
+    job = build(plan_for(config, mesh), mesh)
     step = _ours(job) if name == OURS else build_peer(job, PEERS[name])
     del job
     pipe.send(None)

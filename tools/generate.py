@@ -27,6 +27,7 @@ from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.model.decoder import Decoder
 from megalite.model.generate import Draw, sample
+from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
 from megalite.train.starts import kept_tokenizer
 
@@ -173,7 +174,7 @@ def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     alone = Config(model=model, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
-    decoder = build_stage(alone, mesh, 0, 1)
+    decoder = build_stage(resolve(alone), mesh, 0)
     Restorer(State({0: decoder}), alone, (), Together()).weights(path)
     return decoder
 

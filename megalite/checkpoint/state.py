@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.progress import Progress
-from megalite.optim.offload import MOMENTS
+from megalite.optim.interface import Optimizer
 from megalite.plan.batches import joined
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
@@ -20,6 +20,7 @@ FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
 }
 LONGEST = 1 << 24  # elements of such a tensor
 CPU = torch.device("cpu")
+COUNT = "step"  # of updates, among an optimizer's states: it is a part of the progress
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class State:
     """The tensors that one rank trains."""
 
     stages: Mapping[int, nn.Module]  # by their number in the whole model
-    optimizer: torch.optim.Optimizer | None = None  # None: only the weights matter
+    optimizer: Optimizer | None = None  # None: only the weights matter
 
     @property
     def device(self) -> torch.device:
@@ -39,15 +40,13 @@ class State:
         return {f"model.{name}": first.detach() for name, (first, *_) in self._named().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by global name; moments that do not exist yet are made as zeros."""
+        """Weights and optimizer states by global name; states that do not exist yet are made as zeros."""
         assert self.optimizer is not None
         tensors = self.weights()
         for name, (param, *_) in self._named().items():
-            state = self.optimizer.state[param]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                state |= {moment: torch.zeros_like(param) for moment in MOMENTS}
-            tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
+            if param.requires_grad:
+                states = self.optimizer.states_of(param).items()
+                tensors |= {f"optimizer.{state}.{name}": tensor for state, tensor in states if state != COUNT}
         return tensors
 
     @torch.no_grad()
@@ -62,9 +61,15 @@ class State:
         assert self.optimizer is not None
         self.loaded_weights()
         for first, *copies in self._named().values():
-            self.optimizer.state[first]["step"].fill_(updates)
+            if not first.requires_grad:
+                continue
+            states = self.optimizer.states_of(first)
+            if COUNT in states:
+                states[COUNT].fill_(updates)
             for copy in copies:
-                self.optimizer.state[copy] = {key: value.clone() for key, value in self.optimizer.state[first].items()}
+                others = self.optimizer.states_of(copy)
+                for name, tensor in states.items():
+                    others[name].copy_(tensor)
 
     def _named(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by global name: one of each, but for a tied embedding whose two copies are on this rank."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from megalite.checkpoint.index import Index
 from megalite.config.errors import listing
 from megalite.config.schema import Model
-from megalite.plan.shapes import weight_shapes
+from megalite.plan.weights import weights
 
 SHOWN = 5  # names of differing tensors
 FLOATS = ("float64", "float32", "bfloat16", "float16")  # of weights that other programs have saved
@@ -18,7 +18,7 @@ def differences(index: Index, shapes: Mapping[str, Sequence[int]], dtypes: Colle
 
 def differences_from(index: Index, model: Model) -> str:
     """How the tensors `model.*` differ from the weights of `model`; empty: in nothing."""
-    shapes = {f"model.{name}": shape for name, shape in weight_shapes(model).items()}
+    shapes = {f"model.{name}": weight.shape for name, weight in weights(model).items()}
     more = [name for name in index.tensors if name.startswith("model.") and name not in shapes]
     return _listed(_differing(index, shapes, FLOATS) + [f"{name} is no weight of it" for name in more])
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from megalite.config.layers import FeedForward, LayerKind, layer_kinds
 from megalite.config.schema import Kernels, Model
 from megalite.dist.collectives import all_gather
 from megalite.model.positions import Places
@@ -23,6 +24,7 @@ from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
+from megalite.plan import roles
 from megalite_kernels import add_rms_norm, linear_cross_entropy, qk_norm_rope, rms_norm, rope, swiglu
 
 AUTO = Kernels()
@@ -31,6 +33,7 @@ AUTO = Kernels()
 class Norm(nn.Module):
     def __init__(self, width: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
+        self.roles = {"weight": roles.NORM}
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
         self.rms_norm = Cheap(partial(rms_norm, backend=kernels.rms_norm))
@@ -51,6 +54,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
+        self.roles = {"weight": roles.HEAD_NORM}
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
         self.qk_norm_rope = Cheap(partial(qk_norm_rope, backend=kernels.rope))
@@ -67,10 +71,10 @@ class Attention(nn.Module):
         e = model.head_size
         self.head_size = e
         self.group = tp.get_group()
-        self.q = ColumnLinear(model.width, model.heads * e, tp, model.qkv_bias)
-        self.k = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
-        self.v = ColumnLinear(model.width, model.kv_heads * e, tp, model.qkv_bias)
-        self.o = RowLinear(model.heads * e, model.width, tp)
+        self.q = ColumnLinear(model.width, model.heads * e, tp, roles.QUERY, model.qkv_bias)
+        self.k = ColumnLinear(model.width, model.kv_heads * e, tp, roles.KEY, model.qkv_bias)
+        self.v = ColumnLinear(model.width, model.kv_heads * e, tp, roles.VALUE, model.qkv_bias)
+        self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT)
         self.q_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
         self.k_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
         # Without norms, what RoPE is made of is needed by nothing else: to keep it would save no memory.
@@ -89,13 +93,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward, its width split over tp."""
 
-    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, width: int, kind: FeedForward, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.group = tp.get_group()
-        self.gate = ColumnLinear(model.width, model.ffn, tp)
-        self.up = ColumnLinear(model.width, model.ffn, tp)
+        self.gate = ColumnLinear(width, kind.width, tp, roles.GATE)
+        self.up = ColumnLinear(width, kind.width, tp, roles.UP)
         self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu))
-        self.down = RowLinear(model.ffn, model.width, tp)
+        self.down = RowLinear(kind.width, width, tp, roles.DOWN)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(x, (self.gate, self.up), self.group)  # s b f/t
@@ -103,12 +107,12 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.attention_norm = Norm(model.width, model.norm_eps, tp, kernels)
         self.attention = Attention(model, tp, kernels)
         self.mlp_norm = Norm(model.width, model.norm_eps, tp, kernels)
-        self.mlp = MLP(model, tp, kernels)
+        self.mlp = MLP(model.width, kind.feed_forward, tp, kernels)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed, x = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), cos, sin, attend))
@@ -126,7 +130,7 @@ class Head(nn.Module):
         super().__init__()
         self.group = tp.get_group()
         self.norm = Norm(model.width, model.norm_eps, tp, kernels)
-        self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp)
+        self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp, roles.HEAD)
         self.cross_entropy = partial(linear_cross_entropy, backend=kernels.cross_entropy)
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -159,7 +163,8 @@ class Decoder(nn.Module):
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
-        self.layers = nn.ModuleDict({str(layer): Layer(model, tp, kernels) for layer in layers})
+        kinds = layer_kinds(model)
+        self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
     def forward(self, x: Tensor, places: Places | None = None, targets: Tensor | None = None) -> Tensor:

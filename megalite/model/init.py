@@ -14,33 +14,33 @@ from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megalite.config.schema import Model
+from megalite.parallel.parameter import parameters
+from megalite.plan.roles import Kind, Role
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
 
-def standard_deviation(model: Model, name: str) -> float:
+def standard_deviation(model: Model, role: Role) -> float:
     """Of a matrix: smaller for projections into the residual stream (GPT-2's rule)."""
-    residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
-    return model.init_std / math.sqrt(2 * model.layers) if residual else model.init_std
+    return model.init_std / math.sqrt(2 * model.layers) if role.into_stream else model.init_std
 
 
 @torch.no_grad()
 def initialize(stage: nn.Module, model: Model, seed: int) -> None:
     """Fill every parameter of a materialized stage: norms 1, biases 0, matrices normal."""
-    for name, param in stage.named_parameters():
-        assert isinstance(param, DTensor)
+    for name, param, role in parameters(stage):
         local = param.to_local()
-        if "norm" in name:
-            local.fill_(1)
-        elif name.endswith("bias"):
-            local.zero_()
-        else:
-            _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-            fill_normal(local, param.shape, offset, standard_deviation(model, name), f"{seed}/{name}")
+        match role.kind:
+            case Kind.NORM:
+                local.fill_(1)
+            case Kind.BIAS:
+                local.zero_()
+            case _:
+                _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+                fill_normal(local, param.shape, offset, standard_deviation(model, role), f"{seed}/{name}")
 
 
 def fill_normal(local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str) -> None:

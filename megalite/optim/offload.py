@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
+from megalite.plan.states import ADAMW
 from megalite_kernels import fused_adamw
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -35,6 +34,7 @@ class HostAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None  # as of torch's fused optimizers: a float32 1 skips the update
+        self.clip: Tensor | None = None  # gradients are multiplied by it
         self._memory = HostMemory()
         self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of weight and gradient, filled anew by every step
         for group in self.param_groups:
@@ -44,6 +44,14 @@ class HostAdamW(torch.optim.Optimizer):
                     local = param.to_local().detach()
                     self.copies[param] = self._memory.empty_like(local), self._memory.empty_like(local)
 
+    def states_of(self, param: DTensor) -> dict[str, Tensor]:
+        """Moments, placed as the parameter, with parts in host memory, and the number of updates."""
+        return self.state[param]
+
+    def buffers(self) -> list[Tensor]:
+        """Host memory for copies of weights and gradients."""
+        return [copy for copies in self.copies.values() for copy in copies]
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. All copies to the host are under way before the first update."""
@@ -51,12 +59,11 @@ class HostAdamW(torch.optim.Optimizer):
         if self.found_inf is not None:
             host = torch.empty_like(self.found_inf, device="cpu", pin_memory=self._memory.stream is not None)
             skipped = to_host(self.found_inf, host, self._memory.stream)
-        arriving = [
-            (group, param, self._to_host(param))
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        trained = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if self.clip is not None and trained:
+            grads = [param.grad.to_local() for _, param in trained]
+            torch._foreach_mul_(grads, self.clip.to(grads[0].dtype))
+        arriving = [(group, param, self._to_host(param)) for group, param in trained]
         for group, param, (weight, grad, arrived) in arriving:
             if arrived is not None:
                 arrived.synchronize()
@@ -74,7 +81,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _update(
         group: dict[str, Any], state: dict[str, Any], weight: Tensor, grad: Tensor, skipped: Tensor | None
     ) -> None:
-        first, second = (state[name].to_local() for name in MOMENTS)
+        first, second = (state[name].to_local() for name in ADAMW)
         fused_adamw(
             [weight],
             [grad],
@@ -91,7 +98,5 @@ class HostAdamW(torch.optim.Optimizer):
 
 def _empty_state(param: DTensor) -> dict[str, Tensor]:
     local = param.to_local().detach()
-    moments = {
-        name: DTensor(torch.zeros_like(local, device="cpu"), param._spec, requires_grad=False) for name in MOMENTS
-    }
+    moments = {name: DTensor(torch.zeros_like(local, device="cpu"), param._spec, requires_grad=False) for name in ADAMW}
     return {"step": torch.zeros((), dtype=torch.float32), **moments}

@@ -11,15 +11,16 @@ earlier and its RESHARD ends it; its REDUCE says after which backward gradients 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megalite.config.schema import DataParallel
-from megalite.dist.mesh import Mesh
+from megalite.schedule.reductions import Reduction
 
 Precision = Literal["bf16", "fp32", "fp64"]
 
@@ -34,11 +35,18 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else parameter_dtype(precision)
 
 
-def shard(stage: nn.Module, groups: Iterable[nn.Module], mesh: Mesh, precision: Precision, data: DataParallel) -> None:
+def shard(
+    stage: nn.Module,
+    groups: Iterable[tuple[nn.Module, DeviceMesh]],
+    mesh: DeviceMesh,
+    precision: Precision,
+    data: DataParallel,
+) -> None:
     """Shard the parameters of `stage` over the data-parallel ranks, in place.
 
-    Each of `groups` is gathered by itself, the rest with the stage. Gradients are summed, not averaged: the
-    loss already is divided by the tokens of the whole step.
+    groups: modules that are gathered by themselves, each over a mesh of its own. The rest is gathered with the stage,
+    over `mesh`. A mesh has one axis, or for HSDP two, replicas first. Gradients are summed, not averaged: the loss
+    already is divided by the tokens of the whole step.
     """
     narrow = precision == "bf16" and data.reduce_precision == "bf16"
     policy = MixedPrecisionPolicy(
@@ -46,9 +54,9 @@ def shard(stage: nn.Module, groups: Iterable[nn.Module], mesh: Mesh, precision: 
         reduce_dtype=torch.bfloat16 if narrow else parameter_dtype(precision),
         cast_forward_inputs=False,
     )
-    for module in groups:
-        fully_shard(module, mesh=mesh.data, mp_policy=policy, reshard_after_forward=data.mode == "zero3")
-    fully_shard(stage, mesh=mesh.data, mp_policy=policy, reshard_after_forward=False)
+    for module, over in groups:
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=data.mode == "zero3")
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for group in _groups(stage):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
@@ -64,18 +72,6 @@ def reshard(stage: object) -> None:
     """Free the gathered weights of `stage`."""
     for group in _groups(stage):
         group.reshard()
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What becomes of the gradients of a stage at the end of one of its backward passes."""
-
-    now: bool  # they are reduced over the shards, layer by layer; else they add up where they are
-    last: bool  # of the step
-    replicas: bool  # replicas add up what each has reduced; else it waits for a later reduction
-
-
-NO_REDUCTION = Reduction(now=False, last=False, replicas=False)
 
 
 def before_backward(stage: object, mode: str, reduction: Reduction) -> None:

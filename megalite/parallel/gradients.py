@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.dist.mesh import Mesh
-from megalite_kernels.grad_norm import clip_coefficient, grad_norm
+from megalite.parallel.parameter import Parameter, trainable
+from megalite.plan.roles import EMBEDDING
+from megalite_kernels.grad_norm import grad_norm
 
-TIED = "embed.weight"  # held by the first and the last stage when embeddings are tied
 Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 
 
@@ -22,13 +23,13 @@ def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> 
     where nothing is sharded, and the two copies of a tied embedding at the ends of the model.
     placement: stage -> the pipeline rank that owns it.
     """
-    for param in _parameters(stages):
+    for _, param, _ in _trainable(stages):
         if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)
     if not tied or len(placement) == 1:
         return
     ends = [stage for stage in (0, len(placement) - 1) if stage in stages]
-    grads = [_local_grad(dict(stages[stage].named_parameters())[TIED]) for stage in ends]
+    grads = [_local_grad(param) for stage in ends for _, param, role in trainable(stages[stage]) if role == EMBEDDING]
     match grads:
         case [first, last]:
             first += last
@@ -64,32 +65,22 @@ def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bo
 @torch.no_grad()
 def parameter_norm(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> Tensor:
     """The L2 norm of all parameters, the same in every layout. Collective."""
-    nothing = next(_parameters(stages)).to_local().new_zeros(1)  # a rank may count no parameter
+    nothing = next(_trainable(stages)).value.to_local().new_zeros(1)  # a rank may count no parameter
     counted = [param.to_local() for _, param in _counted(stages, placement, tied)]
     return grad_norm([nothing, *counted], groups=[mesh.world], backend="torch")
 
 
-@torch.no_grad()
-def clip(stages: Stages, norm: Tensor, limit: float) -> None:
-    """Scale the gradients down so that their global `norm` is at most `limit`; no host synchronization."""
-    grads = [_local_grad(param) for param in _parameters(stages)]
-    torch._foreach_mul_(grads, clip_coefficient(norm, limit).to(grads[0].dtype))
-
-
-def _parameters(stages: Stages) -> Iterator[DTensor]:
+def _trainable(stages: Stages) -> Iterator[Parameter]:
     for stage in stages.values():
-        for param in stage.parameters():
-            assert isinstance(param, DTensor)
-            yield param
+        yield from trainable(stage)
 
 
 def _counted(stages: Stages, placement: Sequence[int], tied: bool) -> Iterator[tuple[str, DTensor]]:
     """The parameters that this rank counts, by name."""
     copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
     for number, stage in stages.items():
-        for name, param in stage.named_parameters():
-            assert isinstance(param, DTensor)
-            if _counts(param) and not (number == copy and name == TIED):
+        for name, param, role in trainable(stage):
+            if _counts(param) and not (number == copy and role == EMBEDDING):
                 yield name, param
 
 

@@ -5,6 +5,7 @@ whole pages that is registered with CUDA once, and used again by whatever has th
 """
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from mmap import PAGESIZE, mmap
 from weakref import finalize
@@ -26,6 +27,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None  # None: no tensor of a GPU has been seen
+        self.watch: Callable[[Tensor], None] | None = None  # is given all that `empty_like` gives
         self._free: dict[int, list[Tensor]] = {}  # by bytes
         self._registered: set[int] = set()  # addresses
         self._refused = False
@@ -33,6 +35,12 @@ class HostMemory:
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Contiguous host memory for a copy of `tensor`; ordinary memory where it is on the host already."""
+        host = self._empty_like(tensor)
+        if self.watch is not None:
+            self.watch(host)
+        return host
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda or tensor.nbytes == 0:
             return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         if self.stream is None:

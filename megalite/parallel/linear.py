@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.dist.collectives import all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
+from megalite.parallel.product import PLAIN, Product
 
 
 class WeightGradients:
@@ -50,16 +50,18 @@ def linears(
     weights: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
     gradients: WeightGradients | None = None,
+    product: Product = PLAIN,
 ) -> Sequence[Tensor]:
     """x Wᵀ for every weight, x gathered along the sequence over `group` first, if there is one.
 
     x `[s/t, b, in]`, or `[…, in]` without a group; weights: sharded parameters, `[out, in]` here. gradients: of
-    weights, where a split backward leaves them; None: they are always made with the rest.
+    weights, where a split backward leaves them; None: they are always made with the rest. Of weights that are not
+    trained no gradients are made.
     """
     if torch.compiler.is_compiling():  # it cannot trace collectives that overlap, nor what is put off
         whole = x if group is None else all_gather(x, group)
-        return [F.linear(whole, part(weight)) for weight in weights]
-    return _Linears.apply(x, group, gradients, weights, *(part(weight) for weight in weights))
+        return [product.forward(whole, part(weight)) for weight in weights]
+    return _Linears.apply(x, group, gradients, product, weights, *(part(weight) for weight in weights))
 
 
 class _Linears(torch.autograd.Function):
@@ -69,37 +71,43 @@ class _Linears(torch.autograd.Function):
         x: Tensor,
         group: dist.ProcessGroup | None,
         gradients: WeightGradients | None,
+        product: Product,
         params: Sequence[DTensor],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.gradients, ctx.params = group, gradients, params
+        ctx.group, ctx.gradients, ctx.product, ctx.params = group, gradients, product, params
         ctx.save_for_backward(x, *weights)
         whole = x if group is None else start_gather(x, group).wait()
-        return tuple(F.linear(whole, weight) for weight in weights)
+        return tuple(product.forward(whole, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        group = ctx.group
-        put_off = ctx.gradients is not None and ctx.gradients.later(partial(_accumulate, ctx.params, x, group, grads))
-        inputs = None if put_off or group is None else start_gather(x, group)
-        of_x = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            of_x.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
-        scattered = None if group is None else start_reduce_scatter(of_x, group)
-        of_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if not put_off:
+        group, product = ctx.group, ctx.product
+        _, _, _, _, _, *wanted = ctx.needs_input_grad
+        trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]
+        put_off = ctx.gradients is not None and ctx.gradients.later(partial(_accumulate, trained, x, group, product))
+        inputs = None if put_off or group is None or not trained else start_gather(x, group)
+        of_x = None
+        for grad, weight in zip(grads, weights, strict=True) if ctx.needs_input_grad[0] else ():
+            of_x = product.input_gradient(grad, weight, of_x)
+        scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        if not put_off and trained:
             whole = x if inputs is None else inputs.wait()
-            of_weights = [_of_weight(grad, whole) for grad in grads]
-        return (of_x if scattered is None else scattered.wait(), None, None, None, *of_weights)
+            of_weights = [
+                product.weight_gradient(grad, whole) if is_wanted else None
+                for grad, is_wanted in zip(grads, wanted, strict=True)
+            ]
+        return (of_x if scattered is None else scattered.wait(), None, None, None, None, *of_weights)
 
 
-def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def _accumulate(params: Sequence[DTensor], x: Tensor, group: dist.ProcessGroup | None, grads: Sequence[Tensor]) -> None:
-    """The second half of a backward pass."""
+def _accumulate(
+    trained: Sequence[tuple[DTensor, Tensor]], x: Tensor, group: dist.ProcessGroup | None, product: Product
+) -> None:
+    """The second half of a backward pass. trained: weights, and the gradients of their outputs."""
+    if not trained:
+        return
     whole = x if group is None else start_gather(x, group).wait()
-    for param, grad in zip(params, grads, strict=True):
-        add_gradient(param, _of_weight(grad, whole))
+    for param, grad in trained:
+        add_gradient(param, product.weight_gradient(grad, whole))

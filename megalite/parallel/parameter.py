@@ -1,12 +1,15 @@
 """Between parameters, which are DTensors on the `tp` mesh, and the plain local tensors that layers compute with."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from megalite.plan.roles import Role
 
 
 def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -31,6 +34,27 @@ def part(param: Tensor | None) -> Tensor:
     """This rank's part of a sharded parameter as a plain tensor."""
     assert isinstance(param, DTensor)
     return _local(param, param.placements[0])
+
+
+class Parameter(NamedTuple):
+    """One of a stage."""
+
+    name: str  # in the whole model
+    value: DTensor
+    role: Role
+
+
+def parameters(stage: nn.Module) -> Iterator[Parameter]:
+    """All parameters of `stage`, with the roles that their modules give them. Raises KeyError where one gives none."""
+    for prefix, module in stage.named_modules():
+        for name, value in module.named_parameters(prefix, recurse=False):
+            assert isinstance(value, DTensor)
+            yield Parameter(name, value, module.roles[name.rpartition(".")[2]])
+
+
+def trainable(stage: nn.Module) -> Iterator[Parameter]:
+    """Those of `parameters` that training changes; the others have no gradients and no optimizer states."""
+    return (found for found in parameters(stage) if found.value.requires_grad)
 
 
 def add_gradient(param: DTensor, grad: Tensor) -> None:

@@ -17,13 +17,17 @@ from megalite.dist.activity import Activity
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
 from megalite.schedule.actions import Action, Exchange, Kind, Table
+from megalite.schedule.reductions import Reduction, reductions
 
 
 class Stage(Protocol):
     """What the runner asks of a pipeline stage."""
 
-    def __call__(self, x: Tensor, places: Any, targets: Tensor | None) -> Tensor:
-        """A micro-batch, or the activations of the stage before → activations or, given targets, the summed loss."""
+    def __call__(self, x: Tensor, places: Any, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """A micro-batch, or the activations of the stage before → activations or, given targets, the summed loss.
+
+        Any stage may add to the loss: it then gives that, 0-dimensional, beside its result.
+        """
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Flight:
     inbox: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     outbox: dict[Action, Tensor] = field(default_factory=dict)
     inputs: dict[Action, Tensor] = field(default_factory=dict)  # by F: leaves whose gradient is sent back
-    outputs: dict[Action, GradientEdge] = field(default_factory=dict)  # by F: the graph alone, not its tensor
+    outputs: dict[Action, list[GradientEdge]] = field(default_factory=dict)  # by F: graphs alone, not their tensors
     put_off: dict[Action, list[Callable[[], None]]] = field(default_factory=dict)  # by W: what makes the gradients
     sending: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
@@ -95,12 +99,10 @@ class Pipeline:
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
         self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
         self.ranks = dist.get_process_group_ranks(group)
-        reduces = [item for item in self.program if isinstance(item, Action) and item.kind is Kind.REDUCE]
-        self.reduced = {(action.stage, action.micro) for action in reduces}
-        self.last_reduced = {action.stage: action.micro for action in reduces}
+        self.reductions = reductions(table, rank)
 
     def run(self, step: Step) -> Tensor:
-        """Run one step; the sum of the losses seen here, 0 except on the last stage's rank.
+        """Run one step; the sum of the losses of this rank's stages, 0 where there is none.
 
         Gradients are accumulated in the parameters, unless the table is forward only.
         """
@@ -142,27 +144,27 @@ class Pipeline:
                 flight.inputs[action] = x.requires_grad_()
         last = action.stage == self.table.stages - 1
         y = stage(x, step.places[action.micro], step.targets[action.micro] if last else None)
-        result: Tensor | float = 0.0
+        y, *losses = y if isinstance(y, tuple) else (y,)
         if last:
-            result = y.detach()
-            y = y * step.scale
+            losses.append(y)
         else:
             self._hand_over(action.send, y.detach(), flight)
         if torch.is_grad_enabled():
-            flight.outputs[action] = get_gradient_edge(y)
-        return result
+            made = [] if last else [y]
+            flight.outputs[action] = [get_gradient_edge(x) for x in (*made, *(loss * step.scale for loss in losses))]
+        return sum((loss.detach() for loss in losses), start=0.0)
 
     def _backward(self, action: Action, flight: Flight) -> None:
         """B: all gradients, or I: those of the inputs, while those of weights are put off."""
-        stage, reduction = self.stages[action.stage], self._reduction(action)
-        # A B between an I and its W finds gradients of vectors, wider than those that it makes: it cannot reduce both.
-        at_end = reduction.now and any(waiting.stage == action.stage for waiting in flight.put_off)
-        fsdp.before_backward(stage, self.mode, fsdp.NO_REDUCTION if at_end else reduction)
+        stage, reduction = self.stages[action.stage], self.reductions[action]
+        at_end = reduction.now and not reduction.by_layer
+        fsdp.before_backward(stage, self.mode, Reduction() if at_end else reduction)
         forward = Action(Kind.F, action.stage, action.micro)
-        grad = None
+        outputs = flight.outputs.pop(forward)
+        grads: list[Tensor | None] = [None] * len(outputs)  # of losses: 1
         if action.stage < self.table.stages - 1:
-            grad = self._received(Action(Kind.RECV_B, action.stage, action.micro), action, flight)
-        torch.autograd.backward([flight.outputs.pop(forward)], [grad])
+            grads[0] = self._received(Action(Kind.RECV_B, action.stage, action.micro), action, flight)
+        torch.autograd.backward(outputs, grads)
         if at_end:
             fsdp.after_weight_gradients(stage, reduction)
         if action.stage > 0:
@@ -180,14 +182,7 @@ class Pipeline:
         put_off = flight.put_off.pop(action)
         while put_off:  # from the last layer on; each frees what it held
             put_off.pop(0)()
-        fsdp.after_weight_gradients(self.stages[action.stage], self._reduction(action))
-
-    def _reduction(self, action: Action) -> fsdp.Reduction:
-        now = action.makes_weight_gradients and (action.stage, action.micro) in self.reduced
-        last = now and self.last_reduced[action.stage] == action.micro
-        # A reduction that waits for the replicas must be of the same parameters as the next. After a split backward
-        # it may not be: a W takes along the vectors' gradients of every I before it.
-        return fsdp.Reduction(now, last, last or self.table.splits_backward)
+        fsdp.after_weight_gradients(self.stages[action.stage], self.reductions[action])
 
     def _hand_over(self, send: Action, tensor: Tensor, flight: Flight) -> None:
         """Leave a result for the stage it is for: on this rank at once, elsewhere until its exchange."""

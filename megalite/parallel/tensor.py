@@ -17,39 +17,47 @@ from torch.distributed.tensor import Shard
 from megalite.dist.collectives import reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part
+from megalite.parallel.product import PLAIN, Product
+from megalite.plan.roles import EMBEDDING, Role
 
 
 class Linear(nn.Module):
     """A layer of matrix products; `gradients` is where a split backward leaves those of its weights."""
 
     gradients: WeightGradients | None = None
+    product: Product = PLAIN
+
+    def __init__(self, role: Role) -> None:
+        super().__init__()
+        self.roles = {"weight": role, "bias": role.bias}
 
 
 class ColumnLinear(Linear):
     """y = x Wᵀ + b, the output features split over tp; see `columns`."""
 
-    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, bias: bool = False) -> None:
-        super().__init__()
+    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role, bias: bool = False) -> None:
+        super().__init__(role)
         self.weight = parameter((width_out, width_in), mesh, Shard(0))
         self.bias = parameter((width_out,), mesh, Shard(0)) if bias else None
 
 
 def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup) -> list[Tensor]:
     """The outputs of layers that share an input: `[s/t, b, in]` → `[s, b, out/t]` each."""
-    outputs = linears(x, [layer.weight for layer in layers], group, layers[0].gradients)
+    first = layers[0]
+    outputs = linears(x, [layer.weight for layer in layers], group, first.gradients, first.product)
     return [y if layer.bias is None else y + part(layer.bias) for layer, y in zip(layers, outputs, strict=True)]
 
 
 class RowLinear(Linear):
     """y = x Wᵀ, the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`."""
 
-    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh) -> None:
-        super().__init__()
+    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role) -> None:
+        super().__init__(role)
         self.weight = parameter((width_out, width_in), mesh, Shard(1))
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = linears(x, [self.weight], gradients=self.gradients)
+        (y,) = linears(x, [self.weight], gradients=self.gradients, product=self.product)
         return reduce_scatter(y, self.group)
 
 
@@ -58,6 +66,7 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, vocabulary: int, width: int, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.roles = {"weight": EMBEDDING}
         self.weight = parameter((vocabulary, width), mesh, Shard(0))
         self.group: dist.ProcessGroup = mesh.get_group()
 

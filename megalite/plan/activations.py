@@ -25,9 +25,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.plan.recompute import Mode
+from megalite.plan.roles import Kind
 from megalite.plan.size import Parameters, layer_parameters
+from megalite.plan.states import state_names
+from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 TOKEN = 8  # bytes of a token id
@@ -71,11 +75,30 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """How many elements parameters have, and all states that the optimizer keeps of them."""
+
+    parameters: Parameters
+    states: Parameters
+
+    @cached_property
+    def total(self) -> int:
+        """Parameters."""
+        return self.parameters.total
+
+    @cached_property
+    def by_component(self) -> tuple[tuple[str, int, int], ...]:
+        """The components of the model that have parameters here, how many, and how many states."""
+        both = zip(asdict(self.parameters).items(), asdict(self.states).values(), strict=True)
+        return tuple((name, count, states) for (name, count), states in both if count)
+
+
+@dataclass(frozen=True)
 class Part:
     """The embedding, a layer or the head of a stage, as one rank holds it."""
 
     name: str
-    parameters: Parameters  # on this rank, before data-parallel sharding
+    weights: Weights  # on this rank, before data-parallel sharding
     newest: int  # elements of the last of them
     kept: tuple[Kept, ...]
     forward: int  # temporaries of the forward pass, where it takes most
@@ -85,17 +108,8 @@ class Part:
     offloaded: tuple[Kept, ...] = ()  # in host memory until backward comes to the part after
     puts_off: bool = False  # a split backward leaves the gradients of weights to W
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
+    copy: bool = False  # of the tied embedding of the first stage
     times: int = 1  # how many like it stand here one behind the other; bytes are then of all, parameters of one
-
-    @cached_property
-    def weights(self) -> int:
-        """How many parameters it has on this rank."""
-        return self.parameters.total
-
-    @cached_property
-    def components(self) -> tuple[tuple[str, int], ...]:
-        """The components of the model that have parameters here, and how many."""
-        return tuple((name, count) for name, count in asdict(self.parameters).items() if count)
 
     @cached_property
     def again(self) -> dict[str, int]:
@@ -163,18 +177,17 @@ class Activations:
         moment = Moment("lookup", self.stream + 2 * self.gathered, self.w * self._matrix)
         tied = self.config.model.tie_embeddings and with_head
         kept = (Kept("embedding", ids, "lookup"),)
-        weights = Parameters(embedding=self._matrix)
+        weights = self._weights([embedding(self.config.model)])
         return Part("embedding", weights, self._matrix, kept, 2 * self.gathered, (moment,), with_stage=tied)
 
     def tied_copy(self) -> Part:
         """The last stage's copy of the embedding, which the head uses."""
-        return Part("embedding", Parameters(head=self._matrix), self._matrix, (), 0, (), with_stage=True)
+        weights = self._weights([head(self.config.model)])
+        return Part("embedding", weights, self._matrix, (), 0, (), with_stage=True, copy=True)
 
-    def layer(self, mode: Mode) -> Part:
-        """A layer that recomputes as `mode` says."""
-        model, weights = self.config.model, layer_parameters(self.config.model)
-        parameters = replace(weights, attention=weights.attention // self.t, mlp=weights.mlp // self.t)
-        everything = self._layer_kept()
+    def layer(self, kind: LayerKind, mode: Mode) -> Part:
+        """A layer of `kind` that recomputes as `mode` says."""
+        everything = self._layer_kept(kind)
         remade = everything[1:] if mode == "full" else ()
         cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
         left = [kept for kept in everything if kept not in (*remade, *cheap)]
@@ -183,20 +196,20 @@ class Activations:
         passing = (*remade, *cheap, *offloaded)
         return Part(
             "layer",
-            parameters,
-            newest=model.width * model.ffn // self.t,
+            self._weights(weight for _, weight in layer_weights(self.config.model, kind)),
+            newest=self._down(kind),
             kept=tuple(kept for kept in left if kept.bytes < least),
             forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == "mlp"),
-            backward=self._layer_backward(),
+            backward=self._layer_backward(kind),
             remade=remade,
             cheap=cheap,
             offloaded=offloaded,
             puts_off=True,
         )
 
-    def layer_bytes(self, mode: Mode) -> int:
+    def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
         """What a layer keeps from forward to backward, wherever."""
-        part = self.layer(mode)
+        part = self.layer(kind, mode)
         return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
 
     def outside(self, stages: int) -> dict[int, int]:
@@ -228,8 +241,8 @@ class Activations:
             Moment("norm", self._norm()),
         )
         forward = max(block, copies) + (logits if several and self.t > 1 else 0)
-        parameters = Parameters(norms=model.width, head=0 if tied else self._matrix)
-        return Part("head", parameters, model.width if tied else self._matrix, tuple(kept), forward, backward)
+        weights = self._weights([final_norm(model), *([] if tied else [head(model)])])
+        return Part("head", weights, model.width if tied else self._matrix, tuple(kept), forward, backward)
 
     @property
     def angles(self) -> int:
@@ -279,21 +292,40 @@ class Activations:
         """The residual stream gathered over tp; 0 where that takes no copy."""
         return self.stream * self.t if self.t > 1 else 0
 
+    def _weights(self, weights: Iterable[Weight]) -> Weights:
+        """What this rank has of them: norms whole, of the others a share."""
+
+        def elements(weight: Weight) -> int:
+            return weight.elements // (1 if weight.role.kind is Kind.NORM else self.t)
+
+        def states(weight: Weight) -> int:
+            return len(state_names(self.config.optim, weight.role)) * elements(weight)
+
+        several = list(weights)
+        return Weights(Parameters.of(several, elements), Parameters.of(several, states))
+
     @property
     def _matrix(self) -> int:
         """Elements of the embedding, or of the head, on one rank."""
         return self.config.model.vocab_size * self.config.model.width // self.t
 
-    def _widths(self) -> tuple[int, int, int]:
-        """Bytes of activations q, k and f wide, on one rank."""
-        model, one = self.config.model, self.tokens * self.w
-        q, k = model.heads * model.head_size, model.kv_heads * model.head_size
-        return one * q // self.t, one * k // self.t, one * model.ffn // self.t
+    def _down(self, kind: LayerKind) -> int:
+        """Elements of the last matrix of a layer, on one rank."""
+        return self.config.model.width * kind.feed_forward.width // self.t
 
-    def _layer_kept(self) -> tuple[Kept, ...]:
+    def _heads(self) -> tuple[int, int]:
+        """Bytes of activations q and k wide, on one rank."""
+        model, one = self.config.model, self.tokens * self.w
+        return one * model.heads * model.head_size // self.t, one * model.kv_heads * model.head_size // self.t
+
+    def _hidden(self, kind: LayerKind) -> int:
+        """Bytes of activations f wide, on one rank."""
+        return self.tokens * self.w * kind.feed_forward.width // self.t
+
+    def _layer_kept(self, kind: LayerKind) -> tuple[Kept, ...]:
         """What a layer keeps, its input first."""
         model = self.config.model
-        q, k, f = self._widths()
+        (q, k), f = self._heads(), self._hidden(kind)
         of_head = self.tokens * self.z // self.t  # one number for each position and head, all heads split over tp
         normed = model.qk_norm
         found = [
@@ -314,11 +346,11 @@ class Activations:
             found += [Kept("norms", width, "rope"), Kept("norms", heads * of_head, "rope")]
         return tuple(found)
 
-    def _layer_backward(self) -> tuple[Moment, ...]:
+    def _layer_backward(self, kind: LayerKind) -> tuple[Moment, ...]:
         """Of a layer; the gradient of the residual stream is there all the time."""
-        model, weights, t, w = self.config.model, layer_parameters(self.config.model), self.t, self.w
-        q, k, f = self._widths()
-        down = w * model.width * model.ffn // t
+        model, weights, t, w = self.config.model, layer_parameters(self.config.model, kind), self.t, self.w
+        (q, k), f = self._heads(), self._hidden(kind)
+        down = w * self._down(kind)
         output = w * model.width * model.heads * model.head_size // t
         stream, gathered = self.stream, self.gathered or self.stream
         return (
@@ -341,7 +373,7 @@ class Activations:
 
     def _attention_kept(self) -> tuple[Kept, ...]:
         """Queries, keys and values, as the method of attention has them; copies are not what RoPE makes again."""
-        q, k, _ = self._widths()
+        q, k = self._heads()
         normed, stacked = self.config.model.qk_norm, 2 * k * self._kv_copies
         if self._exchanges_heads:  # its output by heads is kept beside that by positions
             again = stacked if self.config.data.mask_documents else 2 * q if self.repeats else 0
@@ -355,7 +387,7 @@ class Activations:
 
     def _attention_backward(self) -> int:
         """The gradients of queries, keys and values, and what the method of attention takes for them."""
-        q, k, _ = self._widths()
+        q, k = self._heads()
         wide, cp, kv, documents = self.z // self.w, self.config.parallel.cp, 2 * k, self.config.data.mask_documents
         if self._exchanges_heads:
             kv *= self._kv_copies

@@ -8,7 +8,7 @@ keep activations from forward to backward, gradients accumulate or are reduced, 
     w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
 
     parameters          pP/D
-    optimizer states    2pP/D
+    optimizer states    pP/D for each that the optimizer has, AdamW two
     gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); 0 where a single
                         data-parallel rank computes in the precision of its parameters
     gradients           pP/D once they are reduced, which is after every micro-batch (zero2, zero3) or the last one
@@ -16,7 +16,7 @@ keep activations from forward to backward, gradients accumulate or are reduced, 
     activations         see plan.activations
     temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3); activations
                         made again or brought back
-    host memory         what is offloaded; 3pP/D for the copy of weights and moments that `checkpoint.async` stages
+    host memory         what is offloaded; the copy of parameters and optimizer states that `checkpoint.async` stages
 
 Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and what kernels allocate inside. NCCL lets the allocator reuse a buffer that a pipeline has sent or received only when
@@ -25,21 +25,18 @@ That does not exhaust memory: before it gives up, the allocator waits for them.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations, Item
-from megalite.plan.pipeline import actions, as_full, fullest_steps, table_of, tables_of
-from megalite.plan.recompute import Cost, Mode, modes_by_stage
-from megalite.plan.split import split_of
+from megalite.plan.pipeline import actions, as_full, fullest_steps
+from megalite.plan.resolved import Plan, resolve
 from megalite.plan.walk import HOST, Walk
 
-Modes = Mapping[int, Sequence[Mode]]  # by stage, of its layers
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
-FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # time of a layer, in forward passes
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def rank_memory(config: Config, pp: int) -> Memory:
 
     Raises InputError for a schedule that cannot run.
     """
-    return _fullest(config, pp, recompute_modes(config))
+    return _fullest(resolve(config), pp)
 
 
 def memory_of_ranks(config: Config) -> list[Memory]:
@@ -75,8 +72,8 @@ def memory_of_ranks(config: Config) -> list[Memory]:
 
 def each_rank(config: Config) -> Iterator[Memory]:
     """`memory_of_ranks` one by one, so that who has seen enough can stop."""
-    modes = recompute_modes(config)
-    return (_fullest(config, pp, modes) for pp in range(config.parallel.pp))
+    plan = resolve(config)
+    return (_fullest(plan, pp) for pp in range(config.parallel.pp))
 
 
 def actions_of_peaks(config: Config) -> int:
@@ -84,49 +81,36 @@ def actions_of_peaks(config: Config) -> int:
     return sum(actions(config, as_full(config, m)) for m in fullest_steps(config))
 
 
-def enough_micro_batches(config: Config, pp: int, full: int) -> int:
+def enough_micro_batches(plan: Plan, pp: int, full: int) -> int:
     """The least number of micro-batches whose peak on pipeline rank `pp` is that of a step of `full`."""
-    p, modes = config.parallel.pp, recompute_modes(config)
-    wanted = _peak(config, pp, full, modes)
+    p = plan.config.parallel.pp
+    wanted = _peak(plan, pp, full)
     for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
         if m >= full:
             break
         try:
-            if _peak(config, pp, m, modes) == wanted:
+            if _peak(plan, pp, m) == wanted:
                 return m
         except InputError:  # the schedule cannot have so few
             continue
     return full
 
 
-def _fullest(config: Config, pp: int, modes: Modes) -> Memory:
-    inputs = Activations(config).inputs
+def _fullest(plan: Plan, pp: int) -> Memory:
+    inputs = Activations(plan.config).inputs
     steps = []
-    for m in fullest_steps(config):
-        peak = _peak(config, pp, m, modes)
-        steps.append(Memory(pp, peak | staged(config, peak) | {("activations", "inputs"): m * inputs}, m))
+    for m in fullest_steps(plan.config):
+        peak = _peak(plan, pp, m)
+        steps.append(Memory(pp, peak | {("activations", "inputs"): m * inputs}, m))
     return max(steps, key=lambda memory: memory.total)
 
 
-def staged(config: Config, held: Mapping[Item, int]) -> dict[Item, int]:
-    """Host memory of the copy that a save in the background writes; it is kept from the first save on.
-
-    held: what a rank holds, whose parameters and their two moments are copied. Of a tied embedding, a checkpoint has a
-    single weight, also where both copies are on one rank.
-    """
-    if not config.checkpoint.async_:
-        return {}
-    weights = {component: size for (kind, component), size in held.items() if kind == "parameters"}
-    if config.model.tie_embeddings and "embedding" in weights:
-        weights.pop("head", None)
-    return {(HOST, "checkpoint"): 3 * sum(weights.values())}
-
-
-def _peak(config: Config, pp: int, m: int, modes: Modes) -> dict[Item, int]:
+def _peak(plan: Plan, pp: int, m: int) -> dict[Item, int]:
     """What a rank holds at the peak of a step of `m` micro-batches, without its inputs."""
+    config = plan.config
 
     def walk(m: int) -> Counter[Item]:
-        return Counter(Walk(config, table_of(config, m), pp, modes).run())
+        return Counter(Walk(plan, m, pp).run())
 
     if config.parallel.pipeline.schedule != "gpipe":
         return walk(as_full(config, m))
@@ -139,17 +123,3 @@ def _peak(config: Config, pp: int, m: int, modes: Modes) -> dict[Item, int]:
             return {item: size + (m - few) * growth[item] for item, size in steps[-1].items()}
         few *= 2
     return walk(m)
-
-
-def recompute_modes(config: Config) -> Modes:
-    """By stage: the mode of each of its layers.
-
-    Where a budget is set, runs choose by costs that they measure; here kept bytes come from `plan.activations` and
-    times from FLOPs, with a little for selective. Raises InputError for a budget that nothing fits.
-    """
-    sizes, split = Activations(config), split_of(config)
-
-    def costs() -> dict[Mode, Cost]:
-        return {mode: Cost(seconds, sizes.layer_bytes(mode)) for mode, seconds in FORWARDS.items()}
-
-    return modes_by_stage(config.train, lambda: tables_of(config), split, sizes.outside(len(split)), costs)

@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Train
+from megalite.plan.size import by_stage
 from megalite.schedule.actions import Action, Table
 from megalite.schedule.simulate import LIVE
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 GIB = 1 << 30
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Cost:
 
     seconds: float  # of forward and backward
     bytes: int  # kept from forward to backward
+
+
+Costs = Mapping[Mode, Cost]  # of one layer
 
 
 def every_nth(mode: Mode, n: int, layers: int) -> list[Mode]:
@@ -63,6 +68,12 @@ def held_by_rank(tables: Sequence[Table], split: Sequence[int]) -> list[list[int
     ]
 
 
+def by_rank(table: Table, split: Sequence[int], values: Sequence[T]) -> list[list[T]]:
+    """By pipeline rank: what there is of each of its layers, stage by stage. values: of all layers of the model."""
+    of_stages = by_stage(values, split)
+    return [[value for stage in table.stages_of(rank) for value in of_stages[stage]] for rank in range(table.ranks)]
+
+
 def kept_by_rank(tables: Sequence[Table], outside: Mapping[int, int]) -> list[int]:
     """By pipeline rank: the bytes that its stages keep outside of their layers when they hold the most micro-batches.
 
@@ -74,11 +85,22 @@ def kept_by_rank(tables: Sequence[Table], outside: Mapping[int, int]) -> list[in
     ]
 
 
-def choose(costs: Mapping[Mode, Cost], held: Sequence[int], limit: int) -> list[Mode] | None:
+def choose(costs: Sequence[Costs], held: Sequence[int], limit: int) -> list[Mode] | None:
     """The modes of a rank's layers that take the least time and keep at most `limit` bytes; None if none do.
 
-    held: of each layer, how many micro-batches are in flight at once. All layers cost the same, so only the number
-    of each mode counts for time, and for bytes it is best to give the leanest mode to the layers that hold most.
+    costs: of each layer. held: of each layer, how many micro-batches are in flight at once. Where layers differ in
+    their costs, a little less time than that of the answer may be possible.
+    """
+    if all(cost == costs[0] for cost in costs):
+        return _choose_alike(costs[0], held, limit) if costs else []
+    return _choose_mixed(costs, held, limit)
+
+
+def _choose_alike(costs: Costs, held: Sequence[int], limit: int) -> list[Mode] | None:
+    """`choose` for layers that all cost the same.
+
+    Only the number of each mode counts for time, and for bytes it is best to give the leanest mode to the layers that
+    hold most.
     """
     order = sorted(range(len(held)), key=lambda layer: -held[layer])
     upto = list(accumulate((held[layer] for layer in order), initial=0))
@@ -104,20 +126,41 @@ def choose(costs: Mapping[Mode, Cost], held: Sequence[int], limit: int) -> list[
     return [mode for _, mode in sorted(zip(order, chosen, strict=True))]
 
 
+def _choose_mixed(costs: Sequence[Costs], held: Sequence[int], limit: int) -> list[Mode] | None:
+    """`choose` for layers that differ: the step that costs the least time for a byte is taken until everything fits.
+
+    The greedy algorithm of the multiple-choice knapsack problem (Sinha and Zoltners 1979, Oper. Res. 27(3)): no other
+    choice that keeps as little takes less time.
+    """
+    chosen = [min(cost, key=lambda mode: (cost[mode].seconds, cost[mode].bytes)) for cost in costs]
+    kept = sum(count * cost[mode].bytes for cost, mode, count in zip(costs, chosen, held, strict=True))
+    while kept > limit:
+        steps = [
+            ((cost[mode].seconds - cost[now].seconds) / saved, layer, mode, saved)
+            for layer, (cost, now, count) in enumerate(zip(costs, chosen, held, strict=True))
+            for mode in cost
+            if (saved := count * (cost[now].bytes - cost[mode].bytes)) > 0
+        ]
+        if not steps:
+            return None
+        _, layer, chosen[layer], saved = min(steps)
+        kept -= saved
+    return chosen
+
+
 def choose_for_all(
-    costs: Mapping[Mode, Cost], held: Sequence[Sequence[int]], outside: Sequence[int], budget: float
+    costs: Sequence[Sequence[Costs]], held: Sequence[Sequence[int]], outside: Sequence[int], budget: float
 ) -> list[list[Mode]]:
     """`choose` for every pipeline rank, with `train.recompute_budget` in GiB.
 
-    held: by pipeline rank, of each of its layers. outside: by pipeline rank, bytes that are kept outside of layers.
-    Raises InputError, the same on every rank, if some rank's activations do not fit.
+    costs, held: by pipeline rank, of each of its layers. outside: by pipeline rank, bytes that are kept outside of
+    layers. Raises InputError, the same on every rank, if some rank's activations do not fit.
     """
     limits = [round(budget * GIB) - kept for kept in outside]
-    chosen = [choose(costs, layers, limit) for layers, limit in zip(held, limits, strict=True)]
+    chosen = [choose(*rank) for rank in zip(costs, held, limits, strict=True)]
     found = [modes for modes in chosen if modes is not None]
     if len(found) < len(chosen):
-        least = min(cost.bytes for cost in costs.values())
-        kept = max(least * sum(layers) + other for layers, other in zip(held, outside, strict=True))
+        kept = max(map(_least, costs, held, outside))
         needed = math.ceil(1000 * kept / GIB) / 1000
         rule = f"the activations of a rank take {needed} GiB even when every layer keeps as little as it can"
         fix = f"use at least {needed}, a smaller batch.micro, or more tensor or context parallelism"
@@ -125,25 +168,31 @@ def choose_for_all(
     return found
 
 
+def _least(costs: Sequence[Costs], held: Sequence[int], outside: int) -> int:
+    """Bytes that a rank keeps when every layer keeps as little as it can."""
+    return outside + sum(count * min(cost.bytes for cost in of.values()) for of, count in zip(costs, held, strict=True))
+
+
 def modes_by_stage(
     train: Train,
     tables: Callable[[], Sequence[Table]],
     split: Sequence[int],
     outside: Mapping[int, int],
-    costs: Callable[[], Mapping[Mode, Cost]],
+    costs: Callable[[], Sequence[Costs]],
 ) -> dict[int, list[Mode]]:
     """By stage, of all ranks: the mode of each of its layers. `tables` and `costs` are needed where a budget is set.
 
     tables: of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch keeps
-    outside of layers. Raises InputError for a budget that nothing fits.
+    outside of layers. costs: of every layer of the model. Raises InputError for a budget that nothing fits.
     """
     if train.recompute != "budget":
         return {stage: every_nth(train.recompute, train.recompute_every, count) for stage, count in enumerate(split)}
     assert train.recompute_budget is not None, "validation asks for it"
     steps = tables()
     held, kept = held_by_rank(steps, split), kept_by_rank(steps, outside)
+    chosen = choose_for_all(by_rank(steps[0], split, costs()), held, kept, train.recompute_budget)
     found: dict[int, list[Mode]] = {}
-    for rank, modes in enumerate(choose_for_all(costs(), held, kept, train.recompute_budget)):
+    for rank, modes in enumerate(chosen):
         layers = iter(modes)
         found |= {stage: list(islice(layers, split[stage])) for stage in steps[0].stages_of(rank)}
     return found

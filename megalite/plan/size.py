@@ -3,13 +3,20 @@
 h width, L layers, q heads · head size, k kv_heads · head size, f ffn, s sequence length, v vocabulary.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal
+from itertools import accumulate
+from operator import attrgetter
+from typing import Literal, TypeVar
 
+from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
+from megalite.plan.roles import Kind
+from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
 
 Attention = Literal["causal", "full"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,22 +39,24 @@ class Parameters:
     def __mul__(self, times: int) -> "Parameters":
         return Parameters(*(number * times for number in astuple(self)))
 
+    @staticmethod
+    def of(weights: Iterable[Weight], count: Callable[[Weight], int] = attrgetter("elements")) -> "Parameters":
+        """How many `weights` have; or the sums of another `count`."""
+        found = Counter[str]()
+        for weight in weights:
+            found[weight.role.component] += count(weight)
+        return Parameters(**found)
 
-def layer_parameters(model: Model) -> Parameters:
+
+def layer_parameters(model: Model, kind: LayerKind) -> Parameters:
     """Parameters of one decoder layer."""
-    q, k = _query_width(model), model.kv_heads * model.head_size
-    return Parameters(
-        attention=_attention_weights(model) + (q + 2 * k) * model.qkv_bias,
-        mlp=_mlp_weights(model),
-        norms=2 * model.width + 2 * model.head_size * model.qk_norm,
-    )
+    return Parameters.of(weight for _, weight in layer_weights(model, kind))
 
 
 def model_parameters(model: Model) -> Parameters:
     """Parameters of the whole model; a head that uses the embedding's weight has none of its own."""
-    matrix = model.vocab_size * model.width
-    ends = Parameters(embedding=matrix, norms=model.width, head=0 if model.tie_embeddings else matrix)
-    return layer_parameters(model) * model.layers + ends
+    (alone,) = stage_parameters(model, [model.layers])
+    return alone
 
 
 def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
@@ -56,25 +65,32 @@ def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
     The embedding is on the first stage, the final norm and the head on the last. In a pipeline of several
     stages a tied head is counted: the last stage holds a copy of the embedding's weight.
     """
-    matrix = model.vocab_size * model.width
     last = len(split) - 1
     shares_weight = model.tie_embeddings and last == 0
-    layer = layer_parameters(model)
-    sizes = {count: layer * count for count in set(split)}
-    found = [sizes[count] for count in split]
-    found[0] += Parameters(embedding=matrix)
-    found[last] += Parameters(norms=model.width, head=0 if shares_weight else matrix)
+    found = [_of_layers(model, kinds) for kinds in by_stage(layer_kinds(model), split)]
+    found[0] += Parameters.of([embedding(model)])
+    found[last] += Parameters.of([final_norm(model), *([] if shares_weight else [head(model)])])
     return found
 
 
-def layer_forward_flops(model: Model, attention: Attention = "causal") -> int:
+def _of_layers(model: Model, kinds: Sequence[LayerKind]) -> Parameters:
+    return sum((layer_parameters(model, kind) * count for kind, count in Counter(kinds).items()), Parameters())
+
+
+def by_stage(kinds: Sequence[T], split: Sequence[int]) -> list[Sequence[T]]:
+    """What there is of every layer, first to last, stage by stage."""
+    return [kinds[end - count : end] for end, count in zip(accumulate(split), split, strict=True)]
+
+
+def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "causal") -> int:
     """Floating-point operations of one layer's forward pass, per token.
 
     2 for each weight of a matrix, and for attention scores and values 4·q·s with full attention, half of
     that with causal.
     """
-    scores = 4 * _query_width(model) * model.sequence_length
-    return 2 * (_attention_weights(model) + _mlp_weights(model)) + (scores if attention == "full" else scores // 2)
+    scores = (4 if attention == "full" else 2) * model.heads * model.head_size * model.sequence_length
+    matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is Kind.MATRIX)
+    return 2 * sum(weight.elements for weight in matrices) + scores
 
 
 def head_forward_flops(model: Model) -> int:
@@ -85,20 +101,10 @@ def head_forward_flops(model: Model) -> int:
 def flops_per_token(model: Model, attention: Attention = "causal") -> int:
     """Floating-point operations to train on one token: backward costs twice forward.
 
-    That is 6 for each weight of a matrix, the head's included, plus 6·L·q·s (causal) or 12·L·q·s (full) for
-    attention. The embedding lookup, norms and recomputation are not counted (PaLM, arXiv 2204.02311, app. B).
+    That is 6 for each weight of a matrix, the head's included, plus 6·L·q·s (causal) or
+    12·L·q·s (full) for attention. The embedding lookup, norms and recomputation are not counted (PaLM, arXiv
+    2204.02311, app. B).
     """
-    return 3 * (model.layers * layer_forward_flops(model, attention) + head_forward_flops(model))
-
-
-def _query_width(model: Model) -> int:
-    return model.heads * model.head_size
-
-
-def _attention_weights(model: Model) -> int:
-    q, k = _query_width(model), model.kv_heads * model.head_size
-    return model.width * (q + 2 * k) + q * model.width
-
-
-def _mlp_weights(model: Model) -> int:
-    return 3 * model.width * model.ffn
+    kinds = Counter(layer_kinds(model)).items()
+    layers = sum(count * layer_forward_flops(model, kind, attention) for kind, count in kinds)
+    return 3 * (layers + head_forward_flops(model))

@@ -1,43 +1,83 @@
 """Which layers live on which pipeline stage."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import accumulate
 
+from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config, Model
-from megalite.plan.size import head_forward_flops, layer_forward_flops
+from megalite.plan.size import by_stage, head_forward_flops, layer_forward_flops
 
 
 def balance(model: Model, stages: int) -> list[int]:
     """Layers per stage such that the slowest of `stages` stages is as fast as can be.
 
     A stage costs the forward FLOPs of its layers, the last one also those of the head, and may be left with
-    the head alone; every other stage has a layer. Needs `stages` <= `model.layers`.
-
-    Layers go one by one to the stage that is cheapest so far. Since all layers cost the same this is exact:
-    no split has a cheaper most expensive stage, nor, with that equal, a cheaper second one, and so on.
-    Equal stages are filled from the end: the first stage holds the embedding, which takes memory but no time,
-    and the earlier a stage, the more micro-batches it keeps for its backward passes.
+    the head alone; every other stage has a layer. Needs `stages` <= `model.layers`. Equal stages are filled from the
+    end: the first stage holds the embedding, which takes memory but no time, and the earlier a stage, the more
+    micro-batches it keeps for its backward passes.
     """
     if not 1 <= stages <= model.layers:
         raise ValueError(f"{model.layers} layers cannot be split into {stages} stages")
     if stages == 1:
         return [model.layers]
+    costs, head = layer_costs(model), head_forward_flops(model)
+    return _even(len(costs), costs[0], head, stages) if len(set(costs)) == 1 else _uneven(costs, head, stages)
+
+
+def _even(layers: int, layer: int, head: int, stages: int) -> list[int]:
+    """`balance` of equal layers: each goes to the stage that is cheapest so far.
+
+    So no split has a cheaper most expensive stage, nor, with that equal, a cheaper second one, and so on.
+    """
     # The head costs as much as so many layers. When every other stage has `each`, the last has as many less the head.
-    head, others = -(-head_forward_flops(model) // layer_forward_flops(model)), stages - 1
-    each = model.layers // others
-    if each > head:
-        each = (model.layers + head) // stages
-    last = max(0, each - head)
-    left = model.layers - each * others - last
-    if left and each >= head:
+    worth, others = -(-head // layer), stages - 1
+    each = layers // others
+    if each > worth:
+        each = (layers + worth) // stages
+    last = max(0, each - worth)
+    left = layers - each * others - last
+    if left and each >= worth:
         last, left = last + 1, left - 1
     return [*[each] * (others - left), *[each + 1] * left, last]
 
 
+def _uneven(costs: Sequence[int], head: int, stages: int) -> list[int]:
+    """`balance` of layers that differ: no stage costs more than the lowest possible limit.
+
+    Stages are filled up to it from the end. It is found by halving the range that it lies in.
+    """
+
+    def within(limit: int) -> list[int] | None:
+        """The split, if no stage costs more than `limit`."""
+        split, left = [], len(costs)
+        for stage in reversed(range(stages)):
+            count, cost = 0, head if stage == stages - 1 else 0
+            while left - count > stage and cost + costs[left - count - 1] <= limit:  # the stages before need one each
+                count, cost = count + 1, cost + costs[left - count - 1]
+            if cost > limit or (count == 0 and stage < stages - 1):
+                return None
+            split.append(count)
+            left -= count
+        return split[::-1] if left == 0 else None
+
+    low, high, found = 0, head + sum(costs), list[int]()
+    while low <= high:
+        limit = (low + high) // 2
+        split = within(limit)
+        low, high, found = (limit + 1, high, found) if split is None else (low, limit - 1, split)
+    return found
+
+
+def layer_costs(model: Model) -> list[int]:
+    """Forward FLOPs per token of every layer."""
+    of = cache(partial(layer_forward_flops, model))
+    return [of(kind) for kind in layer_kinds(model)]
+
+
 def stage_costs(model: Model, split: Sequence[int]) -> list[int]:
     """Forward FLOPs per token of each stage: its layers, and on the last one the head."""
-    layer = layer_forward_flops(model)
-    costs = [count * layer for count in split]
+    costs = [sum(layers) for layers in by_stage(layer_costs(model), split)]
     costs[-1] += head_forward_flops(model)
     return costs
 

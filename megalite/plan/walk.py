@@ -1,16 +1,16 @@
 """A walk along one pipeline rank's program that adds up what the rank holds; see `plan.memory` for the legend."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations, Item, Moment, Part
 from megalite.plan.condense import parts_of
-from megalite.plan.pipeline import uses_fsdp
-from megalite.plan.recompute import Mode
-from megalite.schedule.actions import Action, Exchange, Kind, Table
+from megalite.plan.resolved import Plan
+from megalite.schedule.actions import Action, Exchange, Kind
+from megalite.schedule.reductions import reductions
 
 HOST = "host memory"
 Place = tuple[int, int]  # a stage, and the index of a part in it
@@ -29,7 +29,11 @@ class PutOff:
 class States:
     """How parameters and gradients are held."""
 
-    config: Config
+    plan: Plan
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
 
     @cached_property
     def mode(self) -> str:
@@ -55,7 +59,7 @@ class States:
     @cached_property
     def managed(self) -> bool:
         """Whether FSDP2 gathers weights and reduces gradients."""
-        return uses_fsdp(self.config)
+        return self.plan.fsdp
 
     @cached_property
     def replicas(self) -> bool:
@@ -70,18 +74,13 @@ class States:
 
 
 class Walk:
-    """One pipeline rank's step, action by action: what it holds, and when that is most.
+    """One pipeline rank's step of `m` micro-batches, action by action: what it holds, and when that is most."""
 
-    modes: by stage, what each of its layers recomputes.
-    """
-
-    def __init__(self, config: Config, table: Table, pp: int, modes: Mapping[int, Sequence[Mode]]) -> None:
-        self.config, self.table, self.pp = config, table, pp
-        self.states, self.sizes = States(config), Activations(config)
-        self.parts = parts_of(self.sizes, {stage: modes[stage] for stage in table.stages_of(pp)}, table.stages)
-        reduces = [item for item in table.programs[pp] if isinstance(item, Action) and item.kind is Kind.REDUCE]
-        self.reduces = {(action.stage, action.micro) for action in reduces}
-        self.last_reduced = {action.stage: action.micro for action in reduces}
+    def __init__(self, plan: Plan, m: int, pp: int) -> None:
+        self.config, self.table, self.pp = plan.config, plan.table(m), pp
+        self.states, self.sizes = States(plan), Activations(plan.config)
+        self.parts = parts_of(self.sizes, {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}, plan.stages)
+        self.reductions = reductions(self.table, pp)
         self.held: Counter[Item] = Counter()
         self.peak: Counter[Item] = Counter()
         self.total = self.most = 0  # bytes on the device
@@ -98,15 +97,11 @@ class Walk:
 
     def run(self) -> dict[Item, int]:
         """What is held at the peak, and of host memory, at the peak of that."""
-        p, shards = self.states.p, self.states.shards
-        for part in (part for parts in self.parts.values() for part in parts):
-            self._hold_weights("parameters", part, p, shards)
-            if self.config.optim.offload:
-                self._hold_weights(HOST, part, 4 * p, shards)  # moments, and copies of weights and gradients
-            else:
-                self._hold_weights("optimizer states", part, 2 * p, shards)
-            if self.states.frees and part.with_stage:
-                self._hold_weights("gathered weights", part, self.states.w)
+        for stage, parts in self.parts.items():
+            for part in parts:
+                self._hold_states(part)
+                if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
+                    self._hold(HOST, "checkpoint", self._saved(part))
         self._hold("activations", "attention", self.sizes.angles)
         self._see()
         for item in self.table.programs[self.pp]:
@@ -144,8 +139,7 @@ class Walk:
     def _backward(self, action: Action) -> None:
         """B, or I: then what weights' gradients are made of stays until W."""
         split, states = action.kind is Kind.I, self.states
-        reduce = not split and (action.stage, action.micro) in self.reduces
-        at_end = reduce and any(stage == action.stage for stage, _ in self.put_off)  # as the runner does
+        reduction = self.reductions[action]
         parts = self.parts[action.stage]
         for index, part in self._through(action.stage, backwards=True):
             place = action.stage, index
@@ -167,11 +161,11 @@ class Walk:
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
             if puts_off:
                 continue
-            if reduce and not at_end:
+            if reduction.by_layer:
                 self._reduce(action, index, beside)
             else:
                 self._add_up(place, part, beside)
-        if at_end:
+        if reduction.now and not reduction.by_layer:
             self._reduce_all(action)
         self._end_reductions(action)
         self._hold("activations", "attention", -self.sizes.turns)
@@ -201,7 +195,7 @@ class Walk:
                 place = action.stage, index
                 made.pop(place, None)
                 self._add_up(place, part, made.total())
-        if (action.stage, action.micro) in self.reduces:
+        if self.reductions[action].now:
             self._reduce_all(action)
         self._end_reductions(action)
 
@@ -215,7 +209,7 @@ class Walk:
 
     def _gathered(self, part: Part) -> int:
         """Bytes of weights gathered for the use of `part` only."""
-        return self.states.w * part.weights if self.states.frees and not part.with_stage else 0
+        return self.states.w * part.weights.total if self.states.frees and not part.with_stage else 0
 
     def _release(self, part: Part, moment: Moment, puts_off: bool) -> None:
         """Free what was kept until `moment`, but for what is put off."""
@@ -252,7 +246,7 @@ class Walk:
             self._hold_weights("gradients", part, states.r)
             self.whole.add(place)
         if states.r != states.w:
-            self._see((0 if summed else states.w * part.weights) + beside)
+            self._see((0 if summed else states.w * part.weights.total) + beside)
 
     def _reduce_all(self, action: Action) -> None:
         """What FSDP2 does at the end of a backward pass with gradients that are there: in the order of the model."""
@@ -263,8 +257,8 @@ class Walk:
         """Reduce the gradients of a part, those that backward has just made if it holds no others."""
         states, place, part = self.states, (action.stage, index), self.parts[action.stage][index]
         summed = place in self.whole
-        made = 0 if summed else states.w * part.weights
-        whole = states.r * part.weights
+        made = 0 if summed else states.w * part.weights.total
+        whole = states.r * part.weights.total
         self._release_reduced(action.stage)
         self._share(place, 0)
         self._see(made + beside + whole)
@@ -279,23 +273,19 @@ class Walk:
             copy = whole
         reduced = whole // states.shards
         self._see(beside + copy + reduced)
-        waits = states.replicas and not self._last(action) and not self.table.splits_backward
+        waits = states.replicas and not self.reductions[action].replicas
         held, each = self.sharded.get(place, 0), states.r if waits else states.p
         if states.r != each:
-            self._see(beside + copy + reduced + (each * part.weights // states.shards if held else 0))
+            self._see(beside + copy + reduced + (each * part.weights.total // states.shards if held else 0))
         if held != each:
             self._hold_weights("gradients", part, each - held, states.shards)
             self.sharded[place] = each
         if states.replicas and not waits and (held or states.r != states.p):
             self._share(place, part.times * reduced)
 
-    def _last(self, action: Action) -> bool:
-        """Whether the reduction after `action` is the last of its stage in the step."""
-        return self.last_reduced.get(action.stage) == action.micro
-
     def _end_reductions(self, action: Action) -> None:
         """After the last backward pass of a stage nothing is kept of its reductions but their results."""
-        if action.makes_weight_gradients and self._last(action):
+        if self.reductions[action].last:
             self._release_reduced(action.stage)
             for index in range(len(self.parts[action.stage])):
                 self._share((action.stage, index), 0)
@@ -317,9 +307,31 @@ class Walk:
         self.sending = sends
         self._see()
 
+    def _hold_states(self, part: Part) -> None:
+        """What a rank has of parameters from the first step on."""
+        states, offload = self.states, self.config.optim.offload
+        self._hold_weights("parameters", part, states.p, states.shards)
+        for component, count, moments in part.weights.by_component:
+            if offload:  # beside moments, copies of weights and gradients
+                self._hold(HOST, component, part.times * (states.p * (moments + 2 * count) // states.shards))
+            else:
+                self._hold("optimizer states", component, part.times * (states.p * moments // states.shards))
+        if states.frees and part.with_stage:
+            self._hold_weights("gathered weights", part, states.w)
+
+    def _saved(self, part: Part) -> int:
+        """Bytes that a checkpoint has of a part; a save in the background copies them to memory that it keeps."""
+        p, shards = self.states.p, self.states.shards
+        counts = (count for _, *counts in part.weights.by_component for count in counts)
+        return part.times * sum(p * count // shards for count in counts)
+
+    def _is_second_copy(self, stage: int, part: Part) -> bool:
+        """Whether a part is a tied embedding that this rank has in its first stage too: a checkpoint has it once."""
+        return stage > 0 and part.copy and 0 in self.parts
+
     def _hold_weights(self, kind: str, part: Part, each: int, shards: int = 1) -> None:
         """Hold `each` bytes for every parameter of `part`, shared out over `shards` ranks; release if negative."""
-        for component, count in part.components:
+        for component, count, _ in part.weights.by_component:
             self._hold(kind, component, part.times * (each * count // shards))
 
     def _hold(self, kind: str, component: str, size: int) -> None:

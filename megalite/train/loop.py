@@ -73,6 +73,7 @@ def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guar
     wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
         job.activity.step = step
+        job.training(micros)  # a batch of another size needs another schedule, which may take seconds to make
         guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
 
         sections = config.log, config.eval, config.checkpoint

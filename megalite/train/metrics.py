@@ -122,7 +122,7 @@ class Meter:
         record = {
             "loss": self.loss / self.trained if self.trained else nan,
             "grad_norm": self.norm,
-            "parameter_norm": parameter_norm(job.stages, job.placement, job.mesh, tied).item(),
+            "parameter_norm": parameter_norm(job.stages, job.plan.placement, job.mesh, tied).item(),
             "learning_rate": job.optimizer.param_groups[0]["lr"],
             "step_seconds": seconds / max(self.steps, 1),
             "data_wait_seconds": self.waited / max(self.steps, 1),

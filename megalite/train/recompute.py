@@ -1,4 +1,4 @@
-"""What every layer of a rank recomputes: as configured, or the least that fits a budget at measured costs."""
+"""What layers cost in every mode of recompute, measured, for a budget of memory."""
 
 import logging
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
@@ -14,37 +15,36 @@ from megalite.model.positions import Places
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
-from megalite.plan.activations import Activations
-from megalite.plan.pipeline import table_of, tables_of
-from megalite.plan.recompute import MODES, Cost, Mode, modes_by_stage
-from megalite.plan.split import split_of
+from megalite.plan.recompute import MODES, Cost, Costs
+from megalite.plan.resolved import Plan, resolve
 
 log = logging.getLogger("megalite")
 
 
-def recompute_modes(config: Config, mesh: Mesh) -> dict[int, list[Mode]]:
-    """By stage: the mode of each of its layers. Collective where a budget is set.
+def plan_for(config: Config, mesh: Mesh) -> Plan:
+    """The plan of a run, for which layers are measured where `train.recompute_budget` is to be met. Collective.
 
-    Raises InputError, on all ranks, for a budget that nothing fits.
+    Raises InputError as `resolve`.
     """
-    split = split_of(config)
-    outside = Activations(config).outside(len(split))
-    modes = modes_by_stage(
-        config.train, lambda: tables_of(config), split, outside, lambda: measured_costs(config, mesh)
-    )
-    if config.train.recompute == "budget":
-        chosen = [mode for stage in table_of(config).stages_of(mesh.coordinates["pp"]) for mode in modes[stage]]
-        log.info("recompute of layers: %s", ", ".join(f"{chosen.count(mode)} {mode}" for mode in MODES))
-    return modes
+    return resolve(config, lambda: measured_costs(config, mesh))
 
 
-def measured_costs(config: Config, mesh: Mesh) -> dict[Mode, Cost]:
-    """What a layer costs in every mode, as rank 0 has measured it; attention is causal over whole samples.
+def measured_costs(config: Config, mesh: Mesh) -> list[Costs]:
+    """What every layer of the model costs, as rank 0 has measured one of each kind. Collective.
 
-    All ranks run the layer, which may hold collectives, and must come to the same choice, for the same reason.
+    All ranks run the layers, which may hold collectives, and must come to the same choice, for the same reason.
     """
+    kinds = layer_kinds(config.model)
+    found = {kind: _measured(config, mesh, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    return [found[kind] for kind in kinds]
+
+
+def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
+    """What layer number `layer` costs; attention is causal over whole samples."""
     model, layout, dtype = config.model, mesh.layout, compute_dtype(config.train.precision)
-    stage = Decoder(model, mesh.tp, range(1), first=False, last=False, kernels=config.kernels_by_operation)
+    stage = Decoder(
+        model, mesh.tp, range(layer, layer + 1), first=False, last=False, kernels=config.kernels_by_operation
+    )
     stage.to(dtype).to_empty(device=mesh.device)
     initialize(stage, model, config.run.seed)
     length = model.sequence_length // layout.cp
@@ -52,11 +52,11 @@ def measured_costs(config: Config, mesh: Mesh) -> dict[Mode, Cost]:
     places = replace(Places.whole(model, length, mesh.device, dtype), attention=attend)
     shape = (length // layout.tp, config.batch.micro_size, model.width)
     x = torch.ones(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-    found = measure(lambda: stage(x, places), stage.layers["0"])
+    found = measure(lambda: stage(x, places), stage.layers[str(layer)])
     numbers = torch.tensor(
         [[found[mode].seconds, found[mode].bytes] for mode in MODES], dtype=torch.float64, device=mesh.device
     )
     dist.broadcast(numbers, src=0, group=mesh.world)
     for mode, (seconds, kept) in zip(MODES, numbers.tolist(), strict=True):
-        log.info("recompute %s: %.3f ms, %.2f MiB a layer", mode, 1e3 * seconds, kept / (1 << 20))
+        log.info("recompute %s: %.3f ms, %.2f MiB for layer %d", mode, 1e3 * seconds, kept / (1 << 20), layer)
     return {mode: Cost(seconds, round(kept)) for mode, (seconds, kept) in zip(MODES, numbers.tolist(), strict=True)}

@@ -9,11 +9,10 @@ from torch import Tensor
 from megalite.data.loader import Micros
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
-from megalite.parallel.gradients import clip, counted_norms, finish
+from megalite.parallel.gradients import counted_norms, finish
 from megalite.train.build import Job
 from megalite.train.inputs import inputs
 from megalite.train.signs import Signs, take_signs
-from megalite_kernels import FusedAdamW
 from megalite_kernels.grad_norm import clip_coefficient
 
 
@@ -31,7 +30,7 @@ def gradients(job: Job, batch: Micros) -> Tensor:
     scale = 1 / target_tokens(job, batch)
     loss = job.training(batch).run(inputs(job, batch, scale))
     job.activity("finishing the gradients")
-    finish(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
+    finish(job.stages, job.plan.placement, job.mesh, job.config.model.tie_embeddings)
     return loss * scale
 
 
@@ -41,14 +40,11 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
     loss: this rank's part of the mean loss.
     """
     job.activity("updating the weights")
-    names, norms = counted_norms(job.stages, job.placement, job.mesh, job.config.model.tie_embeddings)
+    names, norms = counted_norms(job.stages, job.plan.placement, job.mesh, job.config.model.tie_embeddings)
     signs = take_signs(job.mesh, names, norms, loss if _counts_loss(job) else None, asked)
-    if (limit := job.config.optim.clip_norm) > 0:
-        if isinstance(job.optimizer, FusedAdamW):
-            job.optimizer.clip = clip_coefficient(signs.norm, limit)  # spares gradients a pass of their own
-        else:
-            clip(job.stages, signs.norm, limit)
-    job.optimizer.found_inf = signs.bad  # type: ignore[attr-defined]  # skips the update where it is 1
+    limit = job.config.optim.clip_norm
+    job.optimizer.clip = clip_coefficient(signs.norm, limit) if limit > 0 else None
+    job.optimizer.found_inf = signs.bad  # skips the update where it is 1
     for group in job.optimizer.param_groups:
         group["lr"] = learning_rate(job.config.schedule, job.config.optim.lr, job.config.train.steps, step)
     job.optimizer.step()
@@ -72,9 +68,8 @@ def evaluate(job: Job, batches: Iterable[Micros]) -> float:
 
 
 def _counts_loss(job: Job) -> bool:
-    """Whether this rank's part of the mean loss is one of those that add up to it."""
-    at = job.mesh.coordinates
-    return at["pp"] == job.placement[-1] and at["tp"] == 0  # tp ranks hold the same sum
+    """Whether this rank's part of the mean loss, 0 where no stage has one, is one of those that add up to it."""
+    return job.mesh.coordinates["tp"] == 0  # tp ranks hold the same sum
 
 
 def target_tokens(job: Job, batch: Micros) -> int:

@@ -42,6 +42,7 @@ from megalite.train.folder import Folder
 from megalite.train.guard import Requests
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
+from megalite.train.recompute import plan_for
 from megalite.train.report import Report
 from megalite.train.sources import as_remembered, open_samples
 from megalite.train.starts import record_start
@@ -105,10 +106,13 @@ def _train(
     mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, patience)
     assert mesh is not None, "validation has compared the layout with the world size"
     activity("building the model")
-    job = build(config, mesh, activity)
+    plan = plan_for(config, mesh)
+    job = build(plan, mesh, activity)
     at = "  ".join(f"{axis} {position}" for axis, position in mesh.coordinates.items())
     layers = ", ".join(layer for stage in job.stages.values() for layer in stage.layers)
     log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
+    recomputed = Counter(mode for stage in job.stages for mode in plan.modes[stage])
+    log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
     data, state = as_remembered(config.data.train, batches.train.samples), State(job.stages, job.optimizer)
     restorer = Restorer(state, config, data, together, job.activity.tick, check_owner)

@@ -26,6 +26,7 @@ from megalite.dist.start import NCCL, start
 from megalite.parallel import context
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
+from megalite.plan.resolved import resolve
 from megalite.train import signs
 from megalite.train.build import Job, build
 from megalite.train.inputs import inputs
@@ -215,7 +216,7 @@ def _job(config: Config) -> Iterator[tuple[Job, Calls]]:
         with Calls() as calls:
             mesh = Mesh.build(layout, DEVICE, config.parallel.data.sharded)
         assert mesh is not None
-        yield build(config, mesh), calls
+        yield build(resolve(config), mesh), calls
 
 
 def _step(job: Job) -> signs.Signs:

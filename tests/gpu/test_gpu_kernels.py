@@ -21,6 +21,7 @@ from torch import Tensor
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
 from megalite.dist.mesh import Mesh
+from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite.verify import random_batch
@@ -236,7 +237,7 @@ def trained(kernels: Literal["torch", "triton"], compiled: bool) -> tuple[list[f
     mesh = Mesh.build(Layout(), DEVICE)
     assert mesh is not None
     torch.compiler.reset()
-    job = build(config, mesh)
+    job = build(resolve(config), mesh)
     losses = [train_step(job, random_batch(job, 0), step).read().loss for step in range(3)]
     return losses, [param.detach().to_local() for _, param in job.named_parameters()]
 

@@ -11,6 +11,7 @@ from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, T
 from megalite.dist.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
+from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite.verify import random_batch
@@ -36,7 +37,7 @@ LESS = {
 def losses_and_peak(config: Config) -> tuple[list[float], int]:
     mesh = Mesh.build(Layout(), torch.device("cuda"))
     assert mesh is not None
-    job = build(config, mesh)
+    job = build(resolve(config), mesh)
     losses = []
     for step in range(4):
         if step == 1:

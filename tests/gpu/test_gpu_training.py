@@ -6,6 +6,7 @@ import torch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
 from megalite.dist.mesh import Mesh
+from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite.verify import random_batch
@@ -24,7 +25,7 @@ def job_on(device: str, precision: str):
     )
     mesh = Mesh.build(Layout(), torch.device(device))
     assert mesh is not None
-    return build(config, mesh)
+    return build(resolve(config), mesh)
 
 
 def test_initial_weights_are_bit_identical_to_those_made_on_a_cpu(one_rank) -> None:

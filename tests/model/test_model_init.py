@@ -20,6 +20,8 @@ from megalite.dist.mesh import Mesh
 from megalite.model import init
 from megalite.model.decoder import Decoder
 from megalite.model.init import fill_normal, initialize, standard_deviation
+from megalite.plan import roles
+from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
 
 NAME = "layers.0.attention.q.weight"
@@ -170,10 +172,10 @@ def test_empty_part(shape: tuple[int, int], offset: tuple[int, int]) -> None:
 
 def test_standard_deviation_of_residual_projections() -> None:
     model = replace(MODEL, layers=8, init_std=0.03)
-    for name in ("layers.3.attention.o.weight", "layers.0.mlp.down.weight"):
-        assert standard_deviation(model, name) == pytest.approx(0.03 / 4)
-    for name in ("layers.3.attention.q.weight", "layers.0.mlp.up.weight", "embed.weight", "head.output.weight"):
-        assert standard_deviation(model, name) == 0.03
+    for role in (roles.ATTENTION_OUTPUT, roles.DOWN):
+        assert standard_deviation(model, role) == pytest.approx(0.03 / 4)
+    for role in (roles.QUERY, roles.UP, roles.EMBEDDING, roles.HEAD):
+        assert standard_deviation(model, role) == 0.03
 
 
 def test_initialize_fills_every_parameter(alone: Mesh) -> None:
@@ -188,7 +190,9 @@ def _expected(name: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    return _whole(*shape, standard_deviation(MODEL, name), f"{seed}/{name}").float()
+    residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
+    std = MODEL.init_std / math.sqrt(2 * MODEL.layers) if residual else MODEL.init_std
+    return _whole(*shape, std, f"{seed}/{name}").float()
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "tp": 2, "dp_shard": 2}, {"dp_shard": 5}])
@@ -204,6 +208,6 @@ def mismatches(config: Config) -> set[str]:
     mesh = Mesh.build(config.parallel.layout, torch.device("cpu"))
     if mesh is None:
         return set()
-    stage = build_stage(config, mesh, mesh.coordinates["pp"], mesh.layout.pp)
+    stage = build_stage(resolve(config), mesh, mesh.coordinates["pp"])
     wholes = {name: param.full_tensor() for name, param in stage.named_parameters()}
     return {name for name, found in wholes.items() if not torch.equal(found, _expected(name, found.shape, 0))}

@@ -11,6 +11,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Train
 from megalite.dist.mesh import Mesh
 from megalite.optim.build import build_optimizer
+from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
 from megalite.verify import random_batch
@@ -32,7 +33,7 @@ def job() -> Iterator[Job]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
-    yield build(CONFIG, mesh)
+    yield build(resolve(CONFIG), mesh)
     dist.destroy_process_group()
 
 
@@ -53,16 +54,21 @@ def test_settings_reach_the_optimizer(job: Job) -> None:
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.9), 1e-6)
 
 
-@pytest.mark.parametrize("modules", [torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2)], ids=["matrix", "norm"])
-def test_a_group_that_would_be_empty_is_left_out(modules: torch.nn.Module) -> None:
-    assert len(build_optimizer([modules], Optim()).param_groups) == 1
+def test_a_group_that_would_be_empty_is_left_out(job: Job) -> None:
+    (stage,) = job.stages.values()
+    layer = stage.layers["0"]
+    assert [len(build_optimizer(modules, Optim()).param_groups) for modules in ([layer.mlp], [layer.mlp_norm])] == [
+        1,
+        1,
+    ]
 
 
 def test_a_step_is_adamw_on_plain_tensors(job: Job) -> None:
     plain = {name: param.to_local().detach().clone() for name, param in job.named_parameters()}  # type: ignore[attr-defined]
     first = {name: torch.zeros_like(value) for name, value in plain.items()}
     second = {name: torch.zeros_like(value) for name, value in plain.items()}
-    job.config = replace(job.config, schedule=replace(job.config.schedule, name="constant"))
+    constant = replace(job.config, schedule=replace(job.config.schedule, name="constant"))
+    job.plan = replace(job.plan, config=constant)
     captured: dict[str, torch.Tensor] = {}
 
     def capture(*_: object) -> None:

@@ -13,7 +13,8 @@ from toy_jobs import Parts, advance, config_of, load_and_train, make, one_rank, 
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.optim import offload
-from megalite.optim.offload import MOMENTS, HostAdamW
+from megalite.optim.offload import HostAdamW
+from megalite.plan.states import ADAMW
 
 HERE = config_of(Layout())
 HOST = replace(HERE, optim=replace(HERE.optim, offload=True))
@@ -48,7 +49,7 @@ def test_settings_reach_the_optimizer() -> None:
 def test_states_are_there_before_the_first_step_and_placed_as_parameters() -> None:
     job = make(HOST)
     for name, param in job.named_parameters():
-        for moment in MOMENTS:
+        for moment in ADAMW:
             state = job.optimizer.state[param][moment]
             assert state.placements == param.placements, name
             assert state.shape == param.shape

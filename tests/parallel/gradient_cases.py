@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Parallel
 from megalite.dist.mesh import Mesh
-from megalite.parallel.gradients import clip, counted_norms
+from megalite.parallel.gradients import counted_norms
+from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build
 from megalite.train.signs import take_signs
 from megalite.train.step import gradients
 from megalite.verify import random_batch
+from megalite_kernels.grad_norm import clip_coefficient
 
 CPU = torch.device("cpu")
 
@@ -38,12 +40,14 @@ def clipped(config: Config, limit: float) -> Clipped | None:
     if mesh is None:
         return None
     expected_norm, expected = told[0]
-    job = build(config, mesh)
+    job = build(resolve(config), mesh)
     gradients(job, random_batch(job, 0))
     before = whole(job)
-    names, norms = counted_norms(job.stages, job.placement, mesh, config.model.tie_embeddings)
+    names, norms = counted_norms(job.stages, job.plan.placement, mesh, config.model.tie_embeddings)
     norm = take_signs(mesh, names, norms, None, ()).norm
-    clip(job.stages, norm, limit)
+    coefficient = clip_coefficient(norm, limit)
+    for _, param in job.named_parameters():
+        param.grad.mul_(coefficient)
     after = whole(job)
     return Clipped(
         norm.item(),
@@ -59,7 +63,7 @@ def reference(config: Config, limit: float) -> tuple[float, dict[str, Tensor]]:
     mesh = Mesh.build(Layout(), CPU)
     if mesh is None:
         return 0.0, {}
-    job = build(replace(config, parallel=replace(Parallel(), dp_shard=1)), mesh)
+    job = build(resolve(replace(config, parallel=replace(Parallel(), dp_shard=1))), mesh)
     gradients(job, random_batch(job, 0))
     plain = {}
     for name, grad in whole(job).items():

@@ -4,6 +4,7 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
+from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite.verify import random_batch
@@ -14,6 +15,6 @@ def curve(config: Config, steps: int) -> list[tuple[float, float]] | None:
     mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
     if mesh is None:
         return None
-    job = build(config, mesh)
+    job = build(resolve(config), mesh)
     results = [train_step(job, random_batch(job, step), step).read() for step in range(steps)]
     return [(reading.loss, reading.norm) for reading in results]

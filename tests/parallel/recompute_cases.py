@@ -25,12 +25,12 @@ from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
 from megalite.plan.activations import Activations
 from megalite.plan.pipeline import tables_of
-from megalite.plan.recompute import MODES, Cost, Mode, held_by_rank, kept_by_rank
+from megalite.plan.recompute import MODES, Cost, Costs, Mode, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
 from megalite.train import build as train_build
 from megalite.train import recompute as train_recompute
 from megalite.train.build import Job
-from megalite.train.recompute import measured_costs
+from megalite.train.recompute import measured_costs, plan_for
 from megalite.train.step import train_step
 from megalite.verify import Difference, compare, random_batch
 
@@ -138,10 +138,10 @@ class Budgeted:
     held: list[int]  # micro-batches that each layer holds
 
 
-def within_budget(config: Config, share: float) -> tuple[Config, dict[Mode, Cost]]:
+def within_budget(config: Config, share: float) -> tuple[Config, Costs]:
     """A budget `share` of the way from what all layers save when run again to what they save when not. Collective."""
     mesh = Mesh.build(config.parallel.layout, CPU)
-    told = [None if mesh is None else measured_costs(config, mesh)]
+    told = [None if mesh is None else measured_costs(config, mesh)[0]]
     dist.broadcast_object_list(told, src=0)
     costs = told[0]
     tables = tables_of(config)
@@ -170,7 +170,7 @@ def built(config: Config) -> tuple[Job, list[Mode], list[Counted]] | None:
         recompute(layer, mode, counts[-1])
 
     with patch.object(train_build, "recompute", counting_recompute):
-        return train_build.build(config, mesh), modes, counts
+        return train_build.build(plan_for(config, mesh), mesh), modes, counts
 
 
 def modes_of(config: Config) -> list[Mode]:
@@ -184,7 +184,7 @@ def budgeted(config: Config, share: float) -> Budgeted | None:
     config, costs = within_budget(config, share)
     # Layers this small take times that are mostly noise; on a busy machine, full has come out as the fastest.
     costs = {mode: replace(costs[mode], seconds=seconds) for mode, seconds in zip(MODES, (1.0, 1.1, 1.4), strict=True)}
-    with patch.object(train_recompute, "measured_costs", lambda *_: costs):
+    with patch.object(train_recompute, "measured_costs", lambda *_: [costs] * config.model.layers):
         found = built(config)
     if found is None:
         return None
@@ -194,4 +194,4 @@ def budgeted(config: Config, share: float) -> Budgeted | None:
     held = held_by_rank(tables, split_of(config))[pp]
     kept = kept_by_rank(tables, Activations(config).outside(tables[0].stages))[pp]
     limit = round((config.train.recompute_budget or 0) * (1 << 30)) - kept
-    return Budgeted(measured_costs(config, job.mesh), modes, limit, [count.bytes for count in counts], held)
+    return Budgeted(measured_costs(config, job.mesh)[0], modes, limit, [count.bytes for count in counts], held)

@@ -14,6 +14,7 @@ from megalite.config.validate import check, validate
 from megalite.plan import memory
 from megalite.plan.fit import GIB, check_memory, choices, fit_micro, peak_bytes
 from megalite.plan.memory import rank_memory
+from megalite.plan.resolved import Plan
 
 
 def configured(
@@ -131,9 +132,9 @@ def test_a_micro_batch_that_does_not_fit_is_known_after_one_rank() -> None:
     config = configured(5040, pp=8, memory=1e-3)
     config.model.layers, seen, fullest = 8, [], memory._fullest
 
-    def counted(config: Config, pp: int, modes: memory.Modes) -> memory.Memory:
+    def counted(plan: Plan, pp: int) -> memory.Memory:
         seen.append(pp)
-        return fullest(config, pp, modes)
+        return fullest(plan, pp)
 
     with patch.object(memory, "_fullest", counted), pytest.raises(InputError, match="are too few"):
         fit_micro(config)

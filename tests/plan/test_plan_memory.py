@@ -11,16 +11,23 @@ from hypothesis import strategies as st
 from memory_cases import CASES, PIPELINE, SHARDED, Overrides, configured
 
 from megalite.config.errors import InputError
-from megalite.config.schema import Batch, Rampup
+from megalite.config.layers import layer_kinds
+from megalite.config.schema import Batch, Config, Rampup
 from megalite.plan import condense, walk
-from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
+from megalite.plan.activations import CLASSES, ROWS, Activations, Part, chunk_tokens
 from megalite.plan.batches import batch_sizes
-from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory, recompute_modes, staged
+from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.pipeline import table_of
+from megalite.plan.resolved import resolve
 from megalite.plan.size import model_parameters, stage_parameters
 from megalite.plan.split import split_of
 from megalite.plan.walk import HOST
 from megalite.schedule.simulate import simulate
+
+
+def a_layer(config: Config) -> Part:
+    """One that recomputes nothing."""
+    return Activations(config).layer(layer_kinds(config.model)[0], "none")
 
 
 def of(overrides: Overrides, kind: str, pp: int = 0) -> int:
@@ -80,10 +87,10 @@ def test_recompute_keeps_ever_less() -> None:
 @given(st.floats(0.04, 0.2))
 def test_a_budget_is_kept(budget: float) -> None:
     config = configured({"train.recompute": "budget", "train.recompute_budget": budget, "batch.micro": 4})
-    (modes,) = recompute_modes(config).values()
+    plan = resolve(config)
     outside = sum(Activations(config).outside(stages=1).values())
     assert outside > 2**20
-    assert outside + sum(Activations(config).layer_bytes(mode) for mode in modes) <= budget * 2**30
+    assert outside + sum(Activations(config).layer_bytes(*layer) for layer in plan.recomputed(0)) <= budget * 2**30
 
 
 def test_what_embedding_and_head_keep_leaves_less_of_a_budget() -> None:
@@ -121,7 +128,7 @@ def test_offloading_moves_bytes_to_the_host() -> None:
 def test_fp32_on_cuda_keeps_keys_and_values_of_every_query_head() -> None:
     def kept(device: str, **model: object) -> int:
         config = configured({"train.precision": "fp32", "run.device": device, **model})
-        return sum(part.bytes for part in Activations(config).layer("none").kept)
+        return sum(part.bytes for part in a_layer(config).kept)
 
     model = configured({}).model
     assert model.kv_heads < model.heads
@@ -187,7 +194,7 @@ def test_as_many_micro_batches_are_held_as_the_simulation_says(schedule: str, pp
     config = configured({**PIPELINE, **long, "parallel.pipeline.schedule": schedule})
     table = table_of(config)
     held = simulate(table).peak_live[pp] * 4 // table.stages  # layers
-    one = sum(kept.bytes for kept in Activations(config).layer("none").kept if kept.component == "mlp")
+    one = sum(kept.bytes for kept in a_layer(config).kept if kept.component == "mlp")
     assert (held - 1) * one < rank_memory(config, pp).of("activations")["mlp"] <= held * one
 
 
@@ -204,8 +211,8 @@ def test_components_are_named_and_add_up(name: str) -> None:
 @pytest.mark.parametrize("mode", ["zero1", "zero3"])
 def test_few_micro_batches_are_enough_to_reach_the_peak(mode: str) -> None:
     config = configured({**PIPELINE, **SHARDED, "parallel.data.mode": mode, "batch.global": 64})
-    assert 1 < enough_micro_batches(config, 0, 32) <= 8
-    assert enough_micro_batches(configured({"batch.global": 1}), 0, 1) == 1
+    assert 1 < enough_micro_batches(resolve(config), 0, 32) <= 8
+    assert enough_micro_batches(resolve(configured({"batch.global": 1})), 0, 1) == 1
 
 
 def test_a_longer_sequence_takes_more_of_what_depends_on_it() -> None:
@@ -247,10 +254,9 @@ def test_few_micro_batches_are_walked_for_many(large: Overrides, m: int, data: s
     config = configured({**large, "model.layers": 6, "batch.global": 6 * m})
     pp, full = data.draw(st.integers(0, config.parallel.pp - 1)), 6 * m // config.parallel.dp_shard
     assume(full >= config.parallel.pp)
-    modes = recompute_modes(config)
-    held = walk.Walk(config, table_of(config), pp, modes).run()
+    held = walk.Walk(resolve(config), full, pp).run()
     inputs = {("activations", "inputs"): full * Activations(config).inputs}
-    assert rank_memory(config, pp).bytes == {**held, **staged(config, held), **inputs}
+    assert rank_memory(config, pp).bytes == {**held, **inputs}
 
 
 def test_modes_that_repeat_are_condensed_and_none_is_lost() -> None:

@@ -15,6 +15,7 @@ from megalite.plan.recompute import (
     GIB,
     MODES,
     Cost,
+    Costs,
     Mode,
     choose,
     choose_for_all,
@@ -37,6 +38,10 @@ def seconds(costs: dict[Mode, Cost], modes: tuple[Mode, ...]) -> float:
     return sum(costs[mode].seconds for mode in modes)
 
 
+def everywhere(costs: Costs, held: Sequence[Sequence[int]]) -> list[list[Costs]]:
+    return [[costs] * len(layers) for layers in held]
+
+
 def test_the_configuration_has_these_modes() -> None:
     assert (*MODES, "budget") == get_args(Train.__annotations__["recompute"])
 
@@ -50,7 +55,7 @@ def kept_bytes(costs: Mapping[Mode, Cost], held: Sequence[int], modes: Sequence[
 def test_the_choice_fits_and_none_that_fits_is_cheaper(costs: dict[Mode, Cost], held: list[int], limit: int) -> None:
     everything = list(product(MODES, repeat=len(held)))
     fitting = [modes for modes in everything if kept_bytes(costs, held, modes) <= limit]
-    chosen = choose(costs, held, limit)
+    chosen = choose([costs] * len(held), held, limit)
     if not fitting:
         assert chosen is None
         return
@@ -71,13 +76,13 @@ def test_the_choice_fits_and_none_that_fits_is_cheaper(costs: dict[Mode, Cost], 
     ],
 )
 def test_less_memory_takes_more_recompute(limit: int, expected: dict[Mode, int]) -> None:
-    chosen = choose(COSTS, [3] * 4, limit)
+    chosen = choose([COSTS] * 4, [3] * 4, limit)
     assert chosen is not None
     assert {mode: chosen.count(mode) for mode in expected} == expected
 
 
 def test_layers_that_hold_more_micro_batches_recompute_first() -> None:
-    assert choose(COSTS, [1, 4, 2], 4 * 5 + (1 + 2) * 30) == ["none", "full", "none"]
+    assert choose([COSTS] * 3, [1, 4, 2], 4 * 5 + (1 + 2) * 30) == ["none", "full", "none"]
 
 
 def test_every_nth_counts_from_the_first_layer() -> None:
@@ -115,21 +120,27 @@ def test_of_several_steps_each_layer_holds_the_most() -> None:
 def test_what_is_kept_outside_of_layers_is_so_for_every_micro_batch_in_flight() -> None:
     assert kept_by_rank([build("1f1b", 3, 8)], {0: 10, 2: 7}) == [30, 0, 7]
     assert kept_by_rank([build("zbv", 2, 8)], {0: 10, 3: 7}) == [in_flight(build("zbv", 2, 8), 0)[0] * 10 + 7, 0]
-    assert choose_for_all(COSTS, [[3, 3], [1, 1]], [0, 45], 60 / GIB) == [["full", "full"], ["full", "full"]]
+    assert choose_for_all(everywhere(COSTS, [[3, 3], [1, 1]]), [[3, 3], [1, 1]], [0, 45], 60 / GIB) == [
+        ["full", "full"],
+        ["full", "full"],
+    ]
 
 
 def test_every_rank_gets_a_choice_of_its_own() -> None:
-    assert choose_for_all(COSTS, [[3, 3], [1, 1]], [0, 0], 60 / GIB) == [["full", "full"], ["none", "none"]]
+    assert choose_for_all(everywhere(COSTS, [[3, 3], [1, 1]]), [[3, 3], [1, 1]], [0, 0], 60 / GIB) == [
+        ["full", "full"],
+        ["none", "none"],
+    ]
 
 
 def test_the_least_limit_that_would_do_is_told_and_does() -> None:
     big = {mode: Cost(cost.seconds, cost.bytes << 20) for mode, cost in COSTS.items()}
     held = [[7] * 3, [50] * 3]
     with pytest.raises(InputError, match=r"train\.recompute_budget = 0\.5: .* use at least 0\.733"):
-        choose_for_all(big, held, [0, 0], 0.5)
-    assert choose_for_all(big, held, [0, 0], 0.733)[1] == ["full"] * 3
+        choose_for_all(everywhere(big, held), held, [0, 0], 0.5)
+    assert choose_for_all(everywhere(big, held), held, [0, 0], 0.733)[1] == ["full"] * 3
     with pytest.raises(InputError):
-        choose_for_all(big, held, [0, 0], 0.732)
+        choose_for_all(everywhere(big, held), held, [0, 0], 0.732)
 
 
 @given(st.sampled_from([*SCHEDULES]), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40))

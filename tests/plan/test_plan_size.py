@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.load import load
 from megalite.config.schema import Model
 from megalite.plan.size import (
@@ -39,6 +40,10 @@ COUNTS = {
 }
 
 
+def first(model: Model) -> LayerKind:
+    return layer_kinds(model)[0]
+
+
 def preset(name: str) -> Model:
     return load([str(PRESETS / f"{name}.yaml")]).model
 
@@ -59,7 +64,7 @@ def test_every_weight_of_a_small_model_by_hand() -> None:
     model = Model(
         layers=3, width=10, heads=4, kv_heads=2, head_width=6, ffn=7, vocab_size=11, qk_norm=True, qkv_bias=True
     )
-    layer = layer_parameters(model)
+    layer = layer_parameters(model, first(model))
     assert layer.attention == 10 * 24 + 24 + 2 * (10 * 12 + 12) + 24 * 10
     assert layer.mlp == 3 * 10 * 7
     assert layer.norms == 2 * 10 + 2 * 6
@@ -90,20 +95,20 @@ def test_llama3_8b_costs_the_published_flops() -> None:
     ),
     st.integers(0, 9),
 )
-def test_stages_and_layers_add_up_to_the_model(model: Model, first: int) -> None:
-    first = min(first, model.layers)
+def test_stages_and_layers_add_up_to_the_model(model: Model, count: int) -> None:
+    count = min(count, model.layers)
     whole = model_parameters(model)
     (alone,) = stage_parameters(model, [model.layers])
     assert alone == whole
-    parts = stage_parameters(model, [first, 0, model.layers - first])
+    parts = stage_parameters(model, [count, 0, model.layers - count])
     copy = Parameters(head=model.vocab_size * model.width if model.tie_embeddings else 0)
     assert parts[0] + parts[1] + parts[2] == whole + copy
     assert parts[1] == Parameters()
 
-    matrices = layer_parameters(model).attention + layer_parameters(model).mlp
+    matrices = layer_parameters(model, first(model)).attention + layer_parameters(model, first(model)).mlp
     factors: dict[Attention, int] = {"causal": 2, "full": 4}
     for attention, factor in factors.items():
         scores = factor * model.heads * model.head_size * model.sequence_length
-        assert layer_forward_flops(model, attention) == 2 * matrices + scores
-        forward = model.layers * layer_forward_flops(model, attention) + head_forward_flops(model)
+        assert layer_forward_flops(model, first(model), attention) == 2 * matrices + scores
+        forward = model.layers * layer_forward_flops(model, first(model), attention) + head_forward_flops(model)
         assert flops_per_token(model, attention) == 3 * forward

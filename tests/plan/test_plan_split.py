@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import Config, Model
-from megalite.plan.size import head_forward_flops, layer_forward_flops
-from megalite.plan.split import balance, layers_of, split_of
+from megalite.plan.size import head_forward_flops
+from megalite.plan.split import balance, layer_costs, layers_of, split_of
 
 
 def costs(model: Model, split: list[int]) -> list[int]:
     """Forward cost of every stage, the most expensive first."""
-    each = [count * layer_forward_flops(model) for count in split]
+    each = [count * layer_costs(model)[0] for count in split]
     each[-1] += head_forward_flops(model)
     return sorted(each, reverse=True)
 
@@ -81,7 +81,7 @@ def test_layers_go_one_by_one_to_the_stage_that_is_cheapest_so_far(case: tuple[M
     model, stages = case
     split = [int(stage < stages - 1) for stage in range(stages)]
     for _ in range(model.layers - sum(split)):
-        costs = [count * layer_forward_flops(model) for count in split]
+        costs = [count * layer_costs(model)[0] for count in split]
         costs[-1] += head_forward_flops(model)
         split[min(range(stages), key=lambda stage: (costs[stage], -stage))] += 1
     assert balance(model, stages) == split

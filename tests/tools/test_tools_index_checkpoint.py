@@ -20,7 +20,7 @@ from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, OldFormatErr
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import dump
-from megalite.plan.shapes import weight_shapes
+from megalite.plan.weights import weights
 from megalite_tools.checkpoints import Checkpoint
 from megalite_tools.dcp_index import dcp_index
 from megalite_tools.inspect_checkpoint import main
@@ -79,7 +79,7 @@ def test_damage_is_not_made_good(old: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
     """What another program has saved: a model, a view, an empty tensor, and what is no tensor."""
-    model = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in weight_shapes(MODEL).items()}
+    model = {name: torch.randn(weight.shape, dtype=torch.bfloat16) for name, weight in weights(MODEL).items()}
     others = {"b": torch.tensor(3, dtype=torch.int16), "c": torch.empty(0, 2), "view": torch.arange(9)[2:8].view(2, 3)}
     state = {"model": model, "other": others, "words": {"deep": ["x", 1]}, "count": 7}
     dcp.save(state, checkpoint_id=tmp_path / "foreign", no_dist=True)

@@ -10,6 +10,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Config, Context, Data
 from megalite.dist.mesh import Mesh
 from megalite.parallel.sequence import Method, unsplit
+from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.inputs import inputs
 from megalite.train.step import evaluate
@@ -28,7 +29,7 @@ def tokens_are_in_order(method: Method) -> bool:
     """Whether the tokens and targets that the ranks are given are, put together, those of the batch."""
     mesh = Mesh.build(Layout(cp=8), CPU)
     assert mesh is not None
-    job = build(configuration(mesh.layout, method), mesh)
+    job = build(resolve(configuration(mesh.layout, method)), mesh)
     batch = random_batch(job, 0)
     step = inputs(job, batch)
     found = []
@@ -46,6 +47,6 @@ def validation_losses(layout: Layout, method: Method) -> list[float]:
         mesh = Mesh.build(where, CPU)
         if mesh is not None:
             config = configuration(where, method)
-            job = build(replace(config, data=replace(DOCUMENTS, reset_positions=False)), mesh)
+            job = build(resolve(replace(config, data=replace(DOCUMENTS, reset_positions=False))), mesh)
             found.append(evaluate(job, [random_batch(job, 0)]))
     return found

@@ -1,4 +1,4 @@
-"""Names and shapes of a model's weights, beside the model itself and its number of parameters."""
+"""Names, shapes and roles of a model's weights, beside the model itself and its number of parameters."""
 
 import math
 from dataclasses import replace
@@ -11,8 +11,9 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Model
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
-from megalite.plan.shapes import weight_shapes
+from megalite.parallel.parameter import parameters
 from megalite.plan.size import model_parameters
+from megalite.plan.weights import Weight, weights
 
 MODELS = (MODEL, replace(MODEL, qkv_bias=False, qk_norm=True, head_width=6), replace(MODEL, tie_embeddings=True))
 
@@ -23,5 +24,7 @@ def test_they_are_those_of_the_model(model: Model) -> None:
         mesh = Mesh.build(Layout(), torch.device("cpu"))
         assert mesh is not None
         decoder = Decoder(model, mesh.root["tp"], range(model.layers))
-    assert weight_shapes(model) == {name: tuple(param.shape) for name, param in decoder.named_parameters()}
-    assert sum(map(math.prod, weight_shapes(model).values())) == model_parameters(model).total
+    found = {name: Weight(tuple(param.shape), role) for name, param, role in parameters(decoder)}
+    assert weights(model) == found
+    assert list(found) == [name for name, _ in decoder.named_parameters()]
+    assert sum(math.prod(weight.shape) for weight in found.values()) == model_parameters(model).total

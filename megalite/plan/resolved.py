@@ -1,0 +1,75 @@
+"""What follows from a configuration for every rank, worked out once and handed on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.schema import Config
+from megalite.plan.activations import Activations
+from megalite.plan.pipeline import placement, table_of, tables_of, uses_fsdp
+from megalite.plan.recompute import Cost, Costs, Mode, modes_by_stage
+from megalite.plan.size import layer_forward_flops
+from megalite.plan.split import layers_of, split_of
+from megalite.schedule.actions import Table
+
+FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # time of a layer, in forward passes of it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers every stage has and what they are, where stages are, and what every rank does in a step."""
+
+    config: Config
+    kinds: tuple[LayerKind, ...]  # of every layer
+    layers: tuple[range, ...]  # by stage
+    placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
+    modes: Mapping[int, Sequence[Mode]]  # by stage: what each of its layers recomputes
+    fsdp: bool  # FSDP2 gathers weights and reduces gradients
+    _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    def stages_of(self, pp: int) -> list[int]:
+        """The stages of pipeline rank `pp`."""
+        return [stage for stage, owner in enumerate(self.placement) if owner == pp]
+
+    def recomputed(self, stage: int) -> list[tuple[LayerKind, Mode]]:
+        """The layers of a stage, and what each recomputes."""
+        return [(self.kinds[layer], mode) for layer, mode in zip(self.layers[stage], self.modes[stage], strict=True)]
+
+    def table(self, m: int) -> Table:
+        """The schedule of a training step of `m` micro-batches. Raises InputError for one that cannot run."""
+        if m not in self._tables:
+            self._tables[m] = table_of(self.config, m)
+        return self._tables[m]
+
+
+def resolve(config: Config, costs: Callable[[], Sequence[Costs]] | None = None) -> Plan:
+    """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` are numbers.
+
+    costs: of every layer, which are asked for where `train.recompute_budget` is to be met; None: they are estimated.
+    Raises InputError for a schedule that cannot run, and for a budget that nothing fits.
+    """
+    split = split_of(config)
+    outside = Activations(config).outside(len(split))
+    modes = modes_by_stage(
+        config.train, lambda: tables_of(config), split, outside, costs or (lambda: estimated_costs(config))
+    )
+    kinds, layers = layer_kinds(config.model), tuple(layers_of(split))
+    return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config))
+
+
+def estimated_costs(config: Config) -> list[Costs]:
+    """What every layer costs. Kept bytes come from `plan.activations`, times from FLOPs. Runs measure both instead."""
+    sizes, kinds = Activations(config), layer_kinds(config.model)
+    first = layer_forward_flops(config.model, kinds[0])
+
+    @cache
+    def cost(kind: LayerKind) -> Costs:
+        share = layer_forward_flops(config.model, kind) / first
+        return {mode: Cost(share * times, sizes.layer_bytes(kind, mode)) for mode, times in FORWARDS.items()}
+
+    return [cost(kind) for kind in kinds]

@@ -1,0 +1,69 @@
+"""What a parameter is. Whoever treats parameters differently asks for their role, never for a name or a dimension."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """The part that a parameter plays in the model."""
+
+    EMBEDDING = "embedding"  # one row for every token; tied embeddings are the head's weight too
+    HEAD = "head"  # from the residual stream to logits
+    MATRIX = "matrix"  # inside of a layer
+    NORM = "norm"  # the factors of a norm
+    BIAS = "bias"
+
+
+class Side(Enum):
+    """What a dimension of a parameter counts."""
+
+    STREAM = "stream"  # features of the residual stream, model.width
+    QUERIES = "queries"  # of all query heads
+    KEYS = "keys"  # of all key-value heads
+    ONE_HEAD = "one head"  # of a single head, whichever it is
+    FEED_FORWARD = "feed-forward"  # hidden features, model.ffn
+    VOCABULARY = "vocabulary"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A matrix `[outputs, inputs]`, or a vector `[outputs]`."""
+
+    kind: Kind
+    outputs: Side
+    inputs: Side | None = None  # None: a vector
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to norms and biases."""
+        return self.inputs is not None
+
+    @property
+    def into_stream(self) -> bool:
+        """Whether it is a layer's projection into the residual stream."""
+        return self.kind is Kind.MATRIX and self.outputs is Side.STREAM
+
+    @property
+    def bias(self) -> "Role":
+        """The role of what is added to the outputs of this matrix."""
+        return Role(Kind.BIAS, self.outputs)
+
+    @property
+    def component(self) -> str:
+        """The component of the model that it counts with; a bias counts with its matrix."""
+        if self.kind in (Kind.EMBEDDING, Kind.HEAD):
+            return self.kind.value
+        if self.kind is Kind.NORM:
+            return "norms"
+        return "mlp" if Side.FEED_FORWARD in (self.outputs, self.inputs) else "attention"
+
+
+EMBEDDING = Role(Kind.EMBEDDING, Side.VOCABULARY, Side.STREAM)
+HEAD = Role(Kind.HEAD, Side.VOCABULARY, Side.STREAM)
+NORM = Role(Kind.NORM, Side.STREAM)
+HEAD_NORM = Role(Kind.NORM, Side.ONE_HEAD)
+QUERY = Role(Kind.MATRIX, Side.QUERIES, Side.STREAM)
+KEY = VALUE = Role(Kind.MATRIX, Side.KEYS, Side.STREAM)
+ATTENTION_OUTPUT = Role(Kind.MATRIX, Side.STREAM, Side.QUERIES)
+GATE = UP = Role(Kind.MATRIX, Side.FEED_FORWARD, Side.STREAM)
+DOWN = Role(Kind.MATRIX, Side.STREAM, Side.FEED_FORWARD)

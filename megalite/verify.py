@@ -35,13 +35,13 @@ from megalite.plan.activations import Activations
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
 from megalite.plan.pipeline import table_of, tables_of
-from megalite.plan.recompute import GIB, Mode, by_rank, held_by_rank, kept_by_rank
+from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs, resolve
 from megalite.plan.split import split_of
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections, table
 from megalite.train.build import Job, build
-from megalite.train.recompute import plan_for
+from megalite.train.recompute_costs import plan_for
 from megalite.train.step import gradients, update
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.files import Writer
+from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Failed, Saved, Saver
 from megalite.checkpoint.state import State
-from megalite.checkpoint.together import Together
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
 from megalite.dist.mesh import Mesh
@@ -80,11 +80,11 @@ def parts(job: Job) -> Parts:
 
 
 def saver(job: Job, folder: Path) -> Saver:
-    return Saver(State(job.stages, job.optimizer), job.config, (), folder, Together())
+    return Saver(State(job.stages, job.optimizer), job.config, (), folder, HostGroup())
 
 
 def restorer(job: Job, config: Config | None = None) -> Restorer:
-    return Restorer(State(job.stages, job.optimizer), config or job.config, (), Together())
+    return Restorer(State(job.stages, job.optimizer), config or job.config, (), HostGroup())
 
 
 def progress_at(job: Job, step: int) -> Progress:

@@ -23,10 +23,10 @@ from megalite.dist.mesh import Mesh
 from megalite.model import decoder
 from megalite.parallel import gradients, linear
 from megalite.parallel.pipeline import Pipeline
-from megalite.plan.recompute import MODES, Costs
+from megalite.plan.recompute_modes import MODES, Costs
 from megalite.schedule.actions import Kind
 from megalite.train import build, recompute, step
-from megalite.train.recompute import measured_costs, plan_for
+from megalite.train.recompute_costs import measured_costs, plan_for
 from megalite.verify import Difference, compare
 
 Fault = Callable[[], AbstractContextManager[Any]]

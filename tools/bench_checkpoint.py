@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Failed, Saver
 from megalite.checkpoint.state import State
-from megalite.checkpoint.together import Together
 from megalite.config.errors import InputError
 from megalite.config.files import is_folder, write_object
 from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
@@ -96,7 +96,7 @@ class Bench:
         assert mesh is not None
         stages = {0: build_stage(resolve(self.config), mesh, 0)}
         self.state = State(stages, build_optimizer(stages.values(), self.config.optim))
-        self.folder, self.together = folder, Together()
+        self.folder, self.group = folder, HostGroup()
         self.tensors = self.state.tensors()
         self.names = count(1)
 
@@ -112,18 +112,18 @@ class Bench:
     def place(self) -> Iterator[Path]:
         """A fresh folder, whose files are gone afterwards. Nothing else waits to be written when it is given."""
         path = self.folder / f"place-{next(self.names)}"
-        if self.together.leads:
+        if self.group.leads:
             path.mkdir()
             os.sync()
         dist.barrier()
         yield path
         dist.barrier()
-        if self.together.leads:
+        if self.group.leads:
             shutil.rmtree(path)
 
     def saver(self, path: Path, in_background: bool) -> Saver:
         config = replace(self.config, checkpoint=Checkpoint(async_=in_background, keep=1))
-        return Saver(self.state, config, (), path, self.together)
+        return Saver(self.state, config, (), path, self.group)
 
 
 def together(work: Callable[[], object]) -> float:
@@ -137,7 +137,7 @@ def together(work: Callable[[], object]) -> float:
 
 def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
     """One round of every way, each on files of its own."""
-    rank, local = bench.together.rank, bench.local()
+    rank, local = bench.group.rank, bench.local()
 
     def with_torch(file: Path) -> None:
         with file.open("wb") as stream:
@@ -152,7 +152,7 @@ def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
     with bench.place() as path, bench.saver(path, in_background=False) as saver:
         saves["megalite"].append(together(lambda: saver.save(Progress(step=1))))
         _check(saver)
-        restorer = Restorer(bench.state, bench.config, (), bench.together)
+        restorer = Restorer(bench.state, bench.config, (), bench.group)
         loads["megalite"].append(together(lambda: restorer.all(path / "step-00000001")))
     with bench.place() as path:
         saves["dcp"].append(together(lambda: dcp.save(bench.tensors, checkpoint_id=path)))
@@ -168,7 +168,7 @@ def load_memory(bench: Bench) -> dict[str, int]:
         saver.save(Progress(step=1))
         _check(saver)
         folder = path / "step-00000001"
-        restorer = Restorer(bench.state, bench.config, (), bench.together)
+        restorer = Restorer(bench.state, bench.config, (), bench.group)
         return {
             "megalite": _peak_growth(lambda: restorer.all(folder)),
             "dcp": _peak_growth(lambda: dcp.load(dict(bench.tensors), checkpoint_id=folder)),

@@ -34,7 +34,7 @@ from megalite.plan.memory import KINDS, rank_memory
 from megalite.plan.size import model_parameters
 from megalite.plan.walk import HOST
 from megalite.train.build import build
-from megalite.train.recompute import plan_for
+from megalite.train.recompute_costs import plan_for
 from megalite.verify import random_batch
 from megalite_tools.results import cpu_name
 

@@ -39,7 +39,7 @@ from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
-from megalite.train.recompute import plan_for
+from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench_peer import LlamaForCausalLM, Step, build_peer
 from megalite_tools.results import cpu_name

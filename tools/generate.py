@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.disk import DamagedError
+from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.manifest import INDEX, NAME, Manifest, check_sizes, complete
 from megalite.checkpoint.read import Reader
 from megalite.checkpoint.state import State
-from megalite.checkpoint.together import Together
 from megalite.checkpoint.wanted import differences_from
 from megalite.config.errors import InputError, printable
 from megalite.config.layout import Layout
@@ -175,7 +175,7 @@ def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     decoder = build_stage(resolve(alone), mesh, 0)
-    Restorer(State({0: decoder}), alone, (), Together()).weights(path)
+    Restorer(State({0: decoder}), alone, (), HostGroup()).weights(path)
     return decoder
 
 

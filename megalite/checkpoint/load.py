@@ -10,12 +10,12 @@ from torch import Tensor
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.finite import refuse_negative_squares, refuse_poisoned
+from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader
 from megalite.checkpoint.retain import check_own, damaged, set_aside
 from megalite.checkpoint.state import State, empty_progress, progress_from
-from megalite.checkpoint.together import Together
 from megalite.checkpoint.wanted import FLOATS, differences
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
@@ -36,12 +36,12 @@ class Restorer:
         state: State,
         config: Config,
         data: tuple[Source, ...],
-        together: Together,
+        group: HostGroup,
         advanced: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.config, self.data = state, config, data
-        self._together, self._advanced, self._check_owner = together, advanced, check_owner
+        self._group, self._advanced, self._check_owner = group, advanced, check_owner
 
     def newest(self, folder: Path, warn: Say, before: int | None = None) -> Progress | None:
         """Continue from the newest checkpoint in `folder` that is intact; None: there never was one.
@@ -62,21 +62,21 @@ class Restorer:
                 if before is not None and step_of(path) >= before:
                     pass_over(DamagedError(path, "training that continued from it failed again"))
 
-        while path := self._together.once(lambda: _newest(folder, passed_over, pass_over, before)):
+        while path := self._group.once(lambda: _newest(folder, passed_over, pass_over, before)):
             try:
                 progress = self.all(path)
             except DamagedError as error:  # the same on all ranks
-                self._together.once(partial(pass_over, error))
+                self._group.once(partial(pass_over, error))
             else:
-                self._together.once(pass_over_later)
+                self._group.once(pass_over_later)
                 return progress
         return None
 
     def all(self, path: Path) -> Progress:
         """Continue from the checkpoint `path`. Raises DamagedError, and InputError if it is of another run."""
-        manifest = self._together.once(lambda: check_sizes(path))
+        manifest = self._group.once(lambda: check_sizes(path))
         refuse_other_model(path, manifest.configuration, self.config)
-        self._together.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
+        self._group.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
         tensors = self.state.tensors()
         self._fill(path, manifest, tensors, progress=True)
         progress = checked_progress(path, manifest, tensors)
@@ -85,22 +85,22 @@ class Restorer:
 
     def weights(self, path: Path) -> None:
         """Take the weights alone. Raises DamagedError, and InputError if they are of another model."""
-        manifest = self._together.once(lambda: check_sizes(path))
+        manifest = self._group.once(lambda: check_sizes(path))
         refuse_other_model(path, manifest.configuration, self.config)
         self._fill(path, manifest, self.state.weights(), progress=False)
         self.state.loaded_weights()
 
     def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
         """Read into `tensors`; with `progress`, into tensors for it too, which are added."""
-        mine = share_of(manifest.files, self._together.rank, self._together.ranks)
+        mine = share_of(manifest.files, self._group.rank, self._group.ranks)
         with ThreadPoolExecutor(1, "hash") as beside:
             hashing = beside.submit(check_hashes, path, mine if self.config.checkpoint.verify else {}, self._hashed)
             problem: InputError | None = None
             try:
-                self._together.everywhere(lambda: self._read(path, manifest, tensors, progress))
+                self._group.everywhere(lambda: self._read(path, manifest, tensors, progress))
             except InputError as error:
                 problem = error
-            self._together.everywhere(hashing.result)  # damage explains why reading failed, so it comes first
+            self._group.everywhere(hashing.result)  # damage explains why reading failed, so it comes first
             if problem is not None:
                 raise problem
 

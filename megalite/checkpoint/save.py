@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
 from megalite.checkpoint.files import Writer
 from megalite.checkpoint.finite import PoisonedError, refuse_poisoned
+from megalite.checkpoint.host_group import ElsewhereError, HostGroup
 from megalite.checkpoint.index import Index, merged
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.retain import new_partial, retain, sweep
 from megalite.checkpoint.state import State, progress_tensors, use_device
-from megalite.checkpoint.together import ElsewhereError, Together
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Unhealthy
 from megalite.config.schema import Config
@@ -101,12 +101,12 @@ class Saver:
         config: Config,
         data: tuple[Source, ...],
         folder: Path,
-        together: Together,
+        group: HostGroup,
         advanced: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.config, self.data, self.folder = state, config, data, folder
-        self._together, self._advanced, self._check_owner = together, advanced, check_owner
+        self._group, self._advanced, self._check_owner = group, advanced, check_owner
         self._plan: Plan | None = None
         self._memory = HostMemory()
         self._staged: dict[str, Tensor] = {}
@@ -153,7 +153,7 @@ class Saver:
         on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         if self.state.device.type == "cuda":
             try:
-                self._together.everywhere(lambda: refuse_poisoned(on_gpu))
+                self._group.everywhere(lambda: refuse_poisoned(on_gpu))
             except PoisonedError as error:
                 self._note(Failed(progress.step, str(error), poisoned=True))
                 self.settle()
@@ -198,14 +198,14 @@ class Saver:
         self._failed = [*self._failed, outcome] if isinstance(outcome, Failed) else []
 
     def _make_plan(self, tensors: dict[str, Tensor]) -> Plan:
-        together, planner = self._together, Planner(flatten_state_dict=False)
-        planner.set_up_planner(tensors, None, together.leads)
-        local = together.gather(planner.create_local_plan())
+        group, planner = self._group, Planner(flatten_state_dict=False)
+        planner.set_up_planner(tensors, None, group.leads)
+        local = group.gather(planner.create_local_plan())
         plans, metadata = None, None
         if local is not None:
             plans, metadata = planner.create_global_plan(local)
             plans = self._files(self.folder).prepare_global_plan(plans)
-        return Plan(planner, planner.finish_plan(together.scatter(plans)), metadata)
+        return Plan(planner, planner.finish_plan(group.scatter(plans)), metadata)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts as they are now, in host memory that the next save uses again."""
@@ -226,13 +226,13 @@ class Saver:
         final = self.folder / f"step-{progress.step:08d}"
         partial: Path | None = None
         try:
-            partial = self._together.once(lambda: self._make_way(final))
+            partial = self._group.once(lambda: self._make_way(final))
             writer = self._files(partial)
-            results, index = self._together.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
-            written = self._together.gather((results, index, writer.written))
-            size, problems = self._together.once(lambda: self._publish(writer, plan, progress, written or [], final))
+            results, index = self._group.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
+            written = self._group.gather((results, index, writer.written))
+            size, problems = self._group.once(lambda: self._publish(writer, plan, progress, written or [], final))
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
-            if self._together.leads and partial is not None:
+            if self._group.leads and partial is not None:
                 with suppress(OSError):  # the next save tries again
                     self._check_owner()
                     shutil.rmtree(partial)
@@ -312,7 +312,7 @@ class Saver:
             step=progress.step,
             tokens=progress.tokens,
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
-            ranks=self._together.ranks,
+            ranks=self._group.ranks,
             layout=asdict(self.config.parallel.layout),
             versions={name: version(name) for name in VERSIONS},
             config=to_plain(self.config),

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.offload import AsIs, Keep, Keeping, elsewhere, keep, storage_of
-from megalite.plan.recompute import MODES, Cost, Mode
+from megalite.plan.recompute_modes import MODES, Cost, Mode
 
 REPEATS = 5  # of a timed layer
 

@@ -27,7 +27,7 @@ from functools import cached_property
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
-from megalite.plan.recompute import Mode
+from megalite.plan.recompute_modes import Mode
 from megalite.plan.roles import Kind
 from megalite.plan.size import Parameters, layer_parameters
 from megalite.plan.states import state_names

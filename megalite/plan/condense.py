@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megalite.config.layers import LayerKind
 from megalite.plan.activations import Activations, Part
-from megalite.plan.recompute import Mode
+from megalite.plan.recompute_modes import Mode
 
 T = TypeVar("T")
 Recomputed = tuple[LayerKind, Mode]  # a layer, and what it recomputes

@@ -8,9 +8,9 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.batches import batch_sizes
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.check import check
+from megalite.schedule.communication import place_sharding
 from megalite.schedule.generate import SPLITTING, actions_of, bubble_of, build, placement_of
 from megalite.schedule.orders import first_rounds
-from megalite.schedule.place import place_sharding
 from megalite.schedule.simulate import simulate
 
 SHOWN = 8  # problems told of one schedule

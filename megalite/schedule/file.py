@@ -21,7 +21,7 @@ from megalite.config.errors import InputError
 from megalite.config.yaml import read_mapping
 from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table
 from megalite.schedule.check import malformed, uncomputed
-from megalite.schedule.place import communicate
+from megalite.schedule.communication import communicate
 
 SUFFIXES = (".yaml", ".yml")
 KEYS = {

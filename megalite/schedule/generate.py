@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megalite.config.errors import InputError
 from megalite.schedule.actions import Orders, Table
+from megalite.schedule.communication import communicate
 from megalite.schedule.file import SUFFIXES, read
 from megalite.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
-from megalite.schedule.place import communicate
 from megalite.schedule.zero_bubble import dualpipev, zb_h1, zb_h2, zbv
 
 ONE_STAGE: dict[str, Callable[[int, int], Orders]] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from megalite.checkpoint.choose import check_start, starting_point
+from megalite.checkpoint.resume import check_start, starting_point
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.rules.doubts import doubts

@@ -20,7 +20,7 @@ from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, joined, latest_batches
 from megalite.stop import Handler, listen
 from megalite.train.build import Job
-from megalite.train.signs import Reading, Signs
+from megalite.train.vital_signs import Reading, Signs
 
 Verdict = Literal["good", "bad", "spike"]
 LEAST = 8  # losses that a spike can be told from

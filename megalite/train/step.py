@@ -12,7 +12,7 @@ from megalite.parallel.fsdp import reshard
 from megalite.parallel.gradients import counted_norms, finish
 from megalite.train.build import Job
 from megalite.train.inputs import inputs
-from megalite.train.signs import Signs, take_signs
+from megalite.train.vital_signs import Signs, take_signs
 from megalite_kernels.grad_norm import clip_coefficient
 
 

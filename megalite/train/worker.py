@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
-from megalite.checkpoint.together import Together
 from megalite.config.convert import same_everywhere
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
@@ -42,7 +42,7 @@ from megalite.train.folder import Folder
 from megalite.train.guard import Requests
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
-from megalite.train.recompute import plan_for
+from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report
 from megalite.train.sources import as_remembered, open_samples
 from megalite.train.starts import record_start
@@ -93,9 +93,9 @@ def _train(
         if told and place.rank == 0:
             warn(told)
     check_attention(config, device)
-    together = Together()
+    group = HostGroup()
     activity("checking the data")  # rank 0 does; a local launcher has refused what it could before there were ranks
-    checked = together.once(partial(check_and_keep, config, folder, activity.tick))
+    checked = group.once(partial(check_and_keep, config, folder, activity.tick))
     if config.data.mask_documents:
         config = replace(config, data=replace(config.data, end_of_document=checked.end_of_document))
     if place.rank == 0:
@@ -115,13 +115,13 @@ def _train(
     log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
     data, state = as_remembered(config.data.train, batches.train.samples), State(job.stages, job.optimizer)
-    restorer = Restorer(state, config, data, together, job.activity.tick, check_owner)
+    restorer = Restorer(state, config, data, group, job.activity.tick, check_owner)
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)
     requests = Requests()
     activity.asked = requests.received
     requests.listen()
-    with Saver(state, config, data, folder.checkpoints, together, job.activity.tick, check_owner) as saver:
+    with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner) as saver:
         places = gather_places(mesh)
         if place.rank != 0:
             return train(job, batches, progress, saver, reload, None)

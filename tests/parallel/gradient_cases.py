@@ -13,8 +13,8 @@ from megalite.dist.mesh import Mesh
 from megalite.parallel.gradients import counted_norms
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build
-from megalite.train.signs import take_signs
 from megalite.train.step import gradients
+from megalite.train.vital_signs import take_signs
 from megalite.verify import random_batch
 from megalite_kernels.grad_norm import clip_coefficient
 

@@ -25,12 +25,12 @@ from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
 from megalite.plan.activations import Activations
 from megalite.plan.pipeline import tables_of
-from megalite.plan.recompute import MODES, Cost, Costs, Mode, held_by_rank, kept_by_rank
+from megalite.plan.recompute_modes import MODES, Cost, Costs, Mode, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
 from megalite.train import build as train_build
-from megalite.train import recompute as train_recompute
+from megalite.train import recompute_costs as train_recompute
 from megalite.train.build import Job
-from megalite.train.recompute import measured_costs, plan_for
+from megalite.train.recompute_costs import measured_costs, plan_for
 from megalite.train.step import train_step
 from megalite.verify import Difference, compare, random_batch
 

@@ -27,7 +27,7 @@ from megalite.dist.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host
 from megalite.parallel.recompute import Cheap, recompute
-from megalite.plan.recompute import MODES, Mode
+from megalite.plan.recompute_modes import MODES, Mode
 from megalite.verify import Difference, compare
 
 ONE, TP, PP, SHARDED = Layout(), Layout(tp=2), Layout(pp=2, tp=2), Layout(dp_shard=2, tp=2)

@@ -7,8 +7,8 @@ from random import Random
 from hypothesis import strategies as st
 
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
+from megalite.schedule.communication import communicate, place_sharding
 from megalite.schedule.generate import NAMES, V_SHAPED, build
-from megalite.schedule.place import communicate, place_sharding
 
 Item = Action | Exchange
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from schedule_cases import tables
 
 from megalite.schedule.actions import COMPUTE, Kind, Table
+from megalite.schedule.communication import place_sharding
 from megalite.schedule.draw import (
     DIGIT,
     FAMILIES,
@@ -25,7 +26,6 @@ from megalite.schedule.draw import (
     title,
 )
 from megalite.schedule.generate import NAMES, build
-from megalite.schedule.place import place_sharding
 from megalite.schedule.simulate import UNIT, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

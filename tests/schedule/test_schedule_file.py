@@ -12,8 +12,8 @@ from megalite.config.errors import InputError
 from megalite.config.yaml import parse
 from megalite.schedule.actions import Table
 from megalite.schedule.check import check
+from megalite.schedule.communication import communicate
 from megalite.schedule.file import MOST_BYTES, complete, read, write
-from megalite.schedule.place import communicate
 
 GOOD = """\
 name: "mine"

@@ -10,9 +10,9 @@ from schedule_cases import micro_batches, names, tables
 from megalite.config.errors import InputError
 from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
 from megalite.schedule.check import check
+from megalite.schedule.communication import communicate
 from megalite.schedule.file import write
 from megalite.schedule.generate import NAMES, build, build_forward
-from megalite.schedule.place import communicate
 from megalite.schedule.simulate import simulate
 
 

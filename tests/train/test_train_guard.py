@@ -30,7 +30,7 @@ from megalite.plan.batches import GlobalBatch
 from megalite.stop import restore
 from megalite.train import guard
 from megalite.train.guard import FLOOR, Judged, Requests, advanced, is_spike, rolled_back
-from megalite.train.signs import Reading
+from megalite.train.vital_signs import Reading
 
 SMALL = replace(MODEL, layers=1)
 NAME = "layers.0.mlp.down.weight"

@@ -20,7 +20,7 @@ from megalite.plan.batches import GlobalBatch
 from megalite.plan.size import flops_per_token
 from megalite.train.guard import Judged
 from megalite.train.loop import Meter
-from megalite.train.signs import Reading
+from megalite.train.vital_signs import Reading
 
 GROWING = Batch(2, 24, rampup=Rampup(8, None, 300), curriculum=Curriculum(2, 500))
 GROWN = [(8, 4), (8, 4), (8, 4), (16, 2), (24, 2), (24, 1)]  # samples and pieces of the first steps

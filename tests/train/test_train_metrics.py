@@ -15,7 +15,7 @@ from megalite.plan.batches import GlobalBatch
 from megalite.train.guard import Judged
 from megalite.train.loop import source_tokens
 from megalite.train.metrics import Meter, peak_flops, throughput
-from megalite.train.signs import Reading
+from megalite.train.vital_signs import Reading
 
 
 def test_speed_is_of_the_job_and_flops_are_of_a_device() -> None:

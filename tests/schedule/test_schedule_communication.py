@@ -7,8 +7,8 @@ from schedule_cases import runs, tables
 
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
 from megalite.schedule.check import check
+from megalite.schedule.communication import place_sharding
 from megalite.schedule.generate import build
-from megalite.schedule.place import place_sharding
 from megalite.schedule.simulate import simulate
 
 GATHER, RESHARD, REDUCE = SHARDING

@@ -19,7 +19,7 @@ class ElsewhereError(RuntimeError):
     """Another rank failed."""
 
 
-class Together:
+class HostGroup:
     """Collective over all ranks, as are its methods."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from megalite.model.positions import Places
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
-from megalite.plan.recompute import MODES, Cost, Costs
+from megalite.plan.recompute_modes import MODES, Cost, Costs
 from megalite.plan.resolved import Plan, resolve
 
 log = logging.getLogger("megalite")

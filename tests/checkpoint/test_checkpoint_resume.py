@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.choose import check_start
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError, File, share_of
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, complete
+from megalite.checkpoint.resume import check_start
 from megalite.checkpoint.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError

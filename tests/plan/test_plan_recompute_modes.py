@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megalite.config.errors import InputError
 from megalite.config.schema import SCHEDULES, Config, Parallel, Pipeline, Train
 from megalite.plan.pipeline import as_full, table_of
-from megalite.plan.recompute import (
+from megalite.plan.recompute_modes import (
     GIB,
     MODES,
     Cost,

@@ -26,6 +26,7 @@ from megalite.dist.mesh import Mesh
 from megalite.parallel.parameter import whole
 from megalite.parallel.pipeline import Activation, Flight, Pipeline, Step
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
+from megalite.plan.roles import DOWN, UP
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import build, build_forward
 from megalite.schedule.simulate import simulate
@@ -59,7 +60,7 @@ class ToyStage(nn.Module):
 
     def __init__(self, number: int, tp: DeviceMesh) -> None:
         super().__init__()
-        self.first, self.second = ColumnLinear(WIDTH, WIDTH, tp), RowLinear(WIDTH, WIDTH, tp)
+        self.first, self.second = ColumnLinear(WIDTH, WIDTH, tp, UP), RowLinear(WIDTH, WIDTH, tp, DOWN)
         self.bias = parameter((WIDTH,), tp, torch.distributed.tensor.Replicate())
         self.group = tp.get_group()
         self.to(torch.float64).to_empty(device="cpu")

@@ -12,6 +12,7 @@ from megalite.dist.collectives import all_gather, reduce_scatter
 from megalite.dist.mesh import Mesh
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
+from megalite.plan.roles import DOWN, UP
 
 SEQUENCE, BATCH, WIDTH, FFN, VOCABULARY = 8, 3, 12, 20, 24
 TP = pytest.mark.parametrize("tp", [1, 2, 4])
@@ -94,7 +95,7 @@ def test_reduce_scatter_and_its_gradient(tp: int, ranks: Ranks) -> None:
 
 def column(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = ColumnLinear(WIDTH, FFN, mesh.tp, bias=True)
+    layer = ColumnLinear(WIDTH, FFN, mesh.tp, UP, bias=True)
     _materialize(layer)
     _fill(layer.weight, _random(FFN, WIDTH, seed=0), mesh, 0)
     _fill(layer.bias, _random(FFN, seed=1), mesh, 0)
@@ -120,7 +121,7 @@ def test_column_linear(tp: int, ranks: Ranks) -> None:
 
 def row(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = RowLinear(FFN, WIDTH, mesh.tp)
+    layer = RowLinear(FFN, WIDTH, mesh.tp, DOWN)
     _materialize(layer)
     _fill(layer.weight, _random(WIDTH, FFN, seed=0), mesh, 1)
     x = _mine(_random(SEQUENCE, BATCH, FFN, seed=1), mesh, -1)
@@ -144,7 +145,7 @@ def test_row_linear(tp: int, ranks: Ranks) -> None:
 def block(tp: int) -> tuple[Tensor, ...]:
     """Norm weight on the sequence part, gather, column, row, scatter: how a layer uses them."""
     mesh = _mesh(tp)
-    up, down = ColumnLinear(WIDTH, FFN, mesh.tp), RowLinear(FFN, WIDTH, mesh.tp)
+    up, down = ColumnLinear(WIDTH, FFN, mesh.tp, UP), RowLinear(FFN, WIDTH, mesh.tp, DOWN)
     scale = nn.ParameterDict({"weight": parameter((WIDTH,), mesh.tp, Replicate())})
     for layer in (up, down, scale):
         _materialize(layer)

@@ -28,7 +28,7 @@ from megalite.data.loader import Micros
 from megalite.dist.deterministic import be_deterministic
 from megalite.dist.local import launch
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place, find_place
+from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.plan.activations import Activations
@@ -337,22 +337,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("inputs", nargs="*")
     args = parser.parse_args(arguments)
-    place = find_place()
-    assert place is not None
-    end_when_stopped(place)
-    return run_rank(lambda: _rank(place, args), place)
+    rank_info = find_rank_info()
+    assert rank_info is not None
+    end_when_stopped(rank_info)
+    return run_rank(lambda: _rank(rank_info, args), rank_info)
 
 
-def _rank(place: Place, args: argparse.Namespace) -> int:
+def _rank(rank_info: RankInfo, args: argparse.Namespace) -> int:
     overrides = [item for item in args.inputs if is_override(item)]
     asked = check(load([item for item in args.inputs if item not in overrides], overrides))
     config = shrink(asked)
-    patience = config.train.timeout + config.train.compile * COMPILING * place.world_size
+    patience = config.train.timeout + config.train.compile * COMPILING * rank_info.world_size
     if config.train.deterministic:
         be_deterministic()
-    start(place, "cpu", patience)
+    start(rank_info, "cpu", patience)
     differences = compare(config, args.steps, args.tolerance)
-    if place.rank == 0:
+    if rank_info.rank == 0:
         on = console()
         show(config, differences, on)
         on.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.")

@@ -25,7 +25,7 @@ from megalite.config.files import write_object
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
 from megalite.dist import collectives
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.live_bytes import LiveBytes
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) -> None:
+def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:
     configs = {method: configuration(method, options.cp, options.length, "fp32", 64) for method in METHODS}
     mesh = Mesh.build(configs["ring"].parallel.layout, CPU)
     assert mesh is not None
@@ -130,7 +130,7 @@ def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) 
         | {"time_ratio": statistics.median(a / b for a, b in zip(seconds[method], seconds["ring"], strict=True))}
         for method in METHODS
     ]
-    if place.rank == 0:
+    if rank_info.rank == 0:
         report = {**header, "cp": options.cp, "sequence_length": options.length, "methods": rows}
         _show(report)
         write_object(Path(options.out), report)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megalite.dist.local import launch
-from megalite.dist.ranks import Place, find_place
+from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.entry import exit_code
@@ -27,7 +27,7 @@ def run_on_ranks(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
     ranks: Callable[[argparse.Namespace], int],
-    measure: Callable[[Place, argparse.Namespace, dict[str, Any]], None],
+    measure: Callable[[RankInfo, argparse.Namespace, dict[str, Any]], None],
     judge: Callable[[argparse.Namespace], int] = lambda _: 0,
 ) -> int:
     """The exit code of a benchmark: that of its ranks, or then what `judge` says; 2: bad input.
@@ -37,17 +37,17 @@ def run_on_ranks(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
-    def as_rank(place: Place, options: argparse.Namespace) -> int:
-        start(place, "cpu", TIMEOUT)
+    def as_rank(rank_info: RankInfo, options: argparse.Namespace) -> int:
+        start(rank_info, "cpu", TIMEOUT)
         torch.set_num_threads(1)
-        measure(place, options, _header(shlex.join([parser.prog, *arguments])))
+        measure(rank_info, options, _header(shlex.join([parser.prog, *arguments])))
         return 0
 
     def run() -> int:
-        options, place = parser.parse_args(arguments), find_place()
-        if place is not None:
-            end_when_stopped(place)
-            return run_rank(lambda: as_rank(place, options), place)
+        options, rank_info = parser.parse_args(arguments), find_rank_info()
+        if rank_info is not None:
+            end_when_stopped(rank_info)
+            return run_rank(lambda: as_rank(rank_info, options), rank_info)
         return launch(module, arguments, ranks(options)) or judge(options)
 
     return exit_code(parser.prog, run)

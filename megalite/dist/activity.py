@@ -35,16 +35,16 @@ class Activity:
         return time.monotonic() - max(self.now[1], self.ticked)
 
 
-def places() -> str:
+def locations() -> str:
     """Where the main thread is, and every other thread that is in this package."""
     frames = sys._current_frames()
     main = threading.main_thread()
-    found = [_place(frames[main.ident]) if main.ident in frames else "nowhere"]
+    found = [_location(frames[main.ident]) if main.ident in frames else "nowhere"]
     for thread in threading.enumerate():
         if thread is not main and thread.ident in frames and not thread.name.startswith(HIDDEN):
-            place = _place(frames[thread.ident])
-            if place.startswith(PACKAGE.name):
-                found.append(f"thread {thread.name} at {place}")
+            location = _location(frames[thread.ident])
+            if location.startswith(PACKAGE.name):
+                found.append(f"thread {thread.name} at {location}")
     return "; ".join(found)
 
 
@@ -58,14 +58,14 @@ def stacks() -> str:
     )
 
 
-def _place(innermost: FrameType) -> str:
+def _location(innermost: FrameType) -> str:
     """The innermost line of this package, and the function of another that it has called: `FILE:LINE NAME, in NAME`."""
     inside = f"{innermost.f_globals.get('__name__', '?')}.{innermost.f_code.co_name}"
     frame: FrameType | None = innermost
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(PACKAGE):
-            place = f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
-            return place if frame is innermost else f"{place}, in {inside}"
+            location = f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
+            return location if frame is innermost else f"{location}, in {inside}"
         frame = frame.f_back
     return inside

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megalite.dist.local import MEETING, error_file
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.output import Outlet
 
 OUTCOME = "MEGALITE_OUTCOME"  # environment: a file for the exit code of the first rank to fail
@@ -19,7 +19,7 @@ log = logging.getLogger("megalite")
 log.addHandler(logging.NullHandler())  # until the rank's log file is open, nothing is logged
 
 
-def tell(code: int, text: str, place: Place) -> None:
+def tell(code: int, text: str, rank_info: RankInfo) -> None:
     """Tell the launcher of an error, if it shows the first one of the job, or else the user.
 
     Without text, `code` is a verdict that needs no explanation.
@@ -28,15 +28,15 @@ def tell(code: int, text: str, place: Place) -> None:
     with Outlet("last words"):  # which must not change the exit code
         if MEETING in os.environ:
             try:
-                _tell_launcher(code, text, place)
+                _tell_launcher(code, text, rank_info)
             except OSError:  # a full disk
-                print(f"megalite: rank {place.rank}: {text}", file=sys.stderr, flush=True)
+                print(f"megalite: rank {rank_info.rank}: {text}", file=sys.stderr, flush=True)
                 raise
         elif text and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
             Path(torchrun).write_text(json.dumps({"message": report}))
         elif text:
-            print(f"megalite: rank {place.rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+            print(f"megalite: rank {rank_info.rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
 
 
 def note_outcome(code: int) -> None:
@@ -47,10 +47,10 @@ def note_outcome(code: int) -> None:
                 file.write(f"{code}\n")
 
 
-def _tell_launcher(code: int, text: str, place: Place) -> None:
+def _tell_launcher(code: int, text: str, rank_info: RankInfo) -> None:
     """Leave the local launcher a report."""
-    report = {"time": time.time(), "rank": place.rank, "code": code, "error": text}
-    path = error_file(Path(os.environ[MEETING]), place.rank)
+    report = {"time": time.time(), "rank": rank_info.rank, "code": code, "error": text}
+    path = error_file(Path(os.environ[MEETING]), rank_info.rank)
     partial = path.with_suffix(".partial")  # the launcher may stop this process at any moment
     partial.write_text(json.dumps(report))
     partial.rename(path)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalite import __version__
 from megalite.config.errors import InputError
 from megalite.dist.local import MEETING
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.output import warn
 
 QUIET = 30.0  # seconds of waiting before people are told what for
@@ -40,21 +40,27 @@ class Meeting:
     deputy: int  # the rank to tell of the loss of the store
 
 
-def meet(place: Place, timeout: float, facts: Mapping[str, Any] | None = None) -> Meeting:
+def meet(rank_info: RankInfo, timeout: float, facts: Mapping[str, Any] | None = None) -> Meeting:
     """Wait until all ranks are there.
 
     timeout: in seconds. facts: what must be the same on all ranks, beside versions and the launcher's name of the job.
     Raises LostPeer if some do not come, InputError if the address of rank 0 is missing or wrong, and on a rank that
     does not belong to rank 0's job: one of a second job with the same port, or on a node with other files.
     """
-    waiting = _Waiting(place, timeout)
-    store, keeper = _open_store(place, waiting)
+    waiting = _Waiting(rank_info, timeout)
+    store, keeper = _open_store(rank_info, waiting)
     hosts, host = dist.PrefixStore("host", store), socket.gethostname()
-    mine = {"host": host, "ranks": place.world_size, "job": _job(), "megalite": __version__, "torch": torch.__version__}
+    mine = {
+        "host": host,
+        "ranks": rank_info.world_size,
+        "job": _job(),
+        "megalite": __version__,
+        "torch": torch.__version__,
+    }
     mine |= facts or {}
 
     def absent() -> str:
-        ranks = [str(rank) for rank in range(place.world_size) if not hosts.check([str(rank)])] if first else []
+        ranks = [str(rank) for rank in range(rank_info.world_size) if not hosts.check([str(rank)])] if first else []
         who = f"rank {', '.join(ranks)}" if ranks else "some ranks"
         return f"{who} did not come"
 
@@ -63,15 +69,15 @@ def meet(place: Place, timeout: float, facts: Mapping[str, Any] | None = None) -
         return store.get(key).decode()
 
     try:
-        hosts.set(str(place.rank), host)
+        hosts.set(str(rank_info.rank), host)
         first = store.add("here", 1) == 1  # one rank looks for the absent, lest all ask for all
-        if place.rank == 0:
+        if rank_info.rank == 0:
             store.set("job", json.dumps(mine))
-        _refuse_another_job(place.rank, json.loads(json.dumps(mine)), json.loads(read("job")), keeper)
-        if store.add("arrived", 1) == place.world_size:
-            store.set("complete", str(_deputy(hosts, place.world_size)))
+        _refuse_another_job(rank_info.rank, json.loads(json.dumps(mine)), json.loads(read("job")), keeper)
+        if store.add("arrived", 1) == rank_info.world_size:
+            store.set("complete", str(_deputy(hosts, rank_info.world_size)))
         deputy = int(read("complete"))
-        if place.local_rank == 0 and hosts.get("0") != hosts.get(str(deputy)):
+        if rank_info.local_rank == 0 and hosts.get("0") != hosts.get(str(deputy)):
             _warn_of_hidden_host(host)
         return Meeting(store, hosts, host, keeper, deputy)
     except dist.DistError as error:
@@ -87,8 +93,8 @@ def reason(error: BaseException) -> str:
 class _Waiting:
     """Patience with other ranks, and a word to the user once it has been asked for."""
 
-    def __init__(self, place: Place, timeout: float) -> None:
-        self.place, self.timeout = place, timeout
+    def __init__(self, rank_info: RankInfo, timeout: float) -> None:
+        self.rank_info, self.timeout = rank_info, timeout
         began = time.monotonic()
         self.quiet_until, self.deadline = began + QUIET, began + timeout
 
@@ -111,7 +117,7 @@ class _Waiting:
 
     def _tell(self, missing: str) -> None:
         patience = f"gives up after {self.timeout:g} s (train.timeout)"
-        warn(f"rank {self.place.rank} waits: {missing} within {QUIET:g} s; it {patience}")
+        warn(f"rank {self.rank_info.rank} waits: {missing} within {QUIET:g} s; it {patience}")
 
 
 def kept(store: dist.Store) -> dist.Store:
@@ -121,24 +127,24 @@ def kept(store: dist.Store) -> dist.Store:
     return store
 
 
-def _open_store(place: Place, waiting: _Waiting) -> tuple[dist.Store, str]:
+def _open_store(rank_info: RankInfo, waiting: _Waiting) -> tuple[dist.Store, str]:
     """The key-value store over which the ranks find each other, and who keeps it."""
     folder = os.environ.get(MEETING)
     if folder or os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if folder:
-        return kept(dist.FileStore(f"{folder}/store", place.world_size)), "the launcher"
+        return kept(dist.FileStore(f"{folder}/store", rank_info.world_size)), "the launcher"
     host, port = _address()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps one for all of its attempts
     keeper = f"{'an agent of torchrun' if agent else 'rank 0'} at {host}:{port}"
-    keeps = place.rank == 0 and not agent
+    keeps = rank_info.rank == 0 and not agent
     if keeps:
         _look_up(host, port)
     else:
         _reach(host, port, keeper, waiting)
     try:
         patience = timedelta(seconds=min(waiting.timeout, CONNECTED))
-        store = dist.TCPStore(host, port, place.world_size, keeps, patience, wait_for_workers=False)
+        store = dist.TCPStore(host, port, rank_info.world_size, keeps, patience, wait_for_workers=False)
     except dist.DistNetworkError as error:
         if keeps and "listen" in str(error):
             raise InputError(
@@ -190,7 +196,7 @@ def _reach(host: str, port: int, keeper: str, waiting: _Waiting) -> None:
             return False
         return True
 
-    somebody_of_each_node = waiting.place.local_rank < 2
+    somebody_of_each_node = waiting.rank_info.local_rank < 2
     waiting.until(reached, lambda: f"{keeper} did not answer ({problem})", somebody_of_each_node)
 
 

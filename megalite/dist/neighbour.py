@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 
 EVERY = 10.0  # seconds between two looks
 ANSWER = 2.0  # seconds that a host has to answer
@@ -24,15 +24,15 @@ BACKLOG = 128  # looks that the kernel answers while the process does not hear o
 class Neighbour:
     """The next rank of the job, as one of its ranks looks at it."""
 
-    def __init__(self, store: dist.Store, place: Place) -> None:
-        self.rank, self._store = (place.rank + 1) % place.world_size, store
+    def __init__(self, store: dist.Store, rank_info: RankInfo) -> None:
+        self.rank, self._store = (rank_info.rank + 1) % rank_info.world_size, store
         self._refused = self._silent = 0
         self._seen = False
         self._due = 0.0
         here, family = _address_towards(os.environ["MASTER_ADDR"])
         self._listener = socket.create_server((here, 0), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
-        store.set(f"listens {place.rank}", f"{self._listener.getsockname()[1]} {here}")
+        store.set(f"listens {rank_info.rank}", f"{self._listener.getsockname()[1]} {here}")
 
     def lost(self) -> str:
         """What is wrong with the next rank since some looks; empty if nothing is.

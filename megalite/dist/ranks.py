@@ -12,7 +12,7 @@ from megalite.dist.local import LAUNCHER
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process among the processes of the job."""
 
     rank: int
@@ -29,10 +29,10 @@ NUMBER = re.compile("[0-9]{1,9}")
 HOW_TO_START = "start ranks with torchrun, srun or launch/local.sh, or unset these variables to start alone"
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place given by torchrun or Slurm; None when the process was started by itself.
+def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """This process's rank as torchrun or Slurm give it; None when the process was started by itself.
 
-    A Slurm step of one task is an interactive shell, or a script that starts its ranks itself: no place. Raises
+    A Slurm step of one task is an interactive shell, or a script that starts its ranks itself: None too. Raises
     InputError for variables of a launcher that are incomplete or contradict each other: a rank that took itself for
     the only one would train alone.
     """
@@ -42,32 +42,32 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             if step is None and environment.get(name, "1") != "1":
                 raise _refused((name,), environment, "mpirun does not set RANK, WORLD_SIZE and LOCAL_RANK")
         return step
-    place = _read(RANK, environment)
+    rank_info = _read(RANK, environment)
     ranks_here = environment.get("LOCAL_WORLD_SIZE")
-    if ranks_here is not None and place.local_rank >= _number("LOCAL_WORLD_SIZE", ranks_here):
+    if ranks_here is not None and rank_info.local_rank >= _number("LOCAL_WORLD_SIZE", ranks_here):
         raise _refused(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), environment, "a local rank is below the ranks of its node")
-    nested = step is None or place.world_size > step.world_size or any(name in environment for name in INNER)
-    if place != step and not nested:
+    nested = step is None or rank_info.world_size > step.world_size or any(name in environment for name in INNER)
+    if rank_info != step and not nested:
         raise _refused((*RANK, *SLURM), environment, "two launchers give this process two places")
-    return place
+    return rank_info
 
 
-def _slurm_step(environment: Mapping[str, str]) -> Place | None:
-    """The place that srun gives to a task of several."""
+def _slurm_step(environment: Mapping[str, str]) -> RankInfo | None:
+    """The rank that srun gives to a task of several; None for a task that is alone."""
     rank, size, local = map(environment.get, SLURM)
     # A batch script has the variables of a first task, but is in no step.
     alone = size == "1" or (size is None and rank == local and rank in (None, "0"))
     return None if alone else _read(SLURM, environment)
 
 
-def _read(names: tuple[str, str, str], environment: Mapping[str, str]) -> Place:
+def _read(names: tuple[str, str, str], environment: Mapping[str, str]) -> RankInfo:
     missing = [name for name in names if name not in environment]
     if missing:
         raise _refused(names, environment, f"{' and '.join(missing)} must be set too")
     rank, size, local = (_number(name, environment[name]) for name in names)
     if rank >= size or local >= size:
         raise _refused(names, environment, "ranks are counted from 0, and are below their number")
-    return Place(rank, size, local)
+    return RankInfo(rank, size, local)
 
 
 def _number(name: str, text: str) -> int:

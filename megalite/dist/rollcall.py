@@ -25,7 +25,7 @@ class Status:
     what: str
     since: float  # when that began, seconds since the epoch
     idle: float  # seconds since the latest sign of progress
-    place: str  # in the program
+    location: str  # in the code
 
     def __str__(self) -> str:
         return _words(self, time.time())
@@ -113,7 +113,7 @@ def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
     now = time.time()
     groups: dict[tuple[int, str, str], list[Status]] = {}
     for status in sorted(answers, key=lambda status: status.since):
-        groups.setdefault((status.step, status.what, status.place), []).append(status)
+        groups.setdefault((status.step, status.what, status.location), []).append(status)
     by_host: dict[str, list[int]] = {}
     for rank, host in silent.items():
         by_host.setdefault(host, []).append(rank)
@@ -127,7 +127,7 @@ def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
 
 
 def _words(status: Status, now: float) -> str:
-    return f"step {status.step}, {status.what}, for {now - status.since:.0f} s, at {status.place}"
+    return f"step {status.step}, {status.what}, for {now - status.since:.0f} s, at {status.location}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

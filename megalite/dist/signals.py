@@ -7,7 +7,7 @@ import sys
 
 from megalite.dist.last_words import log, tell
 from megalite.dist.local import LAUNCHER, MEETING
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.stop import INTERRUPTED, STOP, STOPPED, listen
 
 
@@ -21,7 +21,7 @@ def die_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_when_stopped(place: Place, when: str = "", interrupted: int = INTERRUPTED) -> None:
+def end_when_stopped(rank_info: RankInfo, when: str = "", interrupted: int = INTERRUPTED) -> None:
     """End this rank as soon as it is asked to stop: with exit code `STOPPED`, or `interrupted` after SIGINT.
 
     when: added to the message. The other ranks are asked as well, so rank 0 speaks where no launcher of ours picks the
@@ -33,8 +33,8 @@ def end_when_stopped(place: Place, when: str = "", interrupted: int = INTERRUPTE
         if number == signal.SIGINT:
             code = interrupted
         log.error(text)
-        if place.rank == 0 or MEETING in os.environ:
-            tell(code, text, place)
+        if rank_info.rank == 0 or MEETING in os.environ:
+            tell(code, text, rank_info)
             sys.stderr.flush()
         os._exit(code)
 

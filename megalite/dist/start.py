@@ -14,7 +14,7 @@ from megalite.config.errors import InputError, Unhealthy
 from megalite.dist.last_words import log, tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import LostPeer, Meeting, meet
-from megalite.dist.ranks import Place, let_others_speak
+from megalite.dist.ranks import RankInfo, let_others_speak
 from megalite.dist.signals import die_with_launcher, hear
 from megalite.output import Lost
 
@@ -41,7 +41,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def start(
-    place: Place, device: Literal["auto", "cpu", "cuda"], timeout: float, meeting: Meeting | None = None
+    rank_info: RankInfo, device: Literal["auto", "cpu", "cuda"], timeout: float, meeting: Meeting | None = None
 ) -> torch.device:
     """Join the job: pick this rank's device and open the default process group.
 
@@ -51,19 +51,19 @@ def start(
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda":
         count = torch.cuda.device_count()
-        if place.local_rank >= count:
+        if rank_info.local_rank >= count:
             raise InputError(
-                f"run.device={device}: this node runs at least {place.local_rank + 1} ranks but has {count} GPUs; "
+                f"run.device={device}: this node runs at least {rank_info.local_rank + 1} ranks but has {count} GPUs; "
                 "start one rank per GPU, or set run.device=cpu"
             )
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(rank_info.local_rank)
         _leave_errors_to_us()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        store = (meeting or meet(place, timeout)).store
+        store = (meeting or meet(rank_info, timeout)).store
         wait = timedelta(seconds=timeout)
-        dist.init_process_group(backend, None, wait, place.world_size, place.rank, store)
-    return torch.device(kind, place.local_rank) if kind == "cuda" else torch.device("cpu")
+        dist.init_process_group(backend, None, wait, rank_info.world_size, rank_info.rank, store)
+    return torch.device(kind, rank_info.local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 def _leave_errors_to_us() -> None:
@@ -79,7 +79,7 @@ def start_alone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def run_rank(main: Callable[[], int], place: Place) -> int:
+def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
     """Run `main` as one rank and return its exit code; if it fails, report and end the process at once.
 
     What `main` returns is the verdict of the whole job, the same on every rank. A failing rank must not wait for
@@ -93,12 +93,12 @@ def run_rank(main: Callable[[], int], place: Place) -> int:
             dist.barrier()  # the first rank to end with another code than 0 ends the job: let all say their last words
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure is reported, then ends the process
         code, text = _explain(error)
-        _report(code, text, place)
+        _report(code, text, rank_info)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     if code != 0:
-        tell(code, "", place)
+        tell(code, "", rank_info)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
@@ -119,13 +119,13 @@ def _explain(error: BaseException) -> tuple[int, str]:
     return 1, "".join(traceback.format_exception(error))
 
 
-def _report(code: int, text: str, place: Place) -> None:
+def _report(code: int, text: str, rank_info: RankInfo) -> None:
     """Tell the launcher, if it shows the first error of the job, or else the user.
 
     Bad input and unhealthy training are mostly found by all ranks, and rank 0 speaks; who misses a peer lets that one
     speak.
     """
     log.error(text)
-    if MEETING not in os.environ and (code == 5 or (code in (2, 4) and place.rank != 0)):
+    if MEETING not in os.environ and (code == 5 or (code in (2, 4) and rank_info.rank != 0)):
         let_others_speak(code)
-    tell(code, text, place)
+    tell(code, text, rank_info)

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalite.dist.activity import HIDDEN, Activity, places, stacks
+from megalite.dist.activity import HIDDEN, Activity, locations, stacks
 from megalite.dist.last_words import tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting, kept, reason
 from megalite.dist.neighbour import Neighbour
-from megalite.dist.ranks import HELD_BACK, Place, let_others_speak
+from megalite.dist.ranks import HELD_BACK, RankInfo, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
 from megalite.dist.start import is_lost_peer
 
@@ -33,13 +33,13 @@ log = logging.getLogger("megalite")
 
 
 @contextmanager
-def watched(meeting: Meeting, place: Place, activity: Activity, timeout: float) -> Iterator[None]:
+def watched(meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> Iterator[None]:
     """End the process with exit code 5 if no rank notes any activity for `timeout` seconds, or a peer is lost.
 
     Collective: ranks leave together, by a barrier of the default process group, which must exist by then.
     """
     activity.tick()
-    watchdog = Watchdog(meeting, place, activity, timeout)
+    watchdog = Watchdog(meeting, rank_info, activity, timeout)
     try:
         yield
         activity("waiting for the other ranks to end")
@@ -57,12 +57,12 @@ def between_looks(timeout: float, ranks: int) -> float:
     return min(max(timeout / 20, 0.5), max(1.0, ranks / LOOKS), 10.0)
 
 
-def _neighbour(store: dist.Store, place: Place) -> Neighbour | None:
+def _neighbour(store: dist.Store, rank_info: RankInfo) -> Neighbour | None:
     """None where the local launcher looks after the ranks, and where there is no address to look from."""
-    if MEETING in os.environ or place.world_size == 1:
+    if MEETING in os.environ or rank_info.world_size == 1:
         return None
     try:
-        return Neighbour(store, place)
+        return Neighbour(store, rank_info)
     except OSError as error:
         log.warning("a rank that is lost is noticed later, as this one cannot look after its neighbour: %s", error)
         return None
@@ -75,13 +75,13 @@ class StoreGone(Exception):
 class Watchdog:
     """Watches one rank, and answers when another calls the roll."""
 
-    def __init__(self, meeting: Meeting, place: Place, activity: Activity, timeout: float) -> None:
-        self.meeting, self.place, self.activity, self.timeout = meeting, place, activity, timeout
-        self.interval = between_looks(timeout, place.world_size)
+    def __init__(self, meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> None:
+        self.meeting, self.rank_info, self.activity, self.timeout = meeting, rank_info, activity, timeout
+        self.interval = between_looks(timeout, rank_info.world_size)
         self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
         # Connections that no other thread waits on.
         self._store, self._hosts = (kept(store.clone()) for store in (meeting.store, meeting.hosts))  # type: ignore[attr-defined]
-        self._next = _neighbour(self._hosts, place)
+        self._next = _neighbour(self._hosts, rank_info)
         self._asker = ThreadPoolExecutor(1, f"{HIDDEN} store")
         self._told: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name=HIDDEN, daemon=True)
@@ -98,7 +98,7 @@ class Watchdog:
         if signal.SIGTERM in self.activity.asked:  # the launcher has noticed, and ends this rank too
             log.error("lost a peer: %s", error)
             os._exit(5)
-        self._told.put(f"rank {self.place.rank} has lost a peer: {reason(error)}")  # the roll is called meanwhile
+        self._told.put(f"rank {self.rank_info.rank} has lost a peer: {reason(error)}")  # the roll is called meanwhile
         let_others_speak(5)
         self._thread.join()
 
@@ -111,7 +111,7 @@ class Watchdog:
             if cause is END:
                 return
             try:
-                call = RollCall(self._store, self.place.world_size, number)
+                call = RollCall(self._store, self.rank_info.world_size, number)
                 doubt = self._ask(self._next.lost) if self._next is not None else ""
                 stuck = self.activity.idle > self.timeout and time.monotonic() > quiet_until
                 if not (cause or doubt or stuck or self._ask(call.called)):
@@ -121,7 +121,7 @@ class Watchdog:
                 self._without_store(gone)
                 return
             if verdict.fatal:
-                self._end(verdict.text, verdict.speaker == self.place.rank, partial(self._all_know, call, verdict))
+                self._end(verdict.text, verdict.speaker == self.rank_info.rank, partial(self._all_know, call, verdict))
             if self._next is not None:
                 self._next.forgive()
             log.info("waiting, but some ranks get on: %s", verdict.text)
@@ -150,8 +150,8 @@ class Watchdog:
     def _status(self) -> Status:
         what, since = self.activity.now
         began = time.time() - (time.monotonic() - since)
-        host, place = self.meeting.host, self.place
-        return Status(place.rank, host, self.activity.step, str(what), began, self.activity.idle, places())
+        host, rank_info = self.meeting.host, self.rank_info
+        return Status(rank_info.rank, host, self.activity.step, str(what), began, self.activity.idle, locations())
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that uses the store; a host that has lost its power does not even refuse."""
@@ -164,7 +164,7 @@ class Watchdog:
 
     def _without_store(self, gone: StoreGone) -> None:
         """Its keeper is lost, unless the job has just ended."""
-        place, deputy = self.place, self.place.rank == self.meeting.deputy
+        rank_info, deputy = self.rank_info, self.rank_info.rank == self.meeting.deputy
         with suppress(queue.Empty):
             deadline = time.monotonic() + HELD_BACK + (0 if deputy else DEPUTY_FIRST)
             while self._told.get(timeout=max(0.0, deadline - time.monotonic())) is not END:
@@ -172,8 +172,8 @@ class Watchdog:
             return
         text = f"lost the job's key-value store, which {self.meeting.keeper} kept: {gone}"
         # If the deputy is lost too, somebody of each node, whose words are not needed where the launcher has noticed.
-        speaks = deputy or place.local_rank < 2
-        self._end(f"{text}\n  rank {place.rank}: {self._status()}", speaks, lambda: None)
+        speaks = deputy or rank_info.local_rank < 2
+        self._end(f"{text}\n  rank {rank_info.rank}: {self._status()}", speaks, lambda: None)
 
     def _all_know(self, call: RollCall, verdict: Verdict) -> None:
         """Wait for each other: the first to end may bring the others' end, and rank 0's that of the store."""
@@ -183,13 +183,13 @@ class Watchdog:
             while known < verdict.answers and time.monotonic() < deadline:
                 time.sleep(self.interval / 5)
                 known = self._ask(call.known)
-            if self.place.rank == 0:
+            if self.rank_info.rank == 0:
                 time.sleep(self.interval / 2)
 
     def _end(self, text: str, speaks: bool, part: Callable[[], None]) -> None:
         log.error("%s\nhere: %s\n%s", text, self._status(), stacks())
         if speaks:
-            tell(5, text, self.place)
+            tell(5, text, self.rank_info)
         part()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -17,7 +17,7 @@ from megalite.data.check import Scans, check_data
 from megalite.dist.host import host_memory, on_cpus
 from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
-from megalite.dist.ranks import HOW_TO_START, Place, find_place, let_others_speak
+from megalite.dist.ranks import HOW_TO_START, RankInfo, find_rank_info, let_others_speak
 from megalite.dist.signals import die_with_launcher, end_when_stopped
 from megalite.imports import import_for_good
 from megalite.output import warn
@@ -32,22 +32,22 @@ WORKER = "megalite.train.worker"
 
 def run(args: argparse.Namespace) -> int:
     """Train, or with `args.check` only tell what would start; the exit code."""
-    place = find_place()
-    if args.check or place is None:
+    rank_info = find_rank_info()
+    if args.check or rank_info is None:
         with ended_at_once(STOPPED):
-            return _launch(args, _ranks(args.world_size, place))
+            return _launch(args, _ranks(args.world_size, rank_info))
     die_with_launcher()
-    end_when_stopped(place, " before the first step", STOPPED)
+    end_when_stopped(rank_info, " before the first step", STOPPED)
     try:
-        return _be_rank(args, place)
+        return _be_rank(args, rank_info)
     except InputError:
-        if place.rank != 0:
+        if rank_info.rank != 0:
             let_others_speak(2)
         note_outcome(2)
         raise
 
 
-def _ranks(asked: int | None, found: Place | None) -> int | None:
+def _ranks(asked: int | None, found: RankInfo | None) -> int | None:
     """The number of ranks, as far as it is told. Raises InputError where a launcher and --world-size contradict."""
     if found is None:
         return asked
@@ -86,26 +86,26 @@ def _launch(args: argparse.Namespace, ranks: int | None) -> int:
         return launch("megalite.cli", arguments, world_size, folder.logs, shared, lock.beating(lambda _: None))
 
 
-def _be_rank(args: argparse.Namespace, place: Place) -> int:
+def _be_rank(args: argparse.Namespace, rank_info: RankInfo) -> int:
     """Be one rank of the job; the first one owns the run folder, which the others touch when they have met it."""
-    config = _checked(args, _ranks(args.world_size, place))
+    config = _checked(args, _ranks(args.world_size, rank_info))
     folder = Folder.of(config)
-    folder.check(place.world_size)
-    if place.rank != 0:
-        return _worker(place, config, lambda: None)
+    folder.check(rank_info.world_size)
+    if rank_info.rank != 0:
+        return _worker(rank_info, config, lambda: None)
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:  # else it has told
         _tell_doubts(config)
     with _owning(folder, None if launcher is None else int(launcher)) as lock:
         check_start(config, folder.checkpoints)
         folder.make()
-        with _guarding(lock, place) as check_owner:
-            return _worker(place, config, check_owner)
+        with _guarding(lock, rank_info) as check_owner:
+            return _worker(rank_info, config, check_owner)
 
 
-def _worker(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
+def _worker(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]) -> int:
     # By name and only now: bad input is answered without waiting for torch.
-    code: int = import_for_good(WORKER).run(place, config, check_owner)
+    code: int = import_for_good(WORKER).run(rank_info, config, check_owner)
     return code
 
 
@@ -141,9 +141,9 @@ def _owning(folder: Folder, launcher: int | None = None) -> Iterator[Lock]:
 
 
 @contextmanager
-def _guarding(lock: Lock, place: Place) -> Iterator[Callable[[], None]]:
+def _guarding(lock: Lock, rank_info: RankInfo) -> Iterator[Callable[[], None]]:
     """Give signs of life meanwhile. Yields what ends this process if another job has come in all the same."""
-    end = partial(_end, place)
+    end = partial(_end, rank_info)
 
     def check() -> None:
         if text := lock.lost():
@@ -153,10 +153,10 @@ def _guarding(lock: Lock, place: Place) -> Iterator[Callable[[], None]]:
         yield check
 
 
-def _end(place: Place, text: str) -> None:
+def _end(rank_info: RankInfo, text: str) -> None:
     """End this process, which was out of reach for so long that its run has gone on without it."""
     log.error(text)
-    tell(5, text, place)
+    tell(5, text, rank_info)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(5)

@@ -34,10 +34,10 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "JWT", "COOKI
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def record_start(folder: Path, config: Config, places: Sequence[tuple[str, str]], progress: Progress) -> Path:
+def record_start(folder: Path, config: Config, devices: Sequence[tuple[str, str]], progress: Progress) -> Path:
     """Leave the record of this start in the run folder `folder`; its path. Raises OSError and InputError.
 
-    places: host and device of every rank. progress: where the run goes on.
+    devices: host and device of every rank. progress: where the run goes on.
     """
     text, tokenizer = dump(config), config.data.tokenizer
     record = {
@@ -45,9 +45,9 @@ def record_start(folder: Path, config: Config, places: Sequence[tuple[str, str]]
         "command": sys.orig_argv,
         "working_directory": os.getcwd(),
         "host": socket.gethostname(),
-        "ranks": len(places),
+        "ranks": len(devices),
         "layout": asdict(config.parallel.layout),
-        "devices": _devices(places),
+        "devices": _devices(devices),
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
@@ -118,10 +118,10 @@ def _create(folder: Path, text: str) -> Path:
     return path
 
 
-def _devices(places: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
+def _devices(of_ranks: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
     """How many ranks have which device, by host."""
     found: dict[str, dict[str, int]] = {}
-    for host, device in places:
+    for host, device in of_ranks:
         devices = found.setdefault(host, {})
         devices[device] = devices.get(device, 0) + 1
     return found

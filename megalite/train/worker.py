@@ -30,7 +30,7 @@ from megalite.dist.host import host_memory
 from megalite.dist.local import MEETING, log_file
 from megalite.dist.meeting import meet
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.dist.signals import ignore_stops
 from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
@@ -52,37 +52,37 @@ PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first,
 log = logging.getLogger("megalite")
 
 
-def run(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
-    """Train as the rank at `place`, in a run folder that is there; the exit code.
+def run(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]) -> int:
+    """Train as the rank `rank_info`, in a run folder that is there; the exit code.
 
     check_owner: called before checkpoints and records change; does not return where the folder has become another
     job's.
     """
-    return run_rank(lambda: _watched(place, config, check_owner), place)
+    return run_rank(lambda: _watched(rank_info, config, check_owner), rank_info)
 
 
-def _watched(place: Place, config: Config, check_owner: Callable[[], None]) -> int:
+def _watched(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]) -> int:
     standard_streams(go_on)
     folder, timeout, activity = Folder.of(config), config.train.timeout, Activity()
-    meeting = meet(place, timeout, same_everywhere(config))
+    meeting = meet(rank_info, timeout, same_everywhere(config))
     # Rank 0 owns the run folder: from here on all may write there.
     logging.basicConfig(
-        handlers=[LogFile(log_file(folder.logs, place.rank))],
+        handlers=[LogFile(log_file(folder.logs, rank_info.rank))],
         level=logging.INFO,
-        format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s",
+        format=f"%(asctime)s rank {rank_info.rank} %(levelname)s %(message)s",
         force=True,
     )
-    with watched(meeting, place, activity, timeout):
+    with watched(meeting, rank_info, activity, timeout):
         if config.train.deterministic:
             be_deterministic()
-        device = start(place, config.run.device, PATIENCE * timeout, meeting)
-        code = _train(place, config, device, activity, check_owner)
+        device = start(rank_info, config.run.device, PATIENCE * timeout, meeting)
+        code = _train(rank_info, config, device, activity, check_owner)
         ignore_stops()
         return code
 
 
 def _train(
-    place: Place, config: Config, device: torch.device, activity: Activity, check_owner: Callable[[], None]
+    rank_info: RankInfo, config: Config, device: torch.device, activity: Activity, check_owner: Callable[[], None]
 ) -> int:
     folder = Folder.of(config)
     here = replace(config, run=replace(config.run, device="cuda" if device.type == "cuda" else "cpu"))
@@ -90,7 +90,7 @@ def _train(
         config = replace(config, batch=fit_micro(here, device_memory(device)).batch)
     elif MEETING not in os.environ or device.type == "cuda":  # a local launcher has compared its ranks on CPUs
         told = check_memory(here, *smallest_memory(device))
-        if told and place.rank == 0:
+        if told and rank_info.rank == 0:
             warn(told)
     check_attention(config, device)
     group = HostGroup()
@@ -98,7 +98,7 @@ def _train(
     checked = group.once(partial(check_and_keep, config, folder, activity.tick))
     if config.data.mask_documents:
         config = replace(config, data=replace(config.data, end_of_document=checked.end_of_document))
-    if place.rank == 0:
+    if rank_info.rank == 0:
         for text in checked.warnings:
             warn(text)
     activity("connecting to the other ranks")
@@ -122,12 +122,12 @@ def _train(
     activity.asked = requests.received
     requests.listen()
     with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner) as saver:
-        places = gather_places(mesh)
-        if place.rank != 0:
+        devices = gather_devices(mesh)
+        if rank_info.rank != 0:
             return train(job, batches, progress, saver, reload, None)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
-            record_start(folder.path, config, places, progress)
+            record_start(folder.path, config, devices, progress)
         with Report(folder.path, config, progress.step, check_owner) as report:
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
@@ -233,9 +233,9 @@ def _parameters_here(job: Job) -> int:
     return sum(param.to_local().numel() for _, param in job.named_parameters() if isinstance(param, DTensor))
 
 
-def gather_places(mesh: Mesh) -> list[tuple[str, str]]:
+def gather_devices(mesh: Mesh) -> list[tuple[str, str]]:
     """Host and device of every rank. Collective."""
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    places = [("", "")] * mesh.layout.world_size
-    dist.all_gather_object(places, (socket.gethostname(), device), group=mesh.world)
-    return places
+    devices = [("", "")] * mesh.layout.world_size
+    dist.all_gather_object(devices, (socket.gethostname(), device), group=mesh.world)
+    return devices

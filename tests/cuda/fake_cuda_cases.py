@@ -21,7 +21,7 @@ from megalite.checkpoint.state import State
 from megalite.config.schema import Config
 from megalite.data.loader import Loader, Micros
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.dist.start import NCCL, start
 from megalite.parallel import context
 from megalite.parallel.host_memory import HostMemory
@@ -47,7 +47,7 @@ def started(rank: int, environment: dict[str, str]) -> tuple[str, list[Any], dic
     with world(2, rank), patch.dict(os.environ, environment):
         for name in NCCL.keys() - environment.keys():
             os.environ.pop(name, None)
-        device = start(Place(rank, 2, rank), "auto", 10.0)
+        device = start(RankInfo(rank, 2, rank), "auto", 10.0)
         return str(device), [note[1] for note in NOTES], {name: os.environ[name] for name in NCCL}
 
 

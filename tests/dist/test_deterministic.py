@@ -16,7 +16,7 @@ from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.validate import validate
 from megalite.dist.deterministic import ALGORITHMS, CUBLAS, SWITCHES, be_deterministic
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.train import worker
 
 
@@ -67,7 +67,7 @@ def test_a_rank_applies_it_before_it_takes_its_device(
         monkeypatch.setattr(worker, name, MagicMock())
     monkeypatch.setattr(worker, "watched", lambda *_: nullcontext())
     with pytest.raises(InterruptedError):
-        worker._watched(Place(0, 1, 0), config, lambda: None)
+        worker._watched(RankInfo(0, 1, 0), config, lambda: None)
     assert found == ([True, False, False, ":4096:8", "0"] if wanted else [False, False, True, None, None])
 
 

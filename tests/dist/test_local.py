@@ -64,7 +64,7 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_every_rank_knows_its_place_and_the_arguments(
+def test_every_rank_knows_its_number_and_the_arguments(
     program: Program, shared: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program("print(rank, world_size, os.environ['LOCAL_RANK'], sys.argv[2:], os.read(0, 9))")
@@ -328,7 +328,7 @@ def running(pid: str) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's parent-death signal")
 def test_no_rank_outlives_a_launcher_that_is_killed(program: Program, shared: str, tmp_path: Path) -> None:
     program("""
-        from megalite.dist.ranks import find_place
+        from megalite.dist.ranks import find_rank_info
         from megalite.dist.start import run_rank
 
         def main():
@@ -336,7 +336,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(program: Program, shared: st
             (folder / f"partial {rank}").rename(folder / f"pid {rank}")
             time.sleep(600)
 
-        run_rank(main, find_place())
+        run_rank(main, find_rank_info())
     """)
     files = [tmp_path / f"pid {rank}" for rank in (0, 1)]
     with launcher(tmp_path, shared) as process:

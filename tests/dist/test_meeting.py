@@ -19,7 +19,7 @@ from megalite.config.errors import InputError
 from megalite.dist import meeting
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import LostPeer, kept, meet, reason
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 
 RATE = {"optim.lr": 0.1, "data.train[0].weight": 1.0}
 
@@ -58,9 +58,9 @@ def test_a_rank_of_another_job_is_refused_and_the_others_meet(
     facts: dict[str, Any], size: int, told: str, port: int
 ) -> None:
     keeper, refused, peer = outcomes(
-        partial(meet, Place(0, 2, 0), 60.0, RATE),
-        partial(meet, Place(1, size, 1), 60.0, facts),
-        lambda: meet(Place(1, 2, 1), 60.0, RATE),
+        partial(meet, RankInfo(0, 2, 0), 60.0, RATE),
+        partial(meet, RankInfo(1, size, 1), 60.0, facts),
+        lambda: meet(RankInfo(1, 2, 1), 60.0, RATE),
     )
     assert isinstance(refused, InputError)
     here = socket.gethostname()
@@ -76,12 +76,12 @@ def test_ranks_of_other_versions_are_refused(
     module: Any, name: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, Place(0, 2, 0), 1.0)
+        first = pool.submit(meet, RankInfo(0, 2, 0), 1.0)
         store = dist.TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False)
         dist.PrefixStore("attempt 0", store).get("job")  # rank 0 has told its versions
         monkeypatch.setattr(module, "__version__", "0.0")
         with pytest.raises(InputError, match=f"{name} = '0.0' here, "):
-            meet(Place(1, 2, 1), 60.0)
+            meet(RankInfo(1, 2, 1), 60.0)
         assert isinstance(first.exception(), LostPeer)
 
 
@@ -93,7 +93,7 @@ def test_people_are_told_what_a_rank_waits_for(
     if told.startswith("Name"):  # a real look-up may take long
         monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, told)))
     with pytest.raises(LostPeer) as caught:
-        meet(Place(1, 2, 1), 0.5)
+        meet(RankInfo(1, 2, 1), 0.5)
     problem = f"rank 0 at 127.0.0.1:{port} did not answer ({told}) within "
     assert str(caught.value) == f"{problem}0.5 s (train.timeout)"
     waits = f"{problem}0.1 s; it gives up after 0.5 s (train.timeout)"
@@ -104,7 +104,7 @@ def test_the_absent_are_named_while_and_after_the_others_wait(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(meeting, "QUIET", 0.1)
-    ended = outcomes(*(partial(meet, Place(rank, 4, rank), 0.7) for rank in (0, 2)))
+    ended = outcomes(*(partial(meet, RankInfo(rank, 4, rank), 0.7) for rank in (0, 2)))
     assert sorted(str(error) for error in ended)[0].startswith("rank 1, 3 did not come within 0.7 s")
     assert capfd.readouterr().err.count("waits: rank 1, 3 did not come within 0.1 s; it gives up after 0.7 s") == 1
 
@@ -123,7 +123,7 @@ def test_a_host_that_others_cannot_reach_by_its_name_is_told(
     if not interface:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
-    ranks = outcomes(*(partial(meet, Place(rank, 2, 0), 20.0) for rank in (0, 1)))
+    ranks = outcomes(*(partial(meet, RankInfo(rank, 2, 0), 20.0) for rank in (0, 1)))
     assert ranks[0].deputy == 1
     assert capfd.readouterr().err.count("set GLOO_SOCKET_IFNAME to the network interface") == 2 * warned
 
@@ -132,7 +132,7 @@ def test_a_host_that_others_cannot_reach_by_its_name_is_told(
 def test_a_port_is_a_number_that_can_be_one(text: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", text)
     with pytest.raises(InputError, match=r"^MASTER_PORT"):
-        meet(Place(0, 1, 0), 1.0)
+        meet(RankInfo(0, 1, 0), 1.0)
 
 
 def test_a_port_in_use_is_told(port: int) -> None:
@@ -140,7 +140,7 @@ def test_a_port_in_use_is_told(port: int) -> None:
         other.bind(("", port))
         other.listen()
         with pytest.raises(InputError, match=f"MASTER_PORT = {port}: rank 0 cannot listen there, choose another; "):
-            meet(Place(0, 2, 0), 1.0)
+            meet(RankInfo(0, 2, 0), 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -150,7 +150,7 @@ def test_what_cannot_be_a_host_is_refused_at_once(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", name)
     with pytest.raises(InputError, match=f"^MASTER_ADDR = {name}: must be the name or address of a host"):
-        meet(Place(rank, 2, rank), 60.0)
+        meet(RankInfo(rank, 2, rank), 60.0)
 
 
 def test_a_host_that_rank_0_does_not_know_is_not_a_wrong_port(
@@ -161,7 +161,7 @@ def test_a_host_that_rank_0_does_not_know_is_not_a_wrong_port(
     with pytest.raises(
         InputError, match=r"^MASTER_ADDR = 127.0.0.1: Name or service not known; name the host of rank 0"
     ):
-        meet(Place(0, 2, 0), 60.0)
+        meet(RankInfo(0, 2, 0), 60.0)
     assert capfd.readouterr().err == ""
 
 
@@ -171,7 +171,7 @@ def test_a_host_that_is_not_that_of_rank_0_is_not_a_wrong_port(port: int, monkey
     with pytest.raises(
         InputError, match=r"^MASTER_ADDR = 127.0.0.1: must be the host of rank 0: .*; The client socket"
     ):
-        meet(Place(0, 2, 0), 60.0)
+        meet(RankInfo(0, 2, 0), 60.0)
 
 
 @pytest.mark.parametrize(

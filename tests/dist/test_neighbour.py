@@ -14,7 +14,7 @@ from megalite.dist.activity import Activity
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting
 from megalite.dist.neighbour import REFUSALS, SILENCES, Neighbour
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.dist.watchdog import Watchdog
 
 REAL = socket.create_connection
@@ -31,7 +31,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def two() -> list[Neighbour]:
     """Ranks 0 and 1, who have seen each other."""
     store = dist.HashStore()
-    ranks = [Neighbour(store, Place(rank, 2, rank)) for rank in range(2)]
+    ranks = [Neighbour(store, RankInfo(rank, 2, rank)) for rank in range(2)]
     assert [rank.lost() for rank in ranks] == ["", ""]
     return ranks
 
@@ -66,17 +66,17 @@ def test_an_answer_in_between_begins_the_count_anew(two: list[Neighbour], monkey
 def test_who_was_never_reached_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     store.set("listens 1", "1 127.0.0.1")
-    first = Neighbour(store, Place(0, 2, 0))
+    first = Neighbour(store, RankInfo(0, 2, 0))
     assert {first.lost() for _ in range(20)} == {""}
 
 
 def test_without_an_address_nobody_is_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(0, 2, 0)
+    rank_info = RankInfo(0, 2, 0)
     monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_AGAIN, "try again")))
-    assert watchdog._neighbour(dist.HashStore(), place) is None
+    assert watchdog._neighbour(dist.HashStore(), rank_info) is None
     monkeypatch.undo()
     monkeypatch.setenv(MEETING, "folder")
-    assert watchdog._neighbour(dist.HashStore(), place) is None, "the local launcher looks after its ranks"
+    assert watchdog._neighbour(dist.HashStore(), rank_info) is None, "the local launcher looks after its ranks"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -96,11 +96,11 @@ def test_the_watchdog_calls_the_roll_for_a_lost_neighbour(answers: bool, monkeyp
     monkeypatch.setattr(Watchdog, "_end", end)
     keeper = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     hosts = dist.PrefixStore("host", keeper)
-    places = [Place(rank, 2, rank) for rank in range(2)]
-    for place in places:
-        hosts.set(str(place.rank), "node")
+    infos = [RankInfo(rank, 2, rank) for rank in range(2)]
+    for rank_info in infos:
+        hosts.set(str(rank_info.rank), "node")
     meeting = Meeting(keeper, hosts, "node", "rank 0", 1)
-    dogs = [Watchdog(meeting, place, Activity(), 600.0) for place in places]
+    dogs = [Watchdog(meeting, rank_info, Activity(), 600.0) for rank_info in infos]
     for dog in dogs:
         dog.patience = 1.0
     assert dogs[0]._next is not None

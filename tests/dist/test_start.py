@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megalite.config.errors import InputError
 from megalite.dist.last_words import OUTCOME, note_outcome, tell
 from megalite.dist.local import MEETING, launch, log_file
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.dist.start import start
 
 Program = Callable[[str], str]
@@ -16,11 +16,11 @@ JOB = """
 import torch
 import torch.distributed as dist
 from megalite.config.errors import InputError
-from megalite.dist.ranks import find_place
+from megalite.dist.ranks import find_rank_info
 from megalite.dist.start import run_rank, start
 
 def main():
-    start(find_place(), "cpu", 100.0)
+    start(find_rank_info(), "cpu", 100.0)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == world_size
@@ -29,7 +29,7 @@ def main():
 def after_meeting():
 {body}
 
-sys.exit(run_rank(main, find_place()))
+sys.exit(run_rank(main, find_rank_info()))
 """
 
 
@@ -99,7 +99,7 @@ def test_last_words_that_cannot_be_left_are_said(
 ) -> None:
     """On a full disk, say: the launcher would know nothing of the cause."""
     monkeypatch.setenv(MEETING, str(tmp_path / "gone"))
-    tell(1, "boom", Place(3, 4, 3))
+    tell(1, "boom", RankInfo(3, 4, 3))
     assert "megalite: rank 3: boom\n" in capsys.readouterr().err
 
 
@@ -107,12 +107,12 @@ def test_an_interrupt_that_was_held_up_is_one_line(
     program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module = program("""
-        from megalite.dist.ranks import find_place
+        from megalite.dist.ranks import find_rank_info
         from megalite.dist.start import run_rank
 
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.kill(os.getpid(), signal.SIGINT)
-        sys.exit(run_rank(lambda: 0, find_place()))
+        sys.exit(run_rank(lambda: 0, find_rank_info()))
     """)
     assert launch(module, [str(tmp_path)], 1, tmp_path / "logs") == 130
     assert capfd.readouterr().err == "megalite: rank 0: interrupted\n"
@@ -121,7 +121,7 @@ def test_an_interrupt_that_was_held_up_is_one_line(
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"run\.device=cuda: this node runs at least 4 ranks but has 2 GPUs"):
-        start(Place(3, 4, 3), "cuda", 1.0)
+        start(RankInfo(3, 4, 3), "cuda", 1.0)
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
@@ -132,4 +132,4 @@ def test_the_address_of_rank_0_must_be_known(missing: str, monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.delenv(missing)
     with pytest.raises(InputError, match=f"^{missing} must name"):
-        start(Place(0, 1, 0), "cpu", 1.0)
+        start(RankInfo(0, 1, 0), "cpu", 1.0)

@@ -20,22 +20,22 @@ import logging, os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from megalite.dist.activity import Activity
-from megalite.dist.ranks import find_place
+from megalite.dist.ranks import find_rank_info
 from megalite.dist.meeting import meet
 from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
 
-body, timeout, missing, place = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), find_place()
-rank = place.rank
+body, timeout, missing, rank_info = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), find_rank_info()
+rank = rank_info.rank
 logging.basicConfig(filename=f"{rank}.log", format="%(asctime)s %(message)s", level=logging.INFO)
 
 def die(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
 
 def main():
-    activity, meeting = Activity(), meet(place, 4.0 if missing else 120.0)
-    with watched(meeting, place, activity, timeout):
-        start(place, "cpu", 300.0, meeting)
+    activity, meeting = Activity(), meet(rank_info, 4.0 if missing else 120.0)
+    with watched(meeting, rank_info, activity, timeout):
+        start(rank_info, "cpu", 300.0, meeting)
         dist.barrier()
         activity("reducing")
         exec(body)
@@ -43,8 +43,8 @@ def main():
     print(f"rank {rank} ended well")
     return 0
 
-if rank < place.world_size - missing:
-    sys.exit(run_rank(main, place))
+if rank < rank_info.world_size - missing:
+    sys.exit(run_rank(main, rank_info))
 time.sleep(600)
 """
 LAUNCH = """
@@ -64,7 +64,7 @@ class Job:
     processes: list[subprocess.Popen[str]]  # the launcher, or the ranks
 
     def end(self, *ends: int) -> list[str]:
-        """Wait for the processes at these places; what they print to stderr. All others are killed."""
+        """Wait for the processes of these ranks; what they print to stderr. All others are killed."""
         told = [self.processes[index].communicate(timeout=LIMIT)[1] for index in ends or range(len(self.processes))]
         for process in self.processes:
             process.kill()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megalite.dist import watchdog
 from megalite.dist.activity import Activity
 from megalite.dist.meeting import Meeting
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.dist.rollcall import RollCall
 from megalite.dist.watchdog import Watchdog
 
@@ -37,7 +37,7 @@ def test_a_store_is_lost_when_it_is_silent_for_long(
     monkeypatch.setattr(Watchdog, "_end", end)
     monkeypatch.setattr(RollCall, "called", called)
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    dog = Watchdog(Meeting(store, store, "node", "the launcher", 0), Place(0, 1, 0), Activity(), 600.0)
+    dog = Watchdog(Meeting(store, store, "node", "the launcher", 0), RankInfo(0, 1, 0), Activity(), 600.0)
     dog.patience = 0.1
     assert asked.wait(20)
     assert told.wait(1.0) == ends

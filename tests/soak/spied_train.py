@@ -17,7 +17,7 @@ from unittest import mock
 
 from megalite.cli import main
 from megalite.dist.local import launch
-from megalite.dist.ranks import Place, find_place
+from megalite.dist.ranks import RankInfo, find_rank_info
 
 NOTES = "SOAK_NOTES"  # environment: the folder for notes
 SHOWN = 2  # tokens of a sequence that are noted
@@ -25,11 +25,11 @@ SPACE = 1 << 16  # bytes for the notes of a rank
 Batches = Callable[[Any, Iterable[Any]], Iterator[tuple[Any, Any]]]
 
 
-def spied(batches: Batches, place: Place) -> Batches:
+def spied(batches: Batches, rank_info: RankInfo) -> Batches:
     """`Loader.batches`, noting what goes out."""
 
     def noting(loader: Any, wanted: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        path = Path(os.environ[NOTES]) / f"rank-{place.rank}.jsonl"
+        path = Path(os.environ[NOTES]) / f"rank-{rank_info.rank}.jsonl"
         path.write_bytes(bytes(SPACE))  # it is there before the disk is said to be full
         with path.open("r+b") as file, mmap.mmap(file.fileno(), SPACE) as notes:
             for batch, micros in batches(loader, wanted):
@@ -43,11 +43,11 @@ def spied(batches: Batches, place: Place) -> Batches:
 
 
 if __name__ == "__main__":
-    place = find_place()
-    if place is None:  # the launcher, which needs no torch: its ranks come here too
+    rank_info = find_rank_info()
+    if rank_info is None:  # the launcher, which needs no torch: its ranks come here too
         patch: Any = mock.patch("megalite.train.command.launch", lambda _, *rest: launch("spied_train", *rest))
     else:
         loader = importlib.import_module("megalite.data.loader").Loader
-        patch = mock.patch.object(loader, "batches", spied(loader.batches, place))
+        patch = mock.patch.object(loader, "batches", spied(loader.batches, rank_info))
     with patch:
         sys.exit(main())

@@ -20,11 +20,11 @@ from megalite.train import starts
 from megalite.train.starts import keep_tokenizer, kept_tokenizer, record_start, relevant
 
 CONFIG = Config(parallel=Parallel(pp=2, dp_shard=3), data=Data(train=[Source("a${b}", 2.0)]))
-PLACES = [("east", "H100"), ("east", "H100"), ("west", "A100")]
+DEVICES = [("east", "H100"), ("east", "H100"), ("west", "A100")]
 
 
 def record(folder: Path, config: Config = CONFIG, progress: Progress | None = None) -> dict[str, object]:
-    path = record_start(folder, config, PLACES, progress or Progress())
+    path = record_start(folder, config, DEVICES, progress or Progress())
     return json.loads(path.read_text())
 
 

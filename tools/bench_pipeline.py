@@ -35,7 +35,7 @@ from megalite.config.files import write_object
 from megalite.config.layout import Layout
 from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.pipeline import Activation, Pipeline, Step
 from megalite.schedule.actions import Kind, Table
@@ -108,7 +108,7 @@ class Stage(nn.Module):
         self.weight = nn.Parameter(torch.tensor(1.001))
         self.unit, self.gradients = unit, gradients
 
-    def forward(self, x: Tensor, places: object = None, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: object = None, targets: Tensor | None = None) -> Tensor:
         if not x.requires_grad:  # tokens; torch needs a gradient to hand back
             x = x.detach().requires_grad_()
         x = _Sleep.apply(x, self.unit, self.unit)
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) -> None:
+def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:
     mesh = Mesh.build(Layout(pp=RANKS), CPU)
     assert mesh is not None
     unit = options.unit / 1000
@@ -189,7 +189,7 @@ def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) 
         table = build(name, RANKS, options.micro_batches)
         simulated = float(simulate(table, costs, transfer).makespan)
         rows.append({"schedule": name, "simulated_seconds": simulated} | _compare(table, mesh, unit, options.steps))
-    if place.rank == 0:
+    if rank_info.rank == 0:
         report = {
             **header,
             "ranks": RANKS,

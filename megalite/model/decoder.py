@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from megalite.config.layers import FeedForward, LayerKind, layer_kinds
 from megalite.config.schema import Kernels, Model
 from megalite.dist.collectives import all_gather
-from megalite.model.positions import Places
+from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, part, whole
@@ -167,20 +167,20 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
-    def forward(self, x: Tensor, places: Places | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | None = None) -> Tensor:
         """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits.
 
-        places: of the s positions that this rank holds; None: all of one document from its beginning. targets
+        positions: of the s positions that this rank holds; None: all of one document from its beginning. targets
         `[s, b]`, for the last stage: it returns the loss summed over them in place of logits `[s, b, v/t]`.
         """
         if self.first:
             assert self.embed is not None
             x = self.embed(x)  # s/t b d
-        if places is None:
-            places = Places.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
-        cos, sin = places.angles()
+        if positions is None:
+            positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
+        cos, sin = positions.angles()
         for layer in self.layers.values():
-            x = layer(x, cos, sin, places.attention)
+            x = layer(x, cos, sin, positions.attention)
         if self.head is None:
             return x
         # Untied, the embedding stays out: FSDP2 hooks into every argument, and this one's gradient is not the head's.

@@ -11,7 +11,7 @@ from megalite.parallel.context import Attention, causal
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenPositions:
     """What stages are told about the tokens of a micro-batch, at the positions that this rank holds."""
 
     cos: Tensor  # p 1 1 e/2: of every position of the tokens, in order, or of all that there are
@@ -20,9 +20,9 @@ class Places:
     positions: Tensor | None = None  # s b: which of these are the tokens'; None: theirs, in order
 
     @staticmethod
-    def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "Places":
+    def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "TokenPositions":
         """Of sequences of one document that this rank holds from their beginning."""
-        return Places(*angles(model, torch.arange(length, device=device), dtype), causal)
+        return TokenPositions(*angles(model, torch.arange(length, device=device), dtype), causal)
 
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosine and sine for every token: `[s, b, 1, e/2]`, or `[s, 1, 1, e/2]` for all sequences alike."""

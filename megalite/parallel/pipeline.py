@@ -23,7 +23,7 @@ from megalite.schedule.reductions import Reduction, reductions
 class Stage(Protocol):
     """What the runner asks of a pipeline stage."""
 
-    def __call__(self, x: Tensor, places: Any, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, positions: Any, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """A micro-batch, or the activations of the stage before → activations or, given targets, the summed loss.
 
         Any stage may add to the loss: it then gives that, 0-dimensional, beside its result.
@@ -73,7 +73,7 @@ class Step:
 
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor]
-    places: Sequence[Any]  # what every stage is told about a micro-batch; the runner does not look into it
+    positions: Sequence[Any]  # what every stage is told about a micro-batch; the runner does not look into it
     scale: float = 1.0  # gradients are those of scale · loss
 
 
@@ -143,7 +143,7 @@ class Pipeline:
             if torch.is_grad_enabled():
                 flight.inputs[action] = x.requires_grad_()
         last = action.stage == self.table.stages - 1
-        y = stage(x, step.places[action.micro], step.targets[action.micro] if last else None)
+        y = stage(x, step.positions[action.micro], step.targets[action.micro] if last else None)
         y, *losses = y if isinstance(y, tuple) else (y,)
         if last:
             losses.append(y)

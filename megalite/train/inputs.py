@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.loader import Micros
-from megalite.model.positions import Places, angles
+from megalite.model.positions import TokenPositions, angles
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import Step
@@ -27,10 +27,10 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0) -> Step:
     tokens, targets = (
         split(part, mine).transpose(0, 1).contiguous().unbind() for part in (sequences[:-1], sequences[1:])
     )
-    return Step(tokens, targets, _places(job, batch.documents, sequences[:-1], mine), scale)
+    return Step(tokens, targets, _token_positions(job, batch.documents, sequences[:-1], mine), scale)
 
 
-def _places(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows) -> list[Places]:
+def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows) -> list[TokenPositions]:
     """Of every micro-batch of `tokens` `[s, m, b]`; what does not depend on its documents is there once for all."""
     config, data, device = job.config, job.config.data, tokens.device
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
@@ -43,7 +43,7 @@ def _places(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Ro
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(documents, device), mine).unbind(1)
     cos, sin = angles(config.model, turns, compute_dtype(config.train.precision))
-    return [Places(cos, sin, *rest) for rest in zip(attends, positions, strict=True)]
+    return [TokenPositions(cos, sin, *rest) for rest in zip(attends, positions, strict=True)]
 
 
 def positions_in_documents(documents: list[list[Documents]], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
-from megalite.model.positions import Places
+from megalite.model.positions import TokenPositions
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
@@ -49,10 +49,10 @@ def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
     initialize(stage, model, config.run.seed)
     length = model.sequence_length // layout.cp
     attend = attention(config.parallel.context.method, mesh.cp, model.sequence_length, mesh.device)
-    places = replace(Places.whole(model, length, mesh.device, dtype), attention=attend)
+    positions = replace(TokenPositions.whole(model, length, mesh.device, dtype), attention=attend)
     shape = (length // layout.tp, config.batch.micro_size, model.width)
     x = torch.ones(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-    found = measure(lambda: stage(x, places), stage.layers[str(layer)])
+    found = measure(lambda: stage(x, positions), stage.layers[str(layer)])
     numbers = torch.tensor(
         [[found[mode].seconds, found[mode].bytes] for mode in MODES], dtype=torch.float64, device=mesh.device
     )

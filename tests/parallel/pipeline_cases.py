@@ -70,7 +70,7 @@ class ToyStage(nn.Module):
     def weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
         return self.first.weight, self.second.weight, self.bias
 
-    def forward(self, x: Tensor, places: object = None, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: object = None, targets: Tensor | None = None) -> Tensor:
         (y,) = columns(x, (self.first,), self.group)
         y = self.second(torch.tanh(y)) + whole(self.bias)
         return y if targets is None else loss(y, targets)

@@ -40,7 +40,7 @@ def logits(job: Job, tokens: list[int]) -> torch.Tensor:
     """Of one sequence, `[s, v]`."""
     step = inputs(job, packed([[*tokens, 1]]))
     with torch.no_grad():
-        return job.stages[0](step.tokens[0], step.places[0])[:, 0]
+        return job.stages[0](step.tokens[0], step.positions[0])[:, 0]
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -61,21 +61,21 @@ def test_angles_are_those_of_the_positions() -> None:
     batch = packed([[*PACKED, 1], [*reversed(PACKED), 1]])
     with one_rank():
         config = configuration(Layout(), "ring")
-        restarted = inputs(make(config), batch).places[0].angles()
+        restarted = inputs(make(config), batch).positions[0].angles()
         config = replace(config, data=replace(DOCUMENTS, reset_positions=False))
-        running = inputs(make(config), batch).places[0].angles()
+        running = inputs(make(config), batch).positions[0].angles()
     first, second = [0, 1, 2, 3, 0, 1, 2, 0, 0, 1], [0, 1, 2, 0, 0, 1, 2, 0, 1, 2]
     for found, table in zip(restarted, running, strict=True):
         assert torch.equal(found, torch.cat((table[first], table[second]), dim=1))
 
 
-def test_without_documents_all_micro_batches_share_their_places() -> None:
+def test_without_documents_all_micro_batches_share_their_positions() -> None:
     with one_rank():
         job = make(replace(configuration(Layout(), "ring"), data=Data()))
-        places = inputs(job, Micros.cut_at(torch.zeros(3, 2, 9, dtype=torch.int64), 0)).places
-    assert len(places) == 3
-    assert {(id(each.cos), id(each.sin), each.attention, each.positions) for each in places} == {
-        (id(places[0].cos), id(places[0].sin), places[0].attention, None)
+        positions = inputs(job, Micros.cut_at(torch.zeros(3, 2, 9, dtype=torch.int64), 0)).positions
+    assert len(positions) == 3
+    assert {(id(each.cos), id(each.sin), each.attention, each.positions) for each in positions} == {
+        (id(positions[0].cos), id(positions[0].sin), positions[0].attention, None)
     }
 
 

@@ -270,8 +270,8 @@ def _zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     zeros = torch.zeros_like(_local(tensor), dtype=dtype)
     if not isinstance(tensor, DTensor):
         return zeros
-    place = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(zeros, tensor.device_mesh, tensor.placements, run_check=False, **place)
+    geometry = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(zeros, tensor.device_mesh, tensor.placements, run_check=False, **geometry)
 
 
 def _local(tensor: Tensor) -> Tensor:

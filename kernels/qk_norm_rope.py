@@ -57,7 +57,7 @@ def _qk_norm_rope_forward(
     HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    places, inside, first, second, cos, sin = load_heads(
+    offsets, inside, first, second, cos, sin = load_heads(
         tl.program_id(0), X, Cos, Sin, Positions, count, batch, at_stride, item_stride, head_stride,
         start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
         HEADS, ROWS, HALF, PAIRS, INTERLEAVED,
@@ -65,7 +65,7 @@ def _qk_norm_rope_forward(
     w_first, w_second = _load_weight(W, HALF, PAIRS, INTERLEAVED)
     inverse = _inverse(first, second, inside, HALF, EPS)
     first, second = turn(first * inverse * w_first, second * inverse * w_second, cos, sin)
-    store_pairs(Y, places, first, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+    store_pairs(Y, offsets, first, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
 
 
 @jit
@@ -80,14 +80,14 @@ def _qk_norm_rope_backward(
     sum_first = tl.zeros([ROWS, PAIRS], Sums.dtype.element_ty)
     sum_second = tl.zeros([ROWS, PAIRS], Sums.dtype.element_ty)
     for number in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
-        places, inside, first, second, cos, sin = load_heads(
+        offsets, inside, first, second, cos, sin = load_heads(
             number, X, Cos, Sin, Positions, count, batch, at_stride, item_stride, head_stride,
             start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
             HEADS, ROWS, HALF, PAIRS, INTERLEAVED,
         )  # fmt: skip
         inverse = _inverse(first, second, inside, HALF, EPS)
         first, second = first * inverse, second * inverse
-        dy_first, dy_second = load_pairs(DY, places, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+        dy_first, dy_second = load_pairs(DY, offsets, inside, ROWS, HALF, PAIRS, INTERLEAVED)
         # Not `turn` by −sin, which takes 24 registers more.
         dn_first = dy_first * cos + dy_second * sin
         dn_second = dy_second * cos - dy_first * sin
@@ -97,7 +97,7 @@ def _qk_norm_rope_backward(
         along = tl.sum(dn_first * first + dn_second * second, 1, keep_dims=True) / (2 * HALF)
         dx_first = (dn_first - first * along) * inverse
         dx_second = (dn_second - second * along) * inverse
-        store_pairs(DX, places, dx_first, dx_second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+        store_pairs(DX, offsets, dx_first, dx_second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
     row = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
     sum_first, sum_second = tl.sum(sum_first, 0, keep_dims=True), tl.sum(sum_second, 0, keep_dims=True)
     store_pairs(Sums, row * (2 * HALF), sum_first, sum_second, row >= 0, 1, HALF, PAIRS, INTERLEAVED)
@@ -199,8 +199,8 @@ def qk_norm_rope(
     check(x, cos, sin, positions, layout)
     if not use_triton(backend, x.device):
         return rope(rms_norm(x, weight, eps, backend), cos, sin, positions, layout, backend)
-    places, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
-    return _op(x, weight, cos, sin, eps, places, start, layout == "interleaved")
+    by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
+    return _op(x, weight, cos, sin, eps, by_token, start, layout == "interleaved")
 
 
 def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:

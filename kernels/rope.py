@@ -85,7 +85,7 @@ def load_angles(
     Cos, Sin, Positions, at, item, inside, start, table_stride, table_item_stride, at_stride, item_stride,
     HALF: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines of the tokens `at` places of the sequences `item`."""
+    """Cosines and sines of the tokens `at` positions of the sequences `item`."""
     if Positions is None:
         position = at + start
     else:
@@ -128,19 +128,19 @@ def _rope(
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Turns ROWS of the `count` heads of tokens, or turns them back."""
-    places, inside, first, second, cos, sin = load_heads(
+    offsets, inside, first, second, cos, sin = load_heads(
         tl.program_id(0), X, Cos, Sin, Positions, count, batch, at_stride, item_stride, head_stride,
         start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
         HEADS, ROWS, HALF, PAIRS, INTERLEAVED,
     )  # fmt: skip
     first, second = turn(first, second, cos, -sin if BACK else sin)
-    store_pairs(Y, places, first, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
+    store_pairs(Y, offsets, first, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
 
 
 def tables(
     cos: Tensor, sin: Tensor, positions: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int, int, int]]:
-    """Both tables for the kernels, and the strides of these and of the positions by place and by sequence."""
+    """Both tables for the kernels, and the strides of these and of the positions by token and by sequence."""
     cos, sin = cos.contiguous(), sin.contiguous()
     by_item = cos.stride(1) if cos.shape[1] > 1 else 0
     return (cos, sin), (cos.stride(0), by_item, *((0, 0) if positions is None else positions.stride()))
@@ -219,8 +219,8 @@ def rope(
     check(x, cos, sin, positions, layout)
     if not use_triton(backend, x.device):
         return _torch(x, *angles_at(cos, sin, positions, len(x)), layout)
-    places, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
-    return _op(x, cos, sin, places, start, layout == "interleaved", False)
+    by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
+    return _op(x, cos, sin, by_token, start, layout == "interleaved", False)
 
 
 def check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, layout: Layout) -> None:

@@ -63,12 +63,12 @@ def hung_up() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("place", "number"),
+    ("outlet", "number"),
     [(full, errno.ENOSPC), (without_reader, errno.EPIPE), (closed, errno.EBADF), (hung_up, errno.EIO)],
 )
-def test_a_lost_stream_is_answered_once_and_never_raises(place: Callable[[], Iterator[int]], number: int) -> None:
+def test_a_lost_stream_is_answered_once_and_never_raises(outlet: Callable[[], Iterator[int]], number: int) -> None:
     failures: Failures = []
-    with place() as descriptor:  # type: ignore[attr-defined]
+    with outlet() as descriptor:  # type: ignore[attr-defined]
         lost = stream(descriptor, Outlet("stdout", lambda *failure: failures.append(failure)), None)
         for _ in range(3):
             print("words" * 5000, file=lost, flush=True)
@@ -79,10 +79,10 @@ def test_a_lost_stream_is_answered_once_and_never_raises(place: Callable[[], Ite
 
 
 @pytest.mark.parametrize(
-    ("place", "code", "text"), [(full, 2, "out: No space left on device"), (without_reader, 141, "")]
+    ("outlet", "code", "text"), [(full, 2, "out: No space left on device"), (without_reader, 141, "")]
 )
-def test_a_command_that_loses_its_stdout_ends(place: Callable[[], Iterator[int]], code: int, text: str) -> None:
-    with place() as descriptor:  # type: ignore[attr-defined]
+def test_a_command_that_loses_its_stdout_ends(outlet: Callable[[], Iterator[int]], code: int, text: str) -> None:
+    with outlet() as descriptor:  # type: ignore[attr-defined]
         lost = stream(descriptor, Outlet("out", give_up), None)
         with pytest.raises(Lost) as caught:
             print("words", file=lost, flush=True)

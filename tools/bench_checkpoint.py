@@ -37,7 +37,7 @@ from megalite.config.errors import InputError
 from megalite.config.files import is_folder, write_object
 from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
 from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import Place
+from megalite.dist.ranks import RankInfo
 from megalite.optim.build import build_optimizer
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
@@ -109,9 +109,9 @@ class Bench:
         return {name: tensor.to_local() for name, tensor in self.tensors.items() if isinstance(tensor, DTensor)}
 
     @contextmanager
-    def place(self) -> Iterator[Path]:
+    def fresh_folder(self) -> Iterator[Path]:
         """A fresh folder, whose files are gone afterwards. Nothing else waits to be written when it is given."""
-        path = self.folder / f"place-{next(self.names)}"
+        path = self.folder / f"save-{next(self.names)}"
         if self.group.leads:
             path.mkdir()
             os.sync()
@@ -149,22 +149,22 @@ def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
         for name, tensor in torch.load(file, weights_only=True).items():
             local[name].copy_(tensor)
 
-    with bench.place() as path, bench.saver(path, in_background=False) as saver:
+    with bench.fresh_folder() as path, bench.saver(path, in_background=False) as saver:
         saves["megalite"].append(together(lambda: saver.save(Progress(step=1))))
         _check(saver)
         restorer = Restorer(bench.state, bench.config, (), bench.group)
         loads["megalite"].append(together(lambda: restorer.all(path / "step-00000001")))
-    with bench.place() as path:
+    with bench.fresh_folder() as path:
         saves["dcp"].append(together(lambda: dcp.save(bench.tensors, checkpoint_id=path)))
         loads["dcp"].append(together(lambda: dcp.load(dict(bench.tensors), checkpoint_id=path)))
-    with bench.place() as path:
+    with bench.fresh_folder() as path:
         saves["torch.save"].append(together(lambda: with_torch(path / f"{rank}.pt")))
         loads["torch.save"].append(together(lambda: from_torch(path / f"{rank}.pt")))
 
 
 def load_memory(bench: Bench) -> dict[str, int]:
     """Bytes by which a load's peak of resident memory exceeds what was there before, on the first rank; by way."""
-    with bench.place() as path, bench.saver(path, in_background=False) as saver:
+    with bench.fresh_folder() as path, bench.saver(path, in_background=False) as saver:
         saver.save(Progress(step=1))
         _check(saver)
         folder = path / "step-00000001"
@@ -202,7 +202,7 @@ def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
     ways: dict[str, Callable[[Path, int], Callable[[], object]]] = {}
     apart = dist.new_group()  # its collectives run in a thread beside training's
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    with bench.place() as ours, bench.saver(ours, in_background=True) as saver:
+    with bench.fresh_folder() as ours, bench.saver(ours, in_background=True) as saver:
 
         def save_ours(_: Path, step: int) -> Callable[[], object]:
             saver.save(Progress(step=step))
@@ -221,7 +221,7 @@ def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
         found: dict[str, dict[str, list[float]]] = {way: {"stall": [], "lost": []} for way in ways}
         for step in range(1, rounds + 2):
             for way, save in ways.items():
-                with bench.place() as path:
+                with bench.fresh_folder() as path:
                     alone = together(_work)
                     stall, total = _while_training(lambda save=save, path=path, step=step: save(path, step))  # type: ignore[misc]
                 if step > 1:
@@ -253,7 +253,7 @@ def _work() -> None:
         x /= x.max()
 
 
-def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) -> None:
+def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:
     told: list[Any] = [None]
     with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own:
         told = [own]
@@ -276,7 +276,7 @@ def _measure(place: Place, options: argparse.Namespace, header: dict[str, Any]) 
             "asynchronous": stalls(bench, options.rounds),
         }
         dist.barrier()
-    if place.rank == 0:
+    if rank_info.rank == 0:
         _show(report)
         write_object(Path(options.out), report)
 

@@ -85,10 +85,10 @@ def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> l
 
 
 def _misplaced(path: Path) -> list[str]:
-    """What is wrong with the places of tensors in a checkpoint whose files are as they were written."""
+    """What is wrong with where tensors lie in a checkpoint whose files are as they were written."""
     try:
         checkpoint = Checkpoint(path)
-        checkpoint.check_places()
+        checkpoint.check_locations()
         checkpoint.progress()
     except DamagedError as error:
         return [error.what]
@@ -137,7 +137,7 @@ class Checkpoint:
             self._reader.fill({**tensors, "schedule.learning_rate": rate})
         return checked_progress(self.path, self.manifest, tensors), rate.item()
 
-    def check_places(self) -> None:
+    def check_locations(self) -> None:
         """Look whether all tensors lie where they can lie."""
         self._reader.check(self.tensors)
 

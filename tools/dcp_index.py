@@ -57,20 +57,20 @@ def dcp_index(path: Path) -> tuple[Index, list[str]]:
     """
     with _told(path, METADATA):
         fields = _state(read_pickle(read_whole(path, METADATA, LIMIT)), "metadata.Metadata")
-        entries, places = _dict(fields["state_dict_metadata"]), dict(_places(_dict(fields["storage_data"])))
+        entries, locations = _dict(fields["state_dict_metadata"]), dict(_locations(_dict(fields["storage_data"])))
         tensors = {name: entry for name, entry in entries.items() if not _is(entry, "metadata.BytesStorageMetadata")}
-        parts = [part for name, entry in tensors.items() for part in _parts(name, entry, places)]
+        parts = [part for name, entry in tensors.items() for part in _parts(name, entry, locations)]
     with damage_of(path, METADATA):
         index = Index.of(_chunks(path, parts))
     return index, [shortened(name) for name in entries if name not in tensors]
 
 
-def _places(storage_data: dict[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _locations(storage_data: dict[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where every part lies, by `_key`."""
-    for key, place in storage_data.items():
+    for key, location in storage_data.items():
         found = _state(key, "metadata.MetadataIndex")
         if found.get("offset") is not None:  # else it is no tensor
-            yield _key(_text(found["fqn"]), _sizes(found["offset"])), _state(place, "filesystem._StorageInfo")
+            yield _key(_text(found["fqn"]), _sizes(found["offset"])), _state(location, "filesystem._StorageInfo")
 
 
 def _key(name: str, offsets: tuple[int, ...]) -> str:
@@ -78,8 +78,8 @@ def _key(name: str, offsets: tuple[int, ...]) -> str:
     return f"{name} {offsets}"
 
 
-def _parts(name: Any, entry: Any, places: dict[str, dict[str, Any]]) -> Iterator[Part]:
-    """The parts of a tensor, each taken from `places`."""
+def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Iterator[Part]:
+    """The parts of a tensor, each taken from `locations`."""
     fields = _state(entry, "metadata.TensorStorageMetadata")
     properties, shape = fields["properties"], _sizes(fields["size"])
     if not _is(properties, "metadata.TensorProperties") or not isinstance(properties.state, tuple):
@@ -89,10 +89,10 @@ def _parts(name: Any, entry: Any, places: dict[str, dict[str, Any]]) -> Iterator
     for chunk in fields["chunks"]:
         at = _state(chunk, "metadata.ChunkStorageMetadata")
         offsets, sizes = _sizes(at["offsets"]), _sizes(at["sizes"])
-        place = places.pop(_key(name, offsets))
-        if place.get("transform_descriptors"):
+        location = locations.pop(_key(name, offsets))
+        if location.get("transform_descriptors"):
             raise ValueError(f"has {name} transformed, compressed for example")
-        file, start, length = _text(place["relative_path"]), *_sizes((place["offset"], place["length"]))
+        file, start, length = _text(location["relative_path"]), *_sizes((location["offset"], location["length"]))
         if not is_plain(file) or file.lower() in RESERVED:
             raise ValueError(f"places {name} in {shortened(file)}, which is no file of tensors in its folder")
         yield Part(name, dtype, shape, offsets, sizes, file, start, length)
@@ -129,7 +129,7 @@ def _position(descriptor: int, part: Part) -> int:
         raise ValueError(f"holds {part.name} in another order of elements")
     if archive.holds("byteorder") and archive.read("byteorder") != sys.byteorder.encode():
         raise ValueError(f"holds {part.name} in another order of bytes than this machine's")
-    position, size = archive.place(f"data/{record}")
+    position, size = archive.locate(f"data/{record}")
     if (first + math.prod(sizes)) * ITEM_BYTES[part.dtype] > size:
         raise ValueError(f"holds only a part of {part.name}")
     return position + first * ITEM_BYTES[part.dtype]

@@ -13,16 +13,16 @@ from megalite.data.tokenizer import Tokenizer
 
 PIECE = 1 << 18  # characters, at least
 WINDOW = 1 << 11
-SPAN = 1 << 14  # characters in which to try one kind of place before the next
+SPAN = 1 << 14  # characters in which to try one kind of cut before the next
 TRIES = 4  # of each kind
-PLACES = tuple(map(re.compile, (r"(?<=\S)\n(?=\w)", r"(?<=\S) (?=\w)", r"(?<=\W)(?=\w)", "")))
+CUTS = tuple(map(re.compile, (r"(?<=\S)\n(?=\w)", r"(?<=\S) (?=\w)", r"(?<=\W)(?=\w)", "")))
 
 
 def pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     """`text` in pieces whose tokens, end to end, are its own."""
     start = 0
-    while (place := _next_cut(text, start + PIECE, tokenizer)) is not None:
-        end, following = place
+    while (cut := _next_cut(text, start + PIECE, tokenizer)) is not None:
+        end, following = cut
         yield text[start:end]
         start = following
     yield text[start:]
@@ -31,8 +31,8 @@ def pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 def _next_cut(text: str, begin: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
     """Where a piece can end from `begin` on, and the next begin; a space that stands between may be left out."""
     while begin < len(text) - WINDOW:
-        for place in PLACES:
-            for match in islice(place.finditer(text, begin, min(begin + SPAN, len(text) - WINDOW)), TRIES):
+        for cut in CUTS:
+            for match in islice(cut.finditer(text, begin, min(begin + SPAN, len(text) - WINDOW)), TRIES):
                 first, last = match.span()
                 # A tokenizer that puts a space before every text brings the one back that is left out.
                 for cut in dict.fromkeys(((last, last), (first, first), (first, last))):

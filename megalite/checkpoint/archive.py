@@ -33,12 +33,12 @@ class Archive:
 
     def read(self, name: str) -> bytes:
         """A small record."""
-        position, size = self.place(name)
+        position, size = self.locate(name)
         if size > LARGEST:
             raise ValueError(f"has a record {name} of {size} bytes")
         return os.pread(self._descriptor, size, position)
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate(self, name: str) -> tuple[int, int]:
         """Position in the file and size of a record that is not compressed."""
         record = self._records.get(name)
         if (

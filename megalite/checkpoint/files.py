@@ -118,14 +118,14 @@ class Writer(FileSystemWriter):
         return results, Index.of(self._chunk(planned[result.index], result) for result in results)
 
     def _chunk(self, tensor: TensorWriteData, written: WriteResult) -> Chunk:
-        place = written.storage_data
-        with opened(Path(self.path), place.relative_path) as descriptor:
-            position, size = Archive(descriptor, place.offset, place.length).place("data/0")
+        stored = written.storage_data
+        with opened(Path(self.path), stored.relative_path) as descriptor:
+            position, size = Archive(descriptor, stored.offset, stored.length).locate("data/0")
         dtype, sizes = tensor.properties.dtype, tensor.chunk.sizes
         if size != sizes.numel() * dtype.itemsize:
-            raise OSError(f"{place.relative_path} has {size} bytes of {written.index.fqn} {list(sizes)}")
+            raise OSError(f"{stored.relative_path} has {size} bytes of {written.index.fqn} {list(sizes)}")
         named = str(dtype).removeprefix("torch.")
-        return Chunk(written.index.fqn, named, tensor.size, place.relative_path, position, tensor.chunk.offsets, sizes)
+        return Chunk(written.index.fqn, named, tensor.size, stored.relative_path, position, tensor.chunk.offsets, sizes)
 
     def write_index(self, index: Index) -> None:
         with self.fs.create_stream(Path(self.path) / INDEX, "wb") as file:

@@ -51,7 +51,7 @@ def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def same_everywhere(config: Config) -> dict[str, Any]:
-    """What all ranks must have in common: every key, but for the places where each node may have a copy of its own."""
+    """What all ranks must have in common: every key but the paths of which each node may have a copy of its own."""
     return {key: value for key, value in leaves(to_plain(config)) if not OF_A_NODE.fullmatch(key)}
 
 

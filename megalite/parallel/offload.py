@@ -124,12 +124,12 @@ class _Call:
         self.copies: WeakValueDictionary[StorageWeakRef, _Copy] = WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Any:
-        place = storage_of(tensor)
-        if tensor.nbytes < self.least or tensor.nbytes == 0 or place in self.stays:
+        storage = storage_of(tensor)
+        if tensor.nbytes < self.least or tensor.nbytes == 0 or storage in self.stays:
             return tensor
-        copy = self.copies.get(place)
+        copy = self.copies.get(storage)
         if copy is None:
-            self.copies[place] = copy = _Copy(tensor, self.memory)
+            self.copies[storage] = copy = _Copy(tensor, self.memory)
         copy.uses += 1
         return _Packed(self, copy, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 

@@ -136,8 +136,8 @@ class Counted:
         return sum(self._kept.values())
 
     def pack(self, tensor: Tensor) -> Any:
-        if (place := storage_of(tensor)) not in self._stays:
-            self._kept[place] = tensor.untyped_storage().nbytes()
+        if (storage := storage_of(tensor)) not in self._stays:
+            self._kept[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
     def unpack(self, packed: Any) -> Tensor:

@@ -8,7 +8,7 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.batches import batch_sizes
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.check import check
-from megalite.schedule.communication import place_sharding
+from megalite.schedule.communication import add_sharding
 from megalite.schedule.generate import SPLITTING, actions_of, bubble_of, build, placement_of
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.simulate import simulate
@@ -147,7 +147,7 @@ def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: t
         raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
     if mode is None:
         return table
-    return place_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))
+    return add_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))
 
 
 def _version(path: Path) -> tuple[int, ...] | None:

@@ -13,14 +13,14 @@ from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
 HOST = "host memory"
-Place = tuple[int, int]  # a stage, and the index of a part in it
+PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
 
 @dataclass(frozen=True)
 class PutOff:
     """Gradients of some weights that W makes at a time, and what is held for that."""
 
-    place: Place
+    key: PartKey
     moment: Moment
     held: Counter[Item]
 
@@ -86,10 +86,10 @@ class Walk:
         self.total = self.most = 0  # bytes on the device
         self.on_host = self.most_on_host = 0
         self.host_peak: Counter[Item] = Counter()
-        self.fetched: Counter[tuple[int, Place]] = Counter()  # by micro-batch and part: layers back from the host
-        self.whole: set[Place] = set()  # parts with gradients that are not reduced yet
-        self.sharded: dict[Place, int] = {}  # parts with gradients that are, and the bytes of each
-        self.shared: Counter[Place] = Counter()  # bytes of a part that replicas add up, kept until the next time
+        self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers back from the host
+        self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
+        self.sharded: dict[PartKey, int] = {}  # parts with gradients that are, and the bytes of each
+        self.shared: Counter[PartKey] = Counter()  # bytes of a part that replicas add up, kept until the next time
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, which FSDP2 keeps until the next are
         self.sending = 0  # tensors on their way to other ranks
@@ -142,7 +142,7 @@ class Walk:
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         for index, part in self._through(action.stage, backwards=True):
-            place = action.stage, index
+            key = action.stage, index
             puts_off = split and part.puts_off
             beside = self._gathered(parts[index - 1]) if index > 0 and states.shards > 1 else 0
             for kept in part.remade:
@@ -152,19 +152,19 @@ class Walk:
                 self._fetch(action, index - 1, 1)
             made = 0
             for moment in part.backward:
-                made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(place) else made)
+                made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
                 again = part.again[moment.name]
                 self._see(moment.temporaries + made + again + beside, self._gathered(part))
                 self._release(part, moment, puts_off)
                 if puts_off and moment.weights:
-                    put_off = PutOff(place, moment, part.put_off[moment.name])
+                    put_off = PutOff(key, moment, part.put_off[moment.name])
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
             if puts_off:
                 continue
             if reduction.by_layer:
                 self._reduce(action, index, beside)
             else:
-                self._add_up(place, part, beside)
+                self._add_up(key, part, beside)
         if reduction.now and not reduction.by_layer:
             self._reduce_all(action)
         self._end_reductions(action)
@@ -179,22 +179,22 @@ class Walk:
 
     def _weight_gradients(self, action: Action) -> None:
         """W: what the layers of a stage have put off, then FSDP2's turn."""
-        made: Counter[Place] = Counter()
+        made: Counter[PartKey] = Counter()
         for put_off in self.put_off.pop((action.stage, action.micro), []):
-            self.passing = self.parts[action.stage][put_off.place[1]].times > 1
+            self.passing = self.parts[action.stage][put_off.key[1]].times > 1
             new = put_off.moment.weights
             self._see(made.total() + new + put_off.moment.again)
-            if not self._adds_at_once(put_off.place):
-                made[put_off.place] += new
+            if not self._adds_at_once(put_off.key):
+                made[put_off.key] += new
             for (kind, component), size in put_off.held.items():
                 self._hold(kind, component, -size)
         self.passing = False
         self._see(made.total())
         for index, part in self._through(action.stage):
             if part.puts_off:
-                place = action.stage, index
-                made.pop(place, None)
-                self._add_up(place, part, made.total())
+                key = action.stage, index
+                made.pop(key, None)
+                self._add_up(key, part, made.total())
         if self.reductions[action].now:
             self._reduce_all(action)
         self._end_reductions(action)
@@ -234,17 +234,17 @@ class Walk:
         """Whether the first layer has a copy of what the stage has received, which stays too."""
         return any(kept.until == "attention norm" for kept in self.parts[stage][0].offloaded)
 
-    def _adds_at_once(self, place: Place) -> bool:
+    def _adds_at_once(self, key: PartKey) -> bool:
         """Whether every gradient is at once added to one that is there; where FSDP2 widens them, that waits."""
-        return place in self.whole and (not self.states.managed or self.states.r == self.states.w)
+        return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
-    def _add_up(self, place: Place, part: Part, beside: int) -> None:
+    def _add_up(self, key: PartKey, part: Part, beside: int) -> None:
         """Keep the gradients of `part`, which backward has just made, or add them to those that are held."""
         states = self.states
-        summed = place in self.whole
+        summed = key in self.whole
         if not summed:
             self._hold_weights("gradients", part, states.r)
-            self.whole.add(place)
+            self.whole.add(key)
         if states.r != states.w:
             self._see((0 if summed else states.w * part.weights.total) + beside)
 
@@ -255,18 +255,18 @@ class Walk:
 
     def _reduce(self, action: Action, index: int, beside: int) -> None:
         """Reduce the gradients of a part, those that backward has just made if it holds no others."""
-        states, place, part = self.states, (action.stage, index), self.parts[action.stage][index]
-        summed = place in self.whole
+        states, key, part = self.states, (action.stage, index), self.parts[action.stage][index]
+        summed = key in self.whole
         made = 0 if summed else states.w * part.weights.total
         whole = states.r * part.weights.total
         self._release_reduced(action.stage)
-        self._share(place, 0)
+        self._share(key, 0)
         self._see(made + beside + whole)
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
             self._hold_weights("gradients", part, -states.r)
-            self.whole.remove(place)
+            self.whole.remove(key)
         if states.shards > 1:  # FSDP2 still has the gradient that it looked at last
             copy = part.newest * (states.r if summed else states.w)
         else:  # and where it has nobody to reduce with, it divides by 1, in a copy
@@ -274,14 +274,14 @@ class Walk:
         reduced = whole // states.shards
         self._see(beside + copy + reduced)
         waits = states.replicas and not self.reductions[action].replicas
-        held, each = self.sharded.get(place, 0), states.r if waits else states.p
+        held, each = self.sharded.get(key, 0), states.r if waits else states.p
         if states.r != each:
             self._see(beside + copy + reduced + (each * part.weights.total // states.shards if held else 0))
         if held != each:
             self._hold_weights("gradients", part, each - held, states.shards)
-            self.sharded[place] = each
+            self.sharded[key] = each
         if states.replicas and not waits and (held or states.r != states.p):
-            self._share(place, part.times * reduced)
+            self._share(key, part.times * reduced)
 
     def _end_reductions(self, action: Action) -> None:
         """After the last backward pass of a stage nothing is kept of its reductions but their results."""
@@ -293,11 +293,11 @@ class Walk:
     def _release_reduced(self, stage: int) -> None:
         self._hold("gradients", "being reduced", -self.reducing.pop(stage, 0))
 
-    def _share(self, place: Place, size: int) -> None:
-        """`size` bytes are now what replicas add up of a part, in place of what was."""
-        self._hold("gradients", "being reduced", size - self.shared.pop(place, 0))
+    def _share(self, key: PartKey, size: int) -> None:
+        """`size` bytes are now what replicas add up of a part, in key of what was."""
+        self._hold("gradients", "being reduced", size - self.shared.pop(key, 0))
         if size:
-            self.shared[place] = size
+            self.shared[key] = size
 
     def _exchange(self, exchange: Exchange) -> None:
         """Buffers are made for what comes; what was sent before has arrived."""

@@ -38,7 +38,7 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
     return tuple(program(rank) for rank in range(len(orders)))
 
 
-def place_sharding(table: Table, gather: bool, reduce_each: bool) -> Table:
+def add_sharding(table: Table, gather: bool, reduce_each: bool) -> Table:
     """`table`, which has no sharding yet, with sharding as actions of its own.
 
     gather: stages are gathered whole, once a step: one compute action before the first use, so that it overlaps with

@@ -195,7 +195,7 @@ def _families(table: Table, timeline: Timeline) -> list[tuple[list[Shade], str]]
     drawn = {(span.action.kind, local[span.action.stage]) for lane in timeline.spans for span in lane}
     found = []
     for family in sorted(set(local.values())):
-        stages = [stage for stage, place in sorted(local.items()) if place == family]
+        stages = [stage for stage, index in sorted(local.items()) if index == family]
         name = f"stage{'s' * (len(stages) > 1)} {number_ranges(stages)}"
         found.append(([(kind, family) for kind in SHADES if (kind, family) in drawn], name))
     return found
@@ -225,7 +225,7 @@ def _kinds(timeline: Timeline) -> set[Kind]:
 
 def _local(table: Table) -> dict[int, int]:
     """By stage, which of its rank's stages it is, counted from 0."""
-    return {stage: place for rank in range(table.ranks) for place, stage in enumerate(table.stages_of(rank))}
+    return {stage: index for rank in range(table.ranks) for index, stage in enumerate(table.stages_of(rank))}
 
 
 def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:

@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Iterator[io.BufferedRandom]:
 def test_elements_are_found_and_small_records_read(file: io.BufferedRandom) -> None:
     file.write(b"before" + saved() + b"behind")
     archive = Archive(file.fileno(), 6, len(saved()))
-    position, size = archive.place("data/0")
+    position, size = archive.locate("data/0")
     assert os.pread(file.fileno(), size, position) == TENSOR.numpy().tobytes()
     assert archive.read("byteorder") == b"little"
     assert archive.holds("data/0")
@@ -58,14 +58,14 @@ def changed(form: str, value: int, behind: int, of: bytes = DIRECTORY, content: 
 
 
 def zip64(offset: int = 0, directory: tuple[int, int] | None = None) -> bytes:
-    """Of one record, whose header is at `offset`, or with another length and place of the directory, in 64 bits."""
+    """Of one record, whose header is at `offset`, or with another length and position of the directory, in 64 bits."""
     data = zipped(("a/data/0", bytes(20)))
     at, end = data.index(DIRECTORY), data.index(END)
     entry = bytearray(data[at:end]) + struct.pack("<HHQ", 1, 8, offset)
     struct.pack_into("<H", entry, 30, 12)  # bytes of that
     struct.pack_into("<I", entry, 42, 0xFFFF_FFFF)
-    length, place = directory or (len(entry), at)
-    record = END64 + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, 1, 1, length, place)
+    length, position = directory or (len(entry), at)
+    record = END64 + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, 1, 1, length, position)
     return data[:at] + entry + record + LOCATOR + struct.pack("<IQI", 0, at + len(entry), 1) + data[end:]
 
 
@@ -99,12 +99,12 @@ def test_what_torch_has_not_saved_is_refused(how: str, file: io.BufferedRandom) 
     content = HOSTILE[how]()
     file.write(content)
     with pytest.raises(ValueError, match=r"^(is no tensor that torch|has (no|two|a) record)"):
-        Archive(file.fileno(), 0, len(content)).place("data/0")
+        Archive(file.fileno(), 0, len(content)).locate("data/0")
 
 
 def test_the_zip64_that_is_damaged_above_is_none_by_itself(file: io.BufferedRandom) -> None:
     file.write(zip64())
-    assert Archive(file.fileno(), 0, len(zip64())).place("data/0") == (38, 20)
+    assert Archive(file.fileno(), 0, len(zip64())).locate("data/0") == (38, 20)
 
 
 def test_little_is_read_of_a_large_file(file: io.BufferedRandom) -> None:
@@ -130,7 +130,7 @@ def test_random_changes_are_refused_or_stay_inside(data: st.DataObject, file: io
     os.pwrite(file.fileno(), raw, 0)
     os.truncate(file.fileno(), len(raw))
     try:
-        position, size = Archive(file.fileno(), 0, len(raw)).place("data/0")
+        position, size = Archive(file.fileno(), 0, len(raw)).locate("data/0")
     except ValueError:
         return
     assert 0 <= position <= position + size <= len(raw)

@@ -83,13 +83,13 @@ def test_an_intact_checkpoint_is_taken_without_a_word(reader: Restorer, folder: 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", METADATA, INDEX, MANIFEST])
 def test_every_flipped_bit_is_noticed(name: str, reader: Restorer, original: Path, tmp_path: Path) -> None:
-    """40 places of each file: the first and last bytes, and others drawn by chance."""
+    """40 positions of each file: the first and last bytes, and others drawn by chance."""
     size = (original / NEWER / name).stat().st_size
     chance = random.Random(name)
-    places = [*range(8), *range(size - 8, size), *(chance.randrange(size) for _ in range(24))]
-    for number, place in enumerate(places):
+    positions = [*range(8), *range(size - 8, size), *(chance.randrange(size) for _ in range(24))]
+    for number, position in enumerate(positions):
         folder = Path(shutil.copytree(original, tmp_path / str(number)))
-        damage_with(flip(place, chance.randrange(8)), folder / NEWER / name)
+        damage_with(flip(position, chance.randrange(8)), folder / NEWER / name)
         assert name in noticed(reader, folder)
 
 

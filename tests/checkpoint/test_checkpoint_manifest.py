@@ -86,10 +86,10 @@ values = st.recursive(
 )
 
 
-def places(fields: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths(fields: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The ways to every value in it."""
     items = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
-    return [found for key, value in items for found in [(*here, key), *places(value, (*here, key))]]
+    return [found for key, value in items for found in [(*here, key), *paths(value, (*here, key))]]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,7 +98,7 @@ def test_random_changes_are_bad_input_or_change_nothing(data: st.DataObject, pat
     original = (path / MANIFEST).read_text()
     fields = json.loads(original)
     for _ in range(data.draw(st.integers(1, 3))):
-        *way, last = data.draw(st.sampled_from(places(fields)))
+        *way, last = data.draw(st.sampled_from(paths(fields)))
         inner = fields
         for key in way:
             inner = inner[key]

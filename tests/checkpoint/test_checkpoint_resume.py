@@ -159,11 +159,11 @@ def test_weights_are_not_looked_at_once_a_run_has_its_own_checkpoints(tmp_path: 
     start(tmp_path, weights=str(tmp_path / "gone"))
 
 
-def folders(place: Path, *names: str) -> Path:
+def folders(parent: Path, *names: str) -> Path:
     for name in names:
-        (place / name).mkdir()
-        (place / name / "data").touch()
-    return place
+        (parent / name).mkdir()
+        (parent / name / "data").touch()
+    return parent
 
 
 def test_only_complete_checkpoints_are_found_oldest_first(tmp_path: Path) -> None:

@@ -105,16 +105,16 @@ def test_more_failures_in_a_row_than_allowed_stop_training(job: Job, tmp_path: P
 
 
 @contextmanager
-def file_system(place: Path, size: int) -> Iterator[None]:
-    """A file system of `size` bytes at `place`, where one may be mounted."""
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "megalite-test", str(place)]
+def file_system(folder: Path, size: int) -> Iterator[None]:
+    """A file system of `size` bytes at `folder`, where one may be mounted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "megalite-test", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk(job: Job, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def submit(work: SimpleNamespace, cluster: Cluster) -> Callable[..., str]:
 
     def submit(*arguments: str) -> str:
         size = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0")
-        place = (f"--chdir={work.folder}", f"--output={work.folder}/%j.log", "--parsable")
-        return cluster.run("sbatch", *size, *place, str(SCRIPT), "config.yaml", *arguments)
+        where = (f"--chdir={work.folder}", f"--output={work.folder}/%j.log", "--parsable")
+        return cluster.run("sbatch", *size, *where, str(SCRIPT), "config.yaml", *arguments)
 
     return submit
 

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
-from megalite.schedule.communication import communicate, place_sharding
+from megalite.schedule.communication import add_sharding, communicate
 from megalite.schedule.generate import NAMES, V_SHAPED, build
 
 Item = Action | Exchange
@@ -58,7 +58,7 @@ def free_table(random: Random) -> Table:
 
 
 small_tables = st.one_of(tables(4, 6, 3), randoms.map(free_table))
-sharded_tables = st.builds(place_sharding, small_tables, gather=st.booleans(), reduce_each=st.booleans())
+sharded_tables = st.builds(add_sharding, small_tables, gather=st.booleans(), reduce_each=st.booleans())
 
 
 def mutate(table: Table, random: Random) -> Table:

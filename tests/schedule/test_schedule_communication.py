@@ -7,7 +7,7 @@ from schedule_cases import runs, tables
 
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
 from megalite.schedule.check import check
-from megalite.schedule.communication import place_sharding
+from megalite.schedule.communication import add_sharding
 from megalite.schedule.generate import build
 from megalite.schedule.simulate import simulate
 
@@ -33,7 +33,7 @@ def test_exchanges_done_in_order_hold_nothing_back(table: Table) -> None:
 @settings(max_examples=60, deadline=None)
 @given(tables(6, 16), st.booleans(), st.booleans())
 def test_sharding_is_complete_and_leaves_the_rest_alone(table: Table, gather: bool, reduce_each: bool) -> None:
-    sharded = place_sharding(table, gather, reduce_each)
+    sharded = add_sharding(table, gather, reduce_each)
     assert check(sharded) == []
     assert runs(sharded)
     bare = [
@@ -45,7 +45,7 @@ def test_sharding_is_complete_and_leaves_the_rest_alone(table: Table, gather: bo
 @settings(max_examples=60, deadline=None)
 @given(tables(6, 16), st.booleans(), st.booleans())
 def test_how_often(table: Table, gather: bool, reduce_each: bool) -> None:
-    for program in place_sharding(table, gather, reduce_each).programs:
+    for program in add_sharding(table, gather, reduce_each).programs:
         kinds = [item.kind for item in program if isinstance(item, Action)]
         stages = len({item.stage for item in program if isinstance(item, Action)})
         assert kinds.count(GATHER) == kinds.count(RESHARD) == gather * stages
@@ -53,16 +53,16 @@ def test_how_often(table: Table, gather: bool, reduce_each: bool) -> None:
 
 
 def test_a_gather_overlaps_with_the_compute_before_the_use() -> None:
-    assert short(place_sharding(build("interleaved_1f1b", 2, 2), gather=True, reduce_each=True)) == (
+    assert short(add_sharding(build("interleaved_1f1b", 2, 2), gather=True, reduce_each=True)) == (
         "GATHER0 F0 GATHER2 F0 F2 F2 B2 REDUCE2 B2 REDUCE2 RESHARD2 B0 REDUCE0 B0 REDUCE0 RESHARD0"
     )
 
 
 def test_gradients_are_reduced_after_the_half_of_backward_that_makes_them() -> None:
-    assert short(place_sharding(build("zb_h1", 2, 2), gather=True, reduce_each=False), rank=1) == (
+    assert short(add_sharding(build("zb_h1", 2, 2), gather=True, reduce_each=False), rank=1) == (
         "GATHER1 F1 I1 F1 I1 W1 W1 REDUCE1 RESHARD1"
     )
-    assert short(place_sharding(build("zb_h1", 1, 2), gather=False, reduce_each=True)) == (
+    assert short(add_sharding(build("zb_h1", 1, 2), gather=False, reduce_each=True)) == (
         "F0 I0 W0 REDUCE0 F0 I0 W0 REDUCE0"
     )
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from schedule_cases import tables
 
 from megalite.schedule.actions import COMPUTE, Kind, Table
-from megalite.schedule.communication import place_sharding
+from megalite.schedule.communication import add_sharding
 from megalite.schedule.draw import (
     DIGIT,
     FAMILIES,
@@ -138,7 +138,7 @@ def test_numbers_of_any_size_fit_their_boxes(m: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_svg_explains_all_it_draws(name: str) -> None:
-    table = place_sharding(build(name, 4, 8), gather=True, reduce_each=False)
+    table = add_sharding(build(name, 4, 8), gather=True, reduce_each=False)
     timeline = simulate(table, {**UNIT, Kind.GATHER: Fraction(1, 2)}, transfer=Fraction(1, 4))
     svg = draw_svg(table, timeline)
     boxes = drawn(svg)

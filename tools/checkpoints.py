@@ -85,7 +85,7 @@ def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> l
 
 
 def _misplaced(path: Path) -> list[str]:
-    """What is wrong with where tensors lie in a checkpoint whose files are as they were written."""
+    """What is wrong with the positions of tensors in a checkpoint whose files are as they were written."""
     try:
         checkpoint = Checkpoint(path)
         checkpoint.check_locations()

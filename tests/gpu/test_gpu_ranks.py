@@ -34,40 +34,40 @@ LAYOUTS = {
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def train(place: Path, name: str, device: str, steps: int, *overrides: str) -> dict[int, float]:
+def train(work: Path, name: str, device: str, steps: int, *overrides: str) -> dict[int, float]:
     """Losses by step of all of a run so far."""
     arguments = [f"run.name={name}", f"run.device={device}", f"train.steps={steps}", *overrides]
     command = [sys.executable, "-m", "megalite.cli", "train", "two.yaml", *arguments]
-    ended = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
-    records = map(json.loads, (place / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    records = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("two")
-    (place / "two.yaml").write_text(CONFIG)
-    with StoreWriter(place / "tokens", "<u2") as writer:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("two")
+    (work / "two.yaml").write_text(CONFIG)
+    with StoreWriter(work / "tokens", "<u2") as writer:
         writer.add(np.arange(8000) * 7 % 61)
-    return place
+    return work
 
 
 @pytest.mark.parametrize(
     ("layout", "device"),
     [("dp_shard", "cpu"), *(pytest.param(layout, "cuda", marks=needs_two) for layout in LAYOUTS)],
 )
-def test_two_ranks_train_as_one_does_which_goes_on_from_what_both_saved(layout: str, device: str, place: Path) -> None:
+def test_two_ranks_train_as_one_does_which_goes_on_from_what_both_saved(layout: str, device: str, work: Path) -> None:
     name = f"{layout} {device}".replace(", ", " ").replace(" ", "_")
-    expected = train(place, f"one_{name}", device, 4)
-    train(place, name, device, 2, *LAYOUTS[layout])
-    assert train(place, name, device, 4) == pytest.approx(expected, rel=1e-10)
+    expected = train(work, f"one_{name}", device, 4)
+    train(work, name, device, 2, *LAYOUTS[layout])
+    assert train(work, name, device, 4) == pytest.approx(expected, rel=1e-10)
 
 
 @needs_two
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_flash_attention_over_two_ranks_is_that_of_one(method: str, place: Path) -> None:
+def test_flash_attention_over_two_ranks_is_that_of_one(method: str, work: Path) -> None:
     narrow = "train.precision=bf16"
     spread = ["parallel.cp=2", f"parallel.context.method={method}"]
-    expected = train(place, f"one_{method}", "cuda", 3, narrow)
-    assert train(place, method, "cuda", 3, narrow, *spread) == pytest.approx(expected, rel=2**-7)
+    expected = train(work, f"one_{method}", "cuda", 3, narrow)
+    assert train(work, method, "cuda", 3, narrow, *spread) == pytest.approx(expected, rel=2**-7)

@@ -187,10 +187,10 @@ def campaign(
     """Every case with what became of it, and all violations. jobs: cases at a time."""
     import_for_good(WORKER)  # once, for all forks
     outcomes, violations = [], []
-    with tempfile.TemporaryDirectory(prefix="megalite-corrupt-") as place:
-        original = Path(place, "original")
+    with tempfile.TemporaryDirectory(prefix="megalite-corrupt-") as folder:
+        original = Path(folder, "original")
         original.mkdir()
-        given = chosen, original, prepare(original), Path(place)
+        given = chosen, original, prepare(original), Path(folder)
         with ProcessPoolExecutor(jobs, get_context("fork"), _GIVEN.extend, (given,)) as pool:
             for case, (outcome, found) in zip(chosen, pool.map(_attempt, range(len(chosen))), strict=True):
                 outcomes.append((case, outcome))
@@ -204,8 +204,8 @@ _GIVEN: list[Any] = []  # to a process of the pool, when it was forked: cases ca
 
 
 def _attempt(number: int) -> tuple[str, list[str]]:
-    chosen, original, config, place = _GIVEN
-    return attempt(chosen[number], original, config, place / str(os.getpid()))
+    chosen, original, config, folder = _GIVEN
+    return attempt(chosen[number], original, config, folder / str(os.getpid()))
 
 
 def page(outcomes: Sequence[tuple[Case, str]], seconds: float) -> str:

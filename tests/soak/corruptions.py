@@ -57,7 +57,7 @@ def cut(left: float) -> Change:
 
 
 def replaced(plant: Change) -> Change:
-    """`plant` something in position of a file or folder."""
+    """`plant` something in place of a file or folder."""
 
     def change(path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ def known_attacks() -> Iterator[Case]:
 
 
 def folders() -> Iterator[Case]:
-    """What has the name of a checkpoint, in position of the newest and beside it."""
+    """What has the name of a checkpoint, in place of the newest and beside it."""
     planted: dict[str, Change] = {
         "missing": lambda path: None,
         "an empty folder": Path.mkdir,
@@ -186,7 +186,7 @@ def files_of_the_run() -> Iterator[Case]:
 
 
 def change_rows(change: Callable[[Any], None]) -> Callable[[Index], Index]:
-    """`change` the rows of one tensor in position."""
+    """`change` the rows of one tensor in place."""
 
     def changed(index: Index) -> Index:
         name = "model.layers.1.mlp.up.weight"
@@ -335,7 +335,7 @@ def outdated(name: str, change: Callable[[bytes], bytes], run: Path) -> None:
 
 
 def poisoned(name: str, run: Path) -> None:
-    """A pickle in position of DCP's index, or of what torch writes around every tensor."""
+    """A pickle in place of DCP's index, or of what torch writes around every tensor."""
     file, evil = run / NEWEST / name, pickle.dumps(Evil(), 2)
     content = bytearray(file.read_bytes())
     if name == METADATA:

@@ -24,13 +24,13 @@ GONE = 60.0  # seconds in which all processes of a job must end once one of them
 
 
 class Job:
-    """`megalite train ARGUMENTS` under way in the folder `place`; a context manager that leaves no process behind.
+    """`megalite train ARGUMENTS` under way in the folder `work`; a context manager that leaves no process behind.
 
     notes: a new folder, for what the ranks note and for what the job says. heard: lines after which nobody reads its
     stdout any more.
     """
 
-    def __init__(self, arguments: Sequence[str], place: Path, notes: Path, heard: int | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], work: Path, notes: Path, heard: int | None = None) -> None:
         notes.mkdir(parents=True)
         self.notes, self.began = notes, time.monotonic()
         self._mark = f"{NOTES}={notes}".encode()
@@ -38,11 +38,11 @@ class Job:
             NOTES: str(notes),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(place),  # what a killed launcher cannot remove goes with the rest
+            "TMPDIR": str(work),  # what a killed launcher cannot remove goes with the rest
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spied_train", "train", *arguments],
-            cwd=place,
+            cwd=work,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

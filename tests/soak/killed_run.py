@@ -78,18 +78,18 @@ class Tally:
 
 
 class KilledRun:
-    """A run, and its twin that nobody kills, in the folder `place`.
+    """A run, and its twin that nobody kills, in the folder `work`.
 
     steps: of the whole run, which asks for half of them first. layouts: taken in turn, one by each start; the twin has
     the first of them.
     """
 
     def __init__(
-        self, place: Path, seed: int, layouts: Sequence[Sequence[str]], steps: int, sizes: Sequence[int], say: Say
+        self, work: Path, seed: int, layouts: Sequence[Sequence[str]], steps: int, sizes: Sequence[int], say: Say
     ) -> None:
-        self.place, self.layouts, self.steps, self.sizes, self.say = place, layouts, steps, sizes, say
+        self.work, self.layouts, self.steps, self.sizes, self.say = work, layouts, steps, sizes, say
         self.rng = random.Random(seed)
-        self.folder = place / "runs/killed"
+        self.folder = work / "runs/killed"
         self.checkpoints = self.folder / "checkpoints"
         self.target = steps // 2
         self.attempts: list[Path] = []
@@ -122,11 +122,11 @@ class KilledRun:
 
     def _train_twin(self) -> Pace:
         arguments = [CONFIG_FILE, "run.name=twin", f"train.steps={self.steps}", *self.common, *self.layouts[0]]
-        with Job(arguments, self.place, self.place / "notes/twin") as job:
+        with Job(arguments, self.work, self.work / "notes/twin") as job:
             began = time.time()
             job.wait_for_end()
             _check_end(job, 0)
-        lines = [json.loads(line) for line in (self.place / "runs/twin/metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (self.work / "runs/twin/metrics.jsonl").read_text().splitlines()]
         times = [line["time"] for line in lines if "loss" in line]
         saves = [line["seconds"] for line in lines if line.get("event") == "saved"]
         return Pace(times[0] - began, (times[-1] - times[0]) / (len(times) - 1), median(saves))
@@ -139,19 +139,19 @@ class KilledRun:
         before = checkpoints.complete(self.checkpoints)
         nuisance = next(self._nuisances) if pace else ""
         heard = self.rng.randint(0, 8) if nuisance == "unread" else None
-        notes = self.place / f"notes/attempt-{number:03d}"
+        notes = self.work / f"notes/attempt-{number:03d}"
         with ExitStack() as jobs:
-            job = jobs.enter_context(Job(arguments, self.place, notes, heard))
+            job = jobs.enter_context(Job(arguments, self.work, notes, heard))
             if nuisance == "rival" and pace:
                 time.sleep(self.rng.choice((0.0, self.rng.random())) * pace.start)
-                rival = jobs.enter_context(Job(arguments, self.place, notes.with_name(f"{notes.name}-rival")))
+                rival = jobs.enter_context(Job(arguments, self.work, notes.with_name(f"{notes.name}-rival")))
                 job = _winner(job, rival)
             elif nuisance == "full" and pace:
-                jobs.enter_context(_full_for_a_while(job, ranks_of(self.place, layout), pace, self.rng.random()))
+                jobs.enter_context(_full_for_a_while(job, ranks_of(self.work, layout), pace, self.rng.random()))
             self.attempts.append(job.notes)
             if nuisance:
                 self.tally.nuisances[nuisance] += 1
-            killed = pace is not None and self._kill(job, pace, ranks_of(self.place, layout), nuisance)
+            killed = pace is not None and self._kill(job, pace, ranks_of(self.work, layout), nuisance)
             if not killed:
                 job.wait_for_end()
                 self._check_unkilled(job, nuisance)
@@ -260,9 +260,9 @@ class KilledRun:
         names = ("killed", "twin")
         gaps = self.tally.nuisances["full"] > 0
         mine, expected = (
-            _curves(self.place / f"runs/{name}/metrics.jsonl", self.steps, gaps and name == "killed") for name in names
+            _curves(self.work / f"runs/{name}/metrics.jsonl", self.steps, gaps and name == "killed") for name in names
         )
-        paths = (self.place / "runs" / name / f"checkpoints/step-{self.steps:08d}" for name in names)
+        paths = (self.work / "runs" / name / f"checkpoints/step-{self.steps:08d}" for name in names)
         difference = checkpoints.largest_difference(*map(checkpoints.tensors_of, paths))
         for name in COMPARED:
             pairs = ((value, expected[name][step]) for step, value in mine[name].items())
@@ -271,7 +271,7 @@ class KilledRun:
         if not difference <= limit:
             raise Violation(f"{self.folder}: differs from its twin by {difference:.3g}, more than {limit}")
         self.tally.difference = difference
-        for attempts in (self.attempts, [self.place / "notes/twin"]):
+        for attempts in (self.attempts, [self.work / "notes/twin"]):
             self.tally.epochs = check_epochs(trained_on(attempts, BATCH, self.steps), self.sizes)
 
     def _deal(self, cards: Sequence[str]) -> Iterator[str]:
@@ -279,9 +279,9 @@ class KilledRun:
             yield from self.rng.sample(cards, len(cards))
 
 
-def ranks_of(place: Path, layout: Sequence[str]) -> int:
+def ranks_of(work: Path, layout: Sequence[str]) -> int:
     """How many ranks a layout has."""
-    return check(load([str(place / CONFIG_FILE)], list(layout))).parallel.layout.world_size
+    return check(load([str(work / CONFIG_FILE)], list(layout))).parallel.layout.world_size
 
 
 def _check_end(job: Job, code: int, words: str = "") -> None:

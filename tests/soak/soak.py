@@ -85,21 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     listen(stop)  # an exception, so that no job outlives the test
     console = Console(stderr=True)
-    place = (args.work or Path(tempfile.mkdtemp(prefix="megalite-soak-"))).resolve()
+    folder = (args.work or Path(tempfile.mkdtemp(prefix="megalite-soak-"))).resolve()
     command = shlex.join(["python", "tests/soak/soak.py", *(sys.argv[1:] if argv is None else argv)])
     try:
-        code = exit_code(COMMAND, lambda: _soak(args, place, command, console))
+        code = exit_code(COMMAND, lambda: _soak(args, folder, command, console))
     except Violation as violation:
-        console.print(f"violation: {violation}\neverything is kept in {place}", markup=False, soft_wrap=True)
+        console.print(f"violation: {violation}\neverything is kept in {folder}", markup=False, soft_wrap=True)
         return 1
     if args.work is None:
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     return code
 
 
-def _soak(args: argparse.Namespace, place: Path, command: str, console: Console) -> None:
-    if place.exists() and any(place.iterdir()):
-        raise InputError(f"--work {place}: is not empty; name another folder, or leave it out")
+def _soak(args: argparse.Namespace, folder: Path, command: str, console: Console) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"--work {folder}: is not empty; name another folder, or leave it out")
     began, tallies = time.monotonic(), list[Tally]()
     kinds = [args.only] if args.only else list(KINDS)
     columns = TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -113,7 +113,7 @@ def _soak(args: argparse.Namespace, place: Path, command: str, console: Console)
         while (left := args.kills - _kills(tallies)) > 0:
             number, share = len(tallies), -(-args.kills // len(kinds))
             kills = min(KILLS_OF_A_RUN, share, left)
-            run = _make_run(place / f"run-{number:02d}", args, number, kinds[number % len(kinds)], kills, say)
+            run = _make_run(folder / f"run-{number:02d}", args, number, kinds[number % len(kinds)], kills, say)
             tallies.append(run.tally)
             say(f"run {number + 1}: {run.tally.kind} layout, {kills} kills in {run.steps} steps")
             run.endure(kills)
@@ -131,17 +131,17 @@ def _kills(tallies: Sequence[Tally]) -> int:
     return sum(len(tally.kills) for tally in tallies)
 
 
-def _make_run(place: Path, args: argparse.Namespace, number: int, kind: str, kills: int, say: Say) -> KilledRun:
+def _make_run(folder: Path, args: argparse.Namespace, number: int, kind: str, kills: int, say: Say) -> KilledRun:
     """Data, configuration and layouts of run `number`."""
     steps = max(LEAST_STEPS, STEPS_OF_A_KILL * kills)
-    sizes = write_sources(place / "data", steps * BATCH)
+    sizes = write_sources(folder / "data", steps * BATCH)
     sources = [f"    - {{path: data/source-{source}, weight: {weight}}}\n" for source, weight in enumerate(WEIGHTS)]
-    (place / CONFIG_FILE).write_text(CONFIG + "".join(sources))
-    fitting = [layout for layout in LAYOUTS if ranks_of(place, layout) <= args.ranks]
+    (folder / CONFIG_FILE).write_text(CONFIG + "".join(sources))
+    fitting = [layout for layout in LAYOUTS if ranks_of(folder, layout) <= args.ranks]
     seed = args.seed + number
     random.Random(args.seed).shuffle(fitting)
     layouts = [fitting[number % len(fitting)]] if kind == "same" else [*fitting[number:], *fitting[:number]]
-    return KilledRun(place, seed, layouts, steps, sizes, say)
+    return KilledRun(folder, seed, layouts, steps, sizes, say)
 
 
 def _result(tallies: Sequence[Tally], command: str, seconds: float) -> dict[str, Any]:

@@ -48,10 +48,10 @@ def command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", *arguments]
 
 
-def train(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def train(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(arguments),
-        cwd=place,
+        cwd=work,
         capture_output=True,
         text=True,
         timeout=200,
@@ -77,28 +77,28 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration, data that repeats itself, and a finished run named base."""
-    place = tmp_path_factory.mktemp("train")
-    write_store(place / "data/train", 2000)
-    write_store(place / "data/valid", 200)
-    (place / "toy.yaml").write_text(CONFIG)
-    done = train(place, *BASE)
+    work = tmp_path_factory.mktemp("train")
+    write_store(work / "data/train", 2000)
+    write_store(work / "data/valid", 200)
+    (work / "toy.yaml").write_text(CONFIG)
+    done = train(work, *BASE)
     assert done.returncode == 0, done.stderr
     assert "done: 8 steps" in done.stdout
-    return place
+    return work
 
 
 @pytest.fixture
-def interrupted(place: Path, request: pytest.FixtureRequest) -> Path:
+def interrupted(work: Path, request: pytest.FixtureRequest) -> Path:
     """A run folder that holds the checkpoint of step 4 of base and nothing else."""
-    folder = place / "runs" / request.node.name
-    shutil.copytree(place / "runs/base/checkpoints/step-00000004", folder / "checkpoints/step-00000004")
+    folder = work / "runs" / request.node.name
+    shutil.copytree(work / "runs/base/checkpoints/step-00000004", folder / "checkpoints/step-00000004")
     return folder
 
 
-def test_the_run_folder_has_everything(place: Path) -> None:
-    folder = place / "runs/base"
+def test_the_run_folder_has_everything(work: Path) -> None:
+    folder = work / "runs/base"
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "config.yaml",
@@ -113,18 +113,18 @@ def test_the_run_folder_has_everything(place: Path) -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
 
 
-def test_the_configuration_loads_back(place: Path) -> None:
-    expected = load([str(place / "toy.yaml")], BASE)
-    assert load([str(place / "runs/base/config.yaml")]) == expected
+def test_the_configuration_loads_back(work: Path) -> None:
+    expected = load([str(work / "toy.yaml")], BASE)
+    assert load([str(work / "runs/base/config.yaml")]) == expected
 
 
-def test_a_run_that_ended_well_says_so_last(place: Path) -> None:
-    last = json.loads((place / "runs/base/metrics.jsonl").read_text().splitlines()[-1])
+def test_a_run_that_ended_well_says_so_last(work: Path) -> None:
+    last = json.loads((work / "runs/base/metrics.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("done", 8)
 
 
-def test_a_start_tells_layout_command_and_devices(place: Path) -> None:
-    start = json.loads((place / "runs/base/starts/001.json").read_text())
+def test_a_start_tells_layout_command_and_devices(work: Path) -> None:
+    start = json.loads((work / "runs/base/starts/001.json").read_text())
     assert start["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
     assert start["ranks"] == 4
     assert start["command"][-len(BASE) :] == BASE
@@ -132,64 +132,64 @@ def test_a_start_tells_layout_command_and_devices(place: Path) -> None:
     assert start["resumed"] is None
 
 
-def test_the_loss_starts_at_chance_and_falls(place: Path) -> None:
-    losses, valid = curve(place / "runs/base", "loss"), curve(place / "runs/base", "valid_loss")
+def test_the_loss_starts_at_chance_and_falls(work: Path) -> None:
+    losses, valid = curve(work / "runs/base", "loss"), curve(work / "runs/base", "valid_loss")
     assert list(losses) == list(range(1, 9))
     assert list(valid) == [0, 4, 8]
     assert losses[1] == pytest.approx(math.log(VOCABULARY), rel=0.03)
     assert losses[8] < 0.8 * losses[1]
     assert valid[8] < valid[4] < valid[0]
-    perplexity = curve(place / "runs/base", "valid_perplexity")
+    perplexity = curve(work / "runs/base", "valid_perplexity")
     assert perplexity == pytest.approx({step: math.exp(loss) for step, loss in valid.items()}, rel=1e-5)
 
 
-def test_tensorboard_has_the_same_curves(place: Path) -> None:
-    events = EventAccumulator(str(place / "runs/base/tensorboard"))
+def test_tensorboard_has_the_same_curves(work: Path) -> None:
+    events = EventAccumulator(str(work / "runs/base/tensorboard"))
     events.Reload()
     for tag in events.Tags()["scalars"]:
         drawn = {event.step: event.value for event in events.Scalars(tag)}
-        assert drawn == pytest.approx(curve(place / "runs/base", tag), rel=1e-6), tag
+        assert drawn == pytest.approx(curve(work / "runs/base", tag), rel=1e-6), tag
 
 
-def test_a_resumed_run_repeats_every_bit(place: Path, interrupted: Path) -> None:
-    done = train(place, *BASE, f"run.name={interrupted.name}")
+def test_a_resumed_run_repeats_every_bit(work: Path, interrupted: Path) -> None:
+    done = train(work, *BASE, f"run.name={interrupted.name}")
     assert done.returncode == 0, done.stderr
     assert "resuming at step 4, sample 32" in done.stdout
     assert json.loads((interrupted / "starts/001.json").read_text())["resumed"]["step"] == 4
     for name in ("loss", "grad_norm", "valid_loss"):
-        expected = {step: value for step, value in curve(place / "runs/base", name).items() if step > 4}
+        expected = {step: value for step, value in curve(work / "runs/base", name).items() if step > 4}
         assert curve(interrupted, name) == expected
 
 
-def test_a_run_goes_on_from_another_runs_checkpoint_in_another_layout(place: Path) -> None:
+def test_a_run_goes_on_from_another_runs_checkpoint_in_another_layout(work: Path) -> None:
     source = "runs/base/checkpoints/step-00000004"
-    done = train(place, "run.name=branch", "parallel.tp=2", f"checkpoint.resume={source}")
+    done = train(work, "run.name=branch", "parallel.tp=2", f"checkpoint.resume={source}")
     assert done.returncode == 0, done.stderr
-    expected = {step: loss for step, loss in curve(place / "runs/base", "loss").items() if step > 4}
-    assert curve(place / "runs/branch", "loss") == pytest.approx(expected, rel=1e-4)
+    expected = {step: loss for step, loss in curve(work / "runs/base", "loss").items() if step > 4}
+    assert curve(work / "runs/branch", "loss") == pytest.approx(expected, rel=1e-4)
 
 
-def test_never_resuming_does_not_overwrite_a_run(place: Path) -> None:
-    before = tree(place / "runs/base")
-    done = train(place, "run.name=base", "checkpoint.resume=never")
+def test_never_resuming_does_not_overwrite_a_run(work: Path) -> None:
+    before = tree(work / "runs/base")
+    done = train(work, "run.name=base", "checkpoint.resume=never")
     assert done.returncode == 2
     assert "checkpoint.resume = never" in done.stderr
     assert "step-00000008" in done.stderr
     assert "Traceback" not in done.stderr
-    assert tree(place / "runs/base") == before
+    assert tree(work / "runs/base") == before
 
 
-def test_going_back_does_not_overwrite_newer_checkpoints(place: Path) -> None:
-    before = tree(place / "runs/base")
-    done = train(place, "run.name=base", "checkpoint.resume=runs/base/checkpoints/step-00000004")
+def test_going_back_does_not_overwrite_newer_checkpoints(work: Path) -> None:
+    before = tree(work / "runs/base")
+    done = train(work, "run.name=base", "checkpoint.resume=runs/base/checkpoints/step-00000004")
     assert done.returncode == 2
     assert "already holds step-00000008" in done.stderr
-    assert tree(place / "runs/base") == before
+    assert tree(work / "runs/base") == before
 
 
-def test_a_token_outside_the_vocabulary_is_told_once(place: Path) -> None:
-    write_store(place / "data/bad", 2000, high=17)
-    done = train(place, "run.name=bad_tokens", "parallel.dp_shard=2", "data.train=[{path: data/bad}]")
+def test_a_token_outside_the_vocabulary_is_told_once(work: Path) -> None:
+    write_store(work / "data/bad", 2000, high=17)
+    done = train(work, "run.name=bad_tokens", "parallel.dp_shard=2", "data.train=[{path: data/bad}]")
     assert done.returncode == 2
     assert done.stderr.count("data/bad.bin") == 1
     assert "token id 16" in done.stderr
@@ -197,15 +197,15 @@ def test_a_token_outside_the_vocabulary_is_told_once(place: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_training_outlives_everything_that_reports(place: Path) -> None:
-    folder, full = place / "runs/unheard", 2**20  # the size of files that cannot grow
+def test_training_outlives_everything_that_reports(work: Path) -> None:
+    folder, full = work / "runs/unheard", 2**20  # the size of files that cannot grow
     (folder / "logs").mkdir(parents=True)
     for name in ("logs/rank_0000.log", "logs/rank_0001.log", "metrics.jsonl"):
         (folder / name).write_text(json.dumps({"step": 0, "event": "long", "text": "x" * full}) + "\n")
     call = shlex.join(command(["run.name=unheard", "parallel.pp=2"]))
     done = subprocess.run(
         ["sh", "-c", f"exec {call} >&- 2>/dev/full"],
-        cwd=place,
+        cwd=work,
         timeout=200,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (full, full)),
@@ -216,9 +216,9 @@ def test_training_outlives_everything_that_reports(place: Path) -> None:
 
 
 def test_data_that_does_not_fit_is_refused_before_any_rank_starts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(work)
     monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("ranks were started"))
     Path("junk.model").write_text("junk")
     write_store(Path("data/bare"), 2000, high=17)
@@ -232,16 +232,16 @@ def test_data_that_does_not_fit_is_refused_before_any_rank_starts(
     assert not Path("runs/unfit").exists()
 
 
-def test_growing_batches_and_a_fitted_micro_batch(place: Path) -> None:
+def test_growing_batches_and_a_fitted_micro_batch(work: Path) -> None:
     ramp = ["batch.rampup={start: 4, tokens: 256}", "batch.curriculum={start: 4, tokens: 512}"]
-    done = train(place, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp)
+    done = train(work, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp)
     assert done.returncode == 0, done.stderr
     assert "micro-batches of 4" in done.stdout  # the largest that leaves a micro-batch to each stage
-    assert load([str(place / "runs/grown/config.yaml")]).batch.micro == 4
+    assert load([str(work / "runs/grown/config.yaml")]).batch.micro == 4
     samples = [4, 8, 12, 16, 24, 32, 40, 48]  # 256 tokens are 16 samples, in two sizes
-    assert curve(place / "runs/grown", "tokens") == {step: 16 * count for step, count in enumerate(samples, 1)}
+    assert curve(work / "runs/grown", "tokens") == {step: 16 * count for step, count in enumerate(samples, 1)}
     assert f"{48 / 124:.2f} epochs" in done.stdout
-    losses = curve(place / "runs/grown", "loss")
+    losses = curve(work / "runs/grown", "loss")
     assert losses[8] < 0.9 * losses[1]
 
 
@@ -249,33 +249,33 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=WITHOUT_GPU)])
-def test_a_micro_batch_cannot_be_fitted_to_unknown_memory(place: Path, device: str) -> None:
+def test_a_micro_batch_cannot_be_fitted_to_unknown_memory(work: Path, device: str) -> None:
     name = f"unfitted_{device}"
-    done = train(place, f"run.name={name}", f"run.device={device}", "batch.micro=auto", "parallel.dp_shard=2")
+    done = train(work, f"run.name={name}", f"run.device={device}", "batch.micro=auto", "parallel.dp_shard=2")
     assert done.returncode == 2
     assert done.stderr.count("batch.memory = null: is needed to fit batch.micro = auto") == 1
     assert "Traceback" not in done.stderr
-    assert device == "auto" or not (place / "runs" / name).exists()
+    assert device == "auto" or not (work / "runs" / name).exists()
 
 
-def test_a_bad_configuration_is_answered_at_once_and_in_full(place: Path) -> None:
-    done = train(place, "run.name=bad_config", "model.heads=3", "parallel.pp=5", "batch.global=7", "optim.lr=-1")
+def test_a_bad_configuration_is_answered_at_once_and_in_full(work: Path) -> None:
+    done = train(work, "run.name=bad_config", "model.heads=3", "parallel.pp=5", "batch.global=7", "optim.lr=-1")
     assert done.returncode == 2
     assert done.stdout == ""
     for key in ("model.heads", "parallel.pp", "batch.global", "optim.lr"):
         assert f"\n  {key} = " in done.stderr
-    assert not (place / "runs/bad_config").exists()
+    assert not (work / "runs/bad_config").exists()
 
 
 @pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
 def test_ranks_share_their_imports_where_they_have_no_gpu(
-    device: str, driver: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, driver: bool, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = device == "cpu" or (device == "auto" and not driver)
     monkeypatch.setattr("megalite.dist.host.DRIVERS", ["/dev/no_such_device", *["/dev/null"] * driver])
     launched: list[object] = []
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(work)
     monkeypatch.setattr("megalite.train.command.launch", lambda *given: launched.extend(given) or 0)
     arguments = ["train", "toy.yaml", f"run.name=on_{device}", f"run.device={device}", "parallel.pp=2"]
     assert main(arguments) == 0
@@ -284,22 +284,22 @@ def test_ranks_share_their_imports_where_they_have_no_gpu(
     assert shared == ("megalite.train.worker" if shares else None)
 
 
-def test_missing_data_makes_no_run_folder(place: Path) -> None:
-    done = train(place, "run.name=no_data", "data.train=[{path: data/absent}]")
+def test_missing_data_makes_no_run_folder(work: Path) -> None:
+    done = train(work, "run.name=no_data", "data.train=[{path: data/absent}]")
     assert done.returncode == 2
     assert "data/absent.bin" in done.stderr
-    assert not (place / "runs/no_data").exists()
+    assert not (work / "runs/no_data").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_is_named(work: Path) -> None:
     arguments = ["run.name=killed", "parallel.pp=2", "train.steps=1000000"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command(arguments), cwd=place, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as job:
+    with subprocess.Popen(command(arguments), cwd=work, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as job:
         try:
-            wait_for_line(place / "runs/killed/metrics.jsonl", job)
+            wait_for_line(work / "runs/killed/metrics.jsonl", job)
             ranks = children(job.pid)
-            assert f'"pid": {ranks[0]},' in (place / "runs/killed/lock/2").read_text()
+            assert f'"pid": {ranks[0]},' in (work / "runs/killed/lock/2").read_text()
             os.kill(ranks[1], signal.SIGKILL)
             _, told = job.communicate(timeout=30)
         finally:
@@ -307,14 +307,14 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: Path) -> None:
     assert job.returncode == 5
     assert "rank 1 was killed by SIGKILL" in told
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    assert (place / "runs/killed/lock/2.free").exists()
+    assert (work / "runs/killed/lock/2.free").exists()
 
 
 def test_a_second_job_is_refused_and_touches_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor does a check, which tells of the first."""
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(work)
     write_store(Path("data/scanned"), 200)
     Path("data/scanned.json").unlink()
     folder, more = Path("runs/base"), ["train.steps=16", "data.valid=[{path: data/scanned}]"]
@@ -324,7 +324,7 @@ def test_a_second_job_is_refused_and_touches_nothing(
         return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
 
     before = changes()
-    done = train(place, *BASE, *more)
+    done = train(work, *BASE, *more)
     assert (done.returncode, done.stdout) == (2, "")
     told = f"megalite: error: runs/base: another job trains in this folder, process {os.getpid()} on "
     assert done.stderr.startswith(told)
@@ -336,9 +336,9 @@ def test_a_second_job_is_refused_and_touches_nothing(
 
 
 def test_what_was_read_of_the_data_is_kept_or_a_warning_given(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(work)
     write_store(Path("data/unread"), 2000)
     Path("data/unread.json").unlink()
     monkeypatch.setattr("megalite.train.command.launch", lambda *_: 0)
@@ -368,11 +368,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_bf16_trains_on_a_cpu(place: Path) -> None:
-    done = train(place, "run.name=bf16", "parallel.dp_shard=2", "train.precision=bf16", "train.steps=2")
+def test_bf16_trains_on_a_cpu(work: Path) -> None:
+    done = train(work, "run.name=bf16", "parallel.dp_shard=2", "train.precision=bf16", "train.steps=2")
     assert done.returncode == 0, done.stderr
-    losses = curve(place / "runs/bf16", "loss")
-    assert losses == pytest.approx(dict(list(curve(place / "runs/base", "loss").items())[:2]), rel=0.02)
+    losses = curve(work / "runs/bf16", "loss")
+    assert losses == pytest.approx(dict(list(curve(work / "runs/base", "loss").items())[:2]), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -390,9 +390,9 @@ def test_bf16_trains_on_a_cpu(place: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_check_tells_what_would_start_or_why_not(
-    arguments: list[str], told: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], told: str, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(work)
     monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
     Path("data/torn.bin").write_bytes(bytes(100))
     Path("data/torn.idx").write_bytes(bytes(10))
@@ -403,8 +403,8 @@ def test_a_check_tells_what_would_start_or_why_not(
     assert not Path("runs/checked").exists()
 
 
-def test_bad_data_is_told_before_ranks_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_bad_data_is_told_before_ranks_start(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
     monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
     assert main(["train", "toy.yaml", "run.name=short", "model.sequence_length=2001"]) == 2
     assert not Path("runs/short").exists()

@@ -25,21 +25,21 @@ log: {tensorboard: false}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration and data."""
-    place = tmp_path_factory.mktemp("stop")
-    with StoreWriter(place / "data/train", "<u2") as writer:
+    work = tmp_path_factory.mktemp("stop")
+    with StoreWriter(work / "data/train", "<u2") as writer:
         writer.add(np.arange(2000) * 3 % 16)
-    (place / "toy.yaml").write_text(CONFIG)
-    return place
+    (work / "toy.yaml").write_text(CONFIG)
+    return work
 
 
-def started(place: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
+def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     """A run in its second step, at least."""
     command = [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", f"run.name={name}", *arguments]
     pipe = subprocess.PIPE
-    job = subprocess.Popen(command, cwd=place, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
-    metrics = place / "runs" / name / "metrics.jsonl"
+    job = subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    metrics = work / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and '"loss"' in metrics.read_text()):
         if job.poll() is not None or time.monotonic() > deadline:
@@ -50,38 +50,38 @@ def started(place: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, place: Path) -> None:
-    job = started(place, number.name, "parallel.dp_shard=2")
+def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, work: Path) -> None:
+    job = started(work, number.name, "parallel.dp_shard=2")
     job.send_signal(number)
     told, errors = job.communicate(timeout=60)
     assert (job.returncode, errors) == (3, "")
-    (saved,) = (place / "runs" / number.name / "checkpoints").iterdir()
+    (saved,) = (work / "runs" / number.name / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert f"stopped by {number.name} after step {step}, which is saved; the same command continues" in told
-    lines = [json.loads(line) for line in (place / f"runs/{number.name}/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (work / f"runs/{number.name}/metrics.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines if "event" in line] == ["saved", "stopped"]
     assert max(line["step"] for line in lines if "loss" in line) == step
-    job = started(place, number.name, "parallel.dp_shard=2", f"train.steps={step + 2}")
+    job = started(work, number.name, "parallel.dp_shard=2", f"train.steps={step + 2}")
     told, errors = job.communicate(timeout=60)
     assert (job.returncode, errors) == (0, "")
     assert f"resuming at step {step}, sample {8 * step}" in told
 
 
-def test_a_second_interrupt_saves_nothing(place: Path) -> None:
-    job = started(place, "twice", "batch.global=2048")  # steps that take seconds
+def test_a_second_interrupt_saves_nothing(work: Path) -> None:
+    job = started(work, "twice", "batch.global=2048")  # steps that take seconds
     for _ in range(2):
         job.send_signal(signal.SIGINT)
         time.sleep(0.3)
     job.communicate(timeout=60)
     assert job.returncode == 130
-    assert list((place / "runs/twice/checkpoints").glob("step-????????")) == []
+    assert list((work / "runs/twice/checkpoints").glob("step-????????")) == []
 
 
-def test_numbers_that_are_not_finite_end_the_run_with_one_message(place: Path) -> None:
+def test_numbers_that_are_not_finite_end_the_run_with_one_message(work: Path) -> None:
     arguments = ["run.name=bad", "parallel.dp_shard=2", "train.steps=5", "optim.lr=10", "optim.weight_decay=1e38"]
     done = subprocess.run(
         [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", *arguments],
-        cwd=place,
+        cwd=work,
         capture_output=True,
         text=True,
         timeout=120,
@@ -90,7 +90,7 @@ def test_numbers_that_are_not_finite_end_the_run_with_one_message(place: Path) -
     assert done.returncode == 4, done.stderr
     (told,) = done.stderr.splitlines()
     assert "step 2, samples 8 to 15: loss nan, gradient norm nan; not finite: the gradients of" in told
-    events = [json.loads(line) for line in (place / "runs/bad/metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (work / "runs/bad/metrics.jsonl").read_text().splitlines()]
     bad, *failed = (event for event in events if "event" in event)
     assert (bad["event"], bad["step"], bad["loss"]) == ("bad_step", 2, None)
     for event in failed:  # one, unless rank 1 was so much faster to fail that rank 0 was ended before it could write

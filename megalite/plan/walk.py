@@ -294,7 +294,7 @@ class Walk:
         self._hold("gradients", "being reduced", -self.reducing.pop(stage, 0))
 
     def _share(self, key: PartKey, size: int) -> None:
-        """`size` bytes are now what replicas add up of a part, in key of what was."""
+        """`size` bytes are now what replicas add up of a part, in place of what was."""
         self._hold("gradients", "being reduced", size - self.shared.pop(key, 0))
         if size:
             self.shared[key] = size

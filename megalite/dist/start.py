@@ -74,9 +74,10 @@ def _leave_errors_to_us() -> None:
             log.warning("%s=%s: PyTorch may end a rank before the watchdog has told why; unset it", name, found)
 
 
-def start_alone() -> None:
-    """A process group of this process alone, for tools that read a model; no launcher, no network."""
+def start_alone() -> torch.device:
+    """Open a process group of this process alone, on the CPU; no launcher, no network."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cpu")
 
 
 def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:

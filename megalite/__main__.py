@@ -3,12 +3,13 @@
 import sys
 from importlib import import_module
 
-from megalite.stop import INTERRUPTED, STOPPED, end_at_once
+from megalite.exit_codes import ExitCode
+from megalite.stop import end_at_once
 
 
 def main() -> int:
     """The exit code of `megalite.cli.main`."""
-    end_at_once(STOPPED if sys.argv[1:2] == ["train"] else INTERRUPTED)
+    end_at_once(ExitCode.STOPPED if sys.argv[1:2] == ["train"] else ExitCode.INTERRUPTED)
     code: int = import_module("megalite.cli").main()
     return code
 

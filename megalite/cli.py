@@ -10,6 +10,7 @@ from megalite import __version__
 from megalite.config.load import is_override
 from megalite.config.rules.ranges import RANKS
 from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode, table
 from megalite.imports import import_for_good
 
 COMMANDS = {  # module and summary
@@ -18,25 +19,26 @@ COMMANDS = {  # module and summary
     "show": ("megalite.show", "print the resolved configuration, the layout, sizes and FLOPs"),
 }
 STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
-EPILOG = """\
+CODES = {
+    ExitCode.DONE: "done",
+    ExitCode.FAILED: "verify: a difference above the tolerance",
+    ExitCode.BAD_INPUT: "bad input, or a stdout that cannot be written to",
+    ExitCode.STOPPED: "stopped by a signal; a run can be resumed",
+    ExitCode.UNHEALTHY: "unhealthy training",
+    ExitCode.LOST_CONTACT: "lost contact with other ranks, or the run folder to another job",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard; train: for the second time",
+    ExitCode.READER_LEFT: "the reader of the output has left",
+}
+EPILOG = f"""\
 CONFIG is a YAML file; several are merged, the later over the earlier.
 KEY=VALUE changes one key, as in model.layers=8, over all files.
 docs/configuration.md lists the keys.
 
-exit codes:
-  0    done
-  1    verify: a difference above the tolerance
-  2    bad input, or a stdout that cannot be written to
-  3    stopped by a signal; a run can be resumed
-  4    unhealthy training
-  5    lost contact with other ranks, or the run folder to another job
-  130  interrupted from the keyboard; train: for the second time
-  141  the reader of the output has left
-"""
+{table(CODES)}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code, documented in `EPILOG`."""
+    """Runs one command and returns its exit code, one of `CODES`."""
     return exit_code("megalite", lambda: _run(_parse(argv)))
 
 

@@ -29,6 +29,7 @@ from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.signals import die_with_launcher
+from megalite.exit_codes import ExitCode
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
 from megalite.plan.activations import Activations
@@ -154,8 +155,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(dry_run(fit_micro(config), args.pp)))
     except InputError as error:
         print(error, file=sys.stderr)
-        return 2
-    return 0
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

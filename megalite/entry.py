@@ -5,27 +5,28 @@ import sys
 from collections.abc import Callable
 
 from megalite.config.errors import InputError, printable
+from megalite.exit_codes import ExitCode
 from megalite.output import Lost, give_up, standard_streams
-from megalite.stop import INTERRUPTED, Stopped
+from megalite.stop import Stopped
 
 TRACEBACK = "MEGALITE_TRACEBACK"  # environment: set, what the system refuses is shown with the place in the code
 
 
 def exit_code(command: str, work: Callable[[], int | None]) -> int:
-    """Do `work` and return its exit code, or 0.
+    """Do `work` and return its exit code, DONE where it gives none.
 
-    2: bad input, a file that the system refuses, or a stdout that cannot be written to, told on stderr; 3: stopped by a
-    signal; 130: interrupted; 141: the reader of stdout has left.
+    BAD_INPUT is also for a file that the system refuses and a stdout that cannot be written to. All errors are told on
+    stderr.
     """
     standard_streams(give_up)
     try:
         try:
-            return work() or 0
+            return work() or ExitCode.DONE
         finally:
             sys.stdout.flush()
     except InputError as error:
         print(f"{command}: error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.BAD_INPUT
     except Lost as lost:
         if str(lost):
             print(f"{command}: error: {lost}", file=sys.stderr)
@@ -35,10 +36,10 @@ def exit_code(command: str, work: Callable[[], int | None]) -> int:
             raise
         told = printable(f"{error.filename!s:.400}: {error.strerror}")
         print(f"{command}: error: {told}; {TRACEBACK}=1 shows where in the code", file=sys.stderr)
-        return 2
+        return ExitCode.BAD_INPUT
     except Stopped as stopped:
         print(f"{command}: {stopped}", file=sys.stderr)
         return stopped.code
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megalite.exit_codes import ExitCode
+
 PATIENCE = 5.0  # seconds that a run waits for a reader who does not read
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
-BROKEN_PIPE = 141  # exit code, as the shell gives it for SIGPIPE
 
 log = logging.getLogger("megalite")
 
@@ -24,7 +25,7 @@ class Lost(Exception):
 
     def __init__(self, name: str, error: Exception) -> None:
         left = isinstance(error, BrokenPipeError)
-        self.code = BROKEN_PIPE if left else 2
+        self.code = ExitCode.READER_LEFT if left else ExitCode.BAD_INPUT
         super().__init__("" if left else f"{name}: {_reason(error)}")
 
 

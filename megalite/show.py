@@ -18,6 +18,7 @@ from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, load
 from megalite.config.schema import Config, Model
 from megalite.config.validate import check
+from megalite.exit_codes import ExitCode
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import actions_of_peaks, memory_of_ranks
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         memories = memory_of_ranks(config)
         measured = measure(args, config, fullest(memories)) if args.measure else None
         sections(console(), memory_sections(config, memories, asked.batch.memory, measured))
-        return 0
+        return ExitCode.DONE
     layout = config.parallel.layout
     parts: list[tuple[str, RenderableType]] = [
         ("Configuration", Text(dump(config).rstrip())),
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if config.batch.micro != "auto":
         parts.append(("Memory (more with --memory)", _memory(config, asked.batch.memory)))
     sections(console(), parts)
-    return 0
+    return ExitCode.DONE
 
 
 def _show_schedule(config: Config, path: str, guessed: bool) -> int:
@@ -92,7 +93,7 @@ def _show_schedule(config: Config, path: str, guessed: bool) -> int:
     sections(on, [(title(schedule, timeline), draw_text(schedule, timeline, on.width))])
     if path:
         write_whole(Path(path), draw_svg(schedule, timeline) if path.endswith(".svg") else write(schedule))
-    return 0
+    return ExitCode.DONE
 
 
 def _tell_of_waiting(count: int, guessed: bool) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from megalite.config.errors import InputError, counted, listing, number_ranges
 from megalite.config.schema import Config
 from megalite.dist.local import LAUNCHER
+from megalite.exit_codes import ExitCode
 from megalite.plan.activations import Activations
 from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import KINDS, Memory
@@ -65,8 +66,10 @@ def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[st
         environment = {**os.environ, LAUNCHER: str(os.getpid())}  # it dies with this process
         command, none = dry_run_command(args, pp), subprocess.DEVNULL
         child = subprocess.run(command, env=environment, stdin=none, capture_output=True, text=True, check=False)
-    if child.returncode != 0:
-        said = child.stderr.strip() if child.returncode == 2 else child.stderr.strip().rpartition("\n")[2]
+    if child.returncode != ExitCode.DONE:
+        said = child.stderr.strip()
+        if child.returncode != ExitCode.BAD_INPUT:
+            said = said.rpartition("\n")[2]  # of a traceback
         raise InputError(f"--measure: the dry run failed: {said or f'exit code {child.returncode}'}")
     found: dict[str, int] = json.loads(child.stdout)
     return found

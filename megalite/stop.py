@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-STOPPED = 3  # exit code: on request, to be continued
-INTERRUPTED = 130  # exit code, as the shell gives it for SIGINT
+from megalite.exit_codes import ExitCode
+
 Handler = Callable[[int, FrameType | None], object] | int | None
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -19,10 +19,10 @@ def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler
     return {number: signal.signal(number, handler) for number in heard}
 
 
-def end_at_once(interrupted: int = INTERRUPTED) -> dict[int, Handler]:
+def end_at_once(interrupted: int = ExitCode.INTERRUPTED) -> dict[int, Handler]:
     """Let the signals of `STOP` end this process with one line, whatever it is in the middle of; the handlers before.
 
-    The exit code is `STOPPED`, that of SIGINT `interrupted`. An exception would not do: modules that are being imported
+    The exit code is STOPPED, that of SIGINT `interrupted`. An exception would not do: modules that are being imported
     may lose it, or make another of it. Of many ranks the first speaks.
     """
 
@@ -30,7 +30,7 @@ def end_at_once(interrupted: int = INTERRUPTED) -> dict[int, Handler]:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             with suppress(OSError):
                 os.write(2, f"megalite: stopped by {signal.Signals(number).name}\n".encode())
-        os._exit(interrupted if number == signal.SIGINT else STOPPED)
+        os._exit(interrupted if number == signal.SIGINT else ExitCode.STOPPED)
 
     before = listen(end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # a batch script holds them up until there are handlers
@@ -69,7 +69,7 @@ def held_up() -> Iterator[None]:
 
 
 @contextmanager
-def ended_at_once(interrupted: int = INTERRUPTED) -> Iterator[None]:
+def ended_at_once(interrupted: int = ExitCode.INTERRUPTED) -> Iterator[None]:
     """`end_at_once`, meanwhile."""
     before = end_at_once(interrupted)
     try:
@@ -83,7 +83,7 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code = INTERRUPTED if number == signal.SIGINT else STOPPED
+        self.code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.STOPPED
 
 
 def stop(number: int, _: FrameType | None) -> None:

@@ -31,6 +31,7 @@ from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
+from megalite.exit_codes import ExitCode
 from megalite.plan.activations import Activations
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
@@ -356,7 +357,7 @@ def _rank(rank_info: RankInfo, args: argparse.Namespace) -> int:
         on = console()
         show(config, differences, on)
         on.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.")
-    return 0 if all(difference.passed for difference in differences) else 1
+    return ExitCode.DONE if all(difference.passed for difference in differences) else ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ Timing = dict[str, list[float]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured; 2: bad input. As one of the ranks, it measures."""
+    """Runs the benchmark, or as one of its ranks measures; the exit code."""
     return run_on_ranks("megalite_tools.bench_checkpoint", _parser(), argv, _ranks, _measure)
 
 

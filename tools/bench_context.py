@@ -38,7 +38,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured; 2: bad input. As one of the ranks, it measures."""
+    """Runs the benchmark, or as one of its ranks measures; the exit code."""
     return run_on_ranks("megalite_tools.bench_context", _parser(), argv, _ranks, _measure)
 
 

@@ -30,6 +30,7 @@ from megalite.config.validate import check
 from megalite.dist.mesh import Mesh
 from megalite.dryrun import count_step
 from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
 from megalite.plan.memory import KINDS, rank_memory
 from megalite.plan.size import model_parameters
 from megalite.plan.walk import HOST
@@ -64,7 +65,7 @@ TOLERANCE = 0.05  # of the prediction, relative to what is counted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: counted; 1: a prediction is off by more than the tolerance; 2: bad input."""
+    """The exit code: FAILED where a prediction is off by more than the tolerance."""
     return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
@@ -87,11 +88,11 @@ def _run(arguments: Sequence[str]) -> int:
         write_object(Path(options.out), report)
     except EOFError:
         print(f"{COMMAND}: error: a process died; what it said is above", file=sys.stderr)
-        return 1
+        return ExitCode.FAILED
     if off := [row["name"] for row in rows if abs(row["difference"]) > TOLERANCE]:
         print(f"{COMMAND}: error: predictions off by more than {TOLERANCE:.0%}: {', '.join(off)}", file=sys.stderr)
-        return 1
-    return 0
+        return ExitCode.FAILED
+    return ExitCode.DONE
 
 
 def _configs(overrides: Sequence[str]) -> dict[str, Config]:

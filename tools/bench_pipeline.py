@@ -36,6 +36,7 @@ from megalite.config.layout import Layout
 from megalite.dist.activity import Activity
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import RankInfo
+from megalite.exit_codes import ExitCode
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.pipeline import Activation, Pipeline, Step
 from megalite.schedule.actions import Kind, Table
@@ -123,9 +124,9 @@ class Stage(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured; 1: the runners disagree, or ours is slower than it should be; 2: bad input.
+    """Runs the benchmark, or as one of its ranks measures; the exit code.
 
-    As one of the ranks, it measures.
+    That is FAILED where the runners disagree, or ours is slower than it should be.
     """
     return run_on_ranks("megalite_tools.bench_pipeline", _parser(), argv, _ranks, _measure, _judge)
 
@@ -140,7 +141,7 @@ def _judge(options: argparse.Namespace) -> int:
     slow = too_slow(json.loads(Path(options.out).read_text(encoding="utf-8"))["schedules"])
     for problem in slow:
         print(f"{COMMAND}: error: {problem}", file=sys.stderr)
-    return 1 if slow else 0
+    return ExitCode.FAILED if slow else ExitCode.DONE
 
 
 def too_slow(rows: Sequence[dict[str, Any]]) -> list[str]:

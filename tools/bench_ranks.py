@@ -16,6 +16,7 @@ from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
 from megalite_tools.results import cpu_name
 
 CPU = torch.device("cpu")
@@ -28,9 +29,9 @@ def run_on_ranks(
     argv: Sequence[str] | None,
     ranks: Callable[[argparse.Namespace], int],
     measure: Callable[[RankInfo, argparse.Namespace, dict[str, Any]], None],
-    judge: Callable[[argparse.Namespace], int] = lambda _: 0,
+    judge: Callable[[argparse.Namespace], int] = lambda _: ExitCode.DONE,
 ) -> int:
-    """The exit code of a benchmark: that of its ranks, or then what `judge` says; 2: bad input.
+    """The exit code of a benchmark: that of its ranks, or then what `judge` says.
 
     module: what is started for every rank. ranks: how many the options ask for; raises InputError for bad ones.
     measure: runs on every rank, in a process group and one thread, and is given what a report begins with.
@@ -41,7 +42,7 @@ def run_on_ranks(
         start(rank_info, "cpu", TIMEOUT)
         torch.set_num_threads(1)
         measure(rank_info, options, _header(shlex.join([parser.prog, *arguments])))
-        return 0
+        return ExitCode.DONE
 
     def run() -> int:
         options, rank_info = parser.parse_args(arguments), find_rank_info()

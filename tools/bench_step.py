@@ -37,6 +37,7 @@ from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.start import start_alone
 from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
 from megalite.plan.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
@@ -78,7 +79,7 @@ class Disagreement(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured; 1: the implementations disagree, or one died; 2: bad input."""
+    """The exit code: FAILED where the implementations disagree, or one died."""
     return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
@@ -92,11 +93,11 @@ def _run(arguments: Sequence[str]) -> int:
         write_object(Path(options.out), report)
     except Disagreement as error:
         print(f"{COMMAND}: error: {error}; nothing is timed", file=sys.stderr)
-        return 1
+        return ExitCode.FAILED
     except (EOFError, ConnectionError):
         print(f"{COMMAND}: error: a process died; what it said is above", file=sys.stderr)
-        return 1
-    return 0
+        return ExitCode.FAILED
+    return ExitCode.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

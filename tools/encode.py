@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import InputError
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.exit_codes import ExitCode
 from megalite.stop import STOP, held_up, listen
 from megalite_tools.pieces import pieces
 
@@ -108,7 +109,7 @@ def _die_with_parent() -> None:
     parent = parent_process()
     assert parent is not None, "workers are started by another process"
     parent.join()
-    os._exit(1)
+    os._exit(ExitCode.FAILED)
 
 
 def _batches(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Batch]:

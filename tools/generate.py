@@ -37,7 +37,7 @@ CHARACTERS = 64  # of a prompt's end, for every token that the model sees: no pi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: done; 2: bad input."""
+    """The exit code."""
     return exit_code(COMMAND, lambda: _generate(_parser().parse_args(argv)))
 
 

@@ -17,6 +17,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.retain import check_folder
 from megalite.config.files import as_json, write_object
 from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode, table
 from megalite.terminal import scaled
 from megalite_tools.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.diff_checkpoints import diff
@@ -25,25 +26,25 @@ from megalite_tools.show_checkpoint import show
 from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-checkpoint"
-EPILOG = """\
+CODES = {
+    ExitCode.DONE: "all is well",
+    ExitCode.FAILED: "list, verify: a checkpoint is damaged; show: a value is not finite;\ndiff: the tensors differ",
+    ExitCode.BAD_INPUT: "bad input, or a checkpoint that cannot be read",
+    ExitCode.STOPPED: "stopped by a signal",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+    ExitCode.READER_LEFT: "the reader of the output has left",
+}
+EPILOG = f"""\
 One process does it, and holds one tensor at a time in memory (diff: two)
 beside the largest part of it that a rank has written. In JSON, null also
 stands for numbers that are not finite.
 
-exit codes:
-  0    all is well
-  1    list, verify: a checkpoint is damaged; show: a value is not finite;
-       diff: the tensors differ
-  2    bad input, or a checkpoint that cannot be read
-  3    stopped by a signal
-  130  interrupted from the keyboard
-  141  the reader of the output has left
-"""
+{table(CODES)}"""
 Report = tuple[dict[str, Any], bool]  # for JSON, and whether all is well
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes as in `EPILOG`."""
+    """The exit code, one of `CODES`."""
     return exit_code(COMMAND, lambda: _run(_parser().parse_args(argv)))
 
 
@@ -104,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
         Terminal().text(as_json(report).rstrip("\n"))
     elif options.json is not None:
         write_object(Path(options.json), report)
-    return 0 if well else 1
+    return ExitCode.DONE if well else ExitCode.FAILED
 
 
 def _list(options: argparse.Namespace, terminal: Terminal) -> Report:

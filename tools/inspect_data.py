@@ -24,7 +24,7 @@ PART = 1 << 22  # lengths looked at at a time
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: sound as far as checked; 2: damaged or unusable."""
+    """The exit code: BAD_INPUT also for a damaged store."""
     return exit_code(COMMAND, lambda: _inspect(_parser().parse_args(argv)))
 
 

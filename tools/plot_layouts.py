@@ -15,7 +15,7 @@ Losses = dict[int, float]  # by step
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: drawn; 2: bad input."""
+    """The exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run folder; its name is the label of its curve"

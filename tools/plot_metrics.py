@@ -25,7 +25,7 @@ Map = Callable[[Any], Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: drawn; 2: bad input."""
+    """The exit code."""
     return exit_code(COMMAND, lambda: _plot(_parser().parse_args(argv)))
 
 

@@ -27,7 +27,7 @@ MOST_WORKERS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: written; 2: bad input; 3 or 130: stopped by a signal. Then nothing is left behind."""
+    """The exit code. Unless that is DONE, nothing is left behind."""
     return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
 
 

@@ -31,7 +31,7 @@ THREADS = 16  # fixed: the order of summation, and so the model, may depend on i
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: written; 2: bad input; 130: interrupted. Then nothing is written."""
+    """The exit code. Unless that is DONE, nothing is written."""
     return exit_code(COMMAND, lambda: _train(_parser().parse_args(argv)))
 
 

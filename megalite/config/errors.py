@@ -36,7 +36,7 @@ def printable(text: str, kept: str = "") -> str:
 
 
 class InputError(ValueError):
-    """Bad input from the user: shown as one message, exit code 2.
+    """Bad input from the user: shown as one message, exit code BAD_INPUT.
 
     Made from a message, or from all the problems of a configuration. Names and values of files may stand in it as they
     are: what could disturb a terminal is escaped here.
@@ -48,7 +48,7 @@ class InputError(ValueError):
 
 
 class Unhealthy(RuntimeError):
-    """Training was stopped by one of its guards, on every rank: shown as one message, exit code 4."""
+    """Training was stopped by one of its guards, on every rank: shown as one message, exit code UNHEALTHY."""
 
 
 def _listed(problems: Sequence[Problem]) -> str:

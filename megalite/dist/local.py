@@ -16,6 +16,7 @@ from typing import IO
 from megalite.config.errors import InputError
 from megalite.dist.forked import Forked
 from megalite.dist.host import check_ranks
+from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import Outlet
 from megalite.stop import blocked, held_up, listen, restore
@@ -49,9 +50,9 @@ def launch(
 
     Rank 0 keeps the terminal, the others write into the folder `logs`; None: into one that goes with the job. The first
     rank to fail ends the job: the others are stopped, and its error is the one shown. A rank that dies of a signal
-    gives exit code 5. The signals of `STOP` are handed on to the ranks, however long these take to obey; ranks start
-    with them blocked. Raises KeyboardInterrupt at the second SIGINT, when no rank is left; InputError where this
-    machine cannot have so many ranks.
+    gives exit code LOST_CONTACT. The signals of `STOP` are handed on to the ranks, however long these take to obey;
+    ranks start with them blocked. Raises KeyboardInterrupt at the second SIGINT, when no rank is left; InputError where
+    this machine cannot have so many ranks.
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
     process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver
@@ -188,8 +189,8 @@ def _wait(ranks: list[Process]) -> list[int]:
     """Wait until all ranks ended well, or one did not; the ranks seen to have failed by themselves."""
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-        if failed or all(code == 0 for code in codes):
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, ExitCode.DONE)]
+        if failed or all(code == ExitCode.DONE for code in codes):
             return failed
         time.sleep(0.05)
 
@@ -223,14 +224,14 @@ def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path 
     codes = [process.wait() for process in ranks]
     killed = [rank for rank in failed if codes[rank] < 0]
     reports = [json.loads(path.read_text()) for path in sorted(meeting.glob("rank_*.error"))]
-    reports = [report for report in reports if report["code"] != 3 or report["rank"] in failed]
+    reports = [report for report in reports if report["code"] != ExitCode.STOPPED or report["rank"] in failed]
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
         print(f"megalite: rank {killed[0]} was killed by {name}{hint}{_see(logs, killed[0])}", file=sys.stderr)
-        return 5
+        return ExitCode.LOST_CONTACT
     if reports:
-        first = min(reports, key=lambda report: (report["code"] == 5, report["time"]))
+        first = min(reports, key=lambda report: (report["code"] == ExitCode.LOST_CONTACT, report["time"]))
         if first["error"]:
             print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
         return int(first["code"])

@@ -26,7 +26,7 @@ SHOWN = 3  # differences between ranks
 
 
 class LostPeer(RuntimeError):
-    """Ranks do not come or do not answer: shown as one message, exit code 5."""
+    """Ranks do not come or do not answer: shown as one message, exit code LOST_CONTACT."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import sys
 from megalite.dist.last_words import log, tell
 from megalite.dist.local import LAUNCHER, MEETING
 from megalite.dist.ranks import RankInfo
-from megalite.stop import INTERRUPTED, STOP, STOPPED, listen
+from megalite.exit_codes import ExitCode
+from megalite.stop import STOP, listen
 
 
 def die_with_launcher() -> None:
@@ -21,17 +22,16 @@ def die_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_when_stopped(rank_info: RankInfo, when: str = "", interrupted: int = INTERRUPTED) -> None:
-    """End this rank as soon as it is asked to stop: with exit code `STOPPED`, or `interrupted` after SIGINT.
+def end_when_stopped(rank_info: RankInfo, when: str = "", interrupted: int = ExitCode.INTERRUPTED) -> None:
+    """End this rank as soon as it is asked to stop: with exit code STOPPED, or `interrupted` after SIGINT.
 
     when: added to the message. The other ranks are asked as well, so rank 0 speaks where no launcher of ours picks the
     one to speak.
     """
 
     def stop(number: int, frame: object) -> None:
-        text, code = f"stopped by {signal.Signals(number).name}{when}", STOPPED
-        if number == signal.SIGINT:
-            code = interrupted
+        text = f"stopped by {signal.Signals(number).name}{when}"
+        code = interrupted if number == signal.SIGINT else ExitCode.STOPPED
         log.error(text)
         if rank_info.rank == 0 or MEETING in os.environ:
             tell(code, text, rank_info)

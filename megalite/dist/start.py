@@ -16,6 +16,7 @@ from megalite.dist.local import MEETING
 from megalite.dist.meeting import LostPeer, Meeting, meet
 from megalite.dist.ranks import RankInfo, let_others_speak
 from megalite.dist.signals import die_with_launcher, hear
+from megalite.exit_codes import ExitCode
 from megalite.output import Lost
 
 NCCL = {  # of PyTorch, unless the environment sets them: they leave it to our watchdog to end a job and to say why
@@ -91,14 +92,14 @@ def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
         hear()
         code = main()
         if dist.is_initialized():
-            dist.barrier()  # the first rank to end with another code than 0 ends the job: let all say their last words
+            dist.barrier()  # the first rank to end with a code but DONE ends the job: let all say their last words
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure is reported, then ends the process
         code, text = _explain(error)
         _report(code, text, rank_info)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if code != 0:
+    if code != ExitCode.DONE:
         tell(code, "", rank_info)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -108,16 +109,16 @@ def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
 def _explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the message that an error calls for."""
     if isinstance(error, InputError):
-        return 2, f"error: {error}"
+        return ExitCode.BAD_INPUT, f"error: {error}"
     if isinstance(error, Unhealthy):
-        return 4, f"unhealthy training: {error}"
+        return ExitCode.UNHEALTHY, f"unhealthy training: {error}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, Lost):
         return error.code, f"error: {error}" if str(error) else ""
     if is_lost_peer(error):
-        return 5, f"lost a peer: {error}"
-    return 1, "".join(traceback.format_exception(error))
+        return ExitCode.LOST_CONTACT, f"lost a peer: {error}"
+    return ExitCode.FAILED, "".join(traceback.format_exception(error))
 
 
 def _report(code: int, text: str, rank_info: RankInfo) -> None:
@@ -127,6 +128,7 @@ def _report(code: int, text: str, rank_info: RankInfo) -> None:
     speak.
     """
     log.error(text)
-    if MEETING not in os.environ and (code == 5 or (code in (2, 4) and rank_info.rank != 0)):
+    found_by_all = code in (ExitCode.BAD_INPUT, ExitCode.UNHEALTHY)
+    if MEETING not in os.environ and (code == ExitCode.LOST_CONTACT or (found_by_all and rank_info.rank != 0)):
         let_others_speak(code)
     tell(code, text, rank_info)

@@ -23,6 +23,7 @@ from megalite.dist.neighbour import Neighbour
 from megalite.dist.ranks import HELD_BACK, RankInfo, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
 from megalite.dist.start import is_lost_peer
+from megalite.exit_codes import ExitCode
 
 END = object()
 LOOKS = 1600  # at the store, of all ranks, in a second
@@ -34,7 +35,7 @@ log = logging.getLogger("megalite")
 
 @contextmanager
 def watched(meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> Iterator[None]:
-    """End the process with exit code 5 if no rank notes any activity for `timeout` seconds, or a peer is lost.
+    """End the process with LOST_CONTACT if no rank notes any activity for `timeout` seconds, or a peer is lost.
 
     Collective: ranks leave together, by a barrier of the default process group, which must exist by then.
     """
@@ -97,9 +98,9 @@ class Watchdog:
         self.activity(f"lost a peer ({reason(error)})")
         if signal.SIGTERM in self.activity.asked:  # the launcher has noticed, and ends this rank too
             log.error("lost a peer: %s", error)
-            os._exit(5)
+            os._exit(ExitCode.LOST_CONTACT)
         self._told.put(f"rank {self.rank_info.rank} has lost a peer: {reason(error)}")  # the roll is called meanwhile
-        let_others_speak(5)
+        let_others_speak(ExitCode.LOST_CONTACT)
         self._thread.join()
 
     def _watch(self) -> None:
@@ -189,8 +190,8 @@ class Watchdog:
     def _end(self, text: str, speaks: bool, part: Callable[[], None]) -> None:
         log.error("%s\nhere: %s\n%s", text, self._status(), stacks())
         if speaks:
-            tell(5, text, self.rank_info)
+            tell(ExitCode.LOST_CONTACT, text, self.rank_info)
         part()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(5)
+        os._exit(ExitCode.LOST_CONTACT)

@@ -19,10 +19,11 @@ from megalite.dist.last_words import log, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import HOW_TO_START, RankInfo, find_rank_info, let_others_speak
 from megalite.dist.signals import die_with_launcher, end_when_stopped
+from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import warn
 from megalite.plan.fit import check_memory, planned
-from megalite.stop import STOPPED, ended_at_once
+from megalite.stop import ended_at_once
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
 from megalite.train.sources import as_remembered, open_samples
@@ -34,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     """Train, or with `args.check` only tell what would start; the exit code."""
     rank_info = find_rank_info()
     if args.check or rank_info is None:
-        with ended_at_once(STOPPED):
+        with ended_at_once(ExitCode.STOPPED):
             return _launch(args, _ranks(args.world_size, rank_info))
     die_with_launcher()
-    end_when_stopped(rank_info, " before the first step", STOPPED)
+    end_when_stopped(rank_info, " before the first step", ExitCode.STOPPED)
     try:
         return _be_rank(args, rank_info)
     except InputError:
@@ -76,7 +77,7 @@ def _launch(args: argparse.Namespace, ranks: int | None) -> int:
             warn(f"{folder.path}: {owner} has locked this folder; while it is alive, no other job is let in")
         print(f"ranks   {world_size}\nlayout  {config.parallel.layout}\nfolder  {folder.path}")
         print(f"steps   {step} to {config.train.steps}")
-        return 0
+        return ExitCode.DONE
     with _owning(folder) as lock:
         check_start(config, folder.checkpoints)
         folder.make()
@@ -156,10 +157,10 @@ def _guarding(lock: Lock, rank_info: RankInfo) -> Iterator[Callable[[], None]]:
 def _end(rank_info: RankInfo, text: str) -> None:
     """End this process, which was out of reach for so long that its run has gone on without it."""
     log.error(text)
-    tell(5, text, rank_info)
+    tell(ExitCode.LOST_CONTACT, text, rank_info)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(5)
+    os._exit(ExitCode.LOST_CONTACT)
 
 
 def _tell_doubts(config: Config) -> None:

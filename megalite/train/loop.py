@@ -11,8 +11,8 @@ from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Failed, Saver
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
+from megalite.exit_codes import ExitCode
 from megalite.plan.batches import GlobalBatch, global_batches
-from megalite.stop import STOPPED
 from megalite.terminal import scaled
 from megalite.train.build import Job
 from megalite.train.guard import Guard, Judged
@@ -61,8 +61,8 @@ def train(
         saver.finish()
     if guard.progress.step < last:
         _tell_stop(report, guard)
-        return STOPPED
-    return 0
+        return ExitCode.STOPPED
+    return ExitCode.DONE
 
 
 def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard) -> Judged | None:

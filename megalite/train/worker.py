@@ -34,6 +34,7 @@ from megalite.dist.ranks import RankInfo
 from megalite.dist.signals import ignore_stops
 from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
+from megalite.exit_codes import ExitCode
 from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
 from megalite.plan.batches import samples_after
 from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
@@ -132,7 +133,7 @@ def _train(
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
             code = train(job, batches, progress, saver, reload, report)
-            if code == 0:
+            if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
                 report.event(report.step, "done", text)
             return code

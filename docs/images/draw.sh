@@ -31,4 +31,4 @@ kill -KILL "$(pgrep -P $!)" # the launcher; its ranks end with it
 wait || true
 layout "${layouts[6]}" parallel.pp=2 parallel.tp=2 batch.micro=2
 
-python -m megalite_tools.plot_layouts "${layouts[@]/#/runs/}" --out $images/layouts.svg
+python -m megalite_tools.experiment.plot_layouts "${layouts[@]/#/runs/}" --out $images/layouts.svg

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from megalite.config.schema import Model, RopeScaling
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
-from megalite_tools.bench_peer import sizes, their_name
+from megalite_tools.bench.peer import sizes, their_name
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,7 +17,7 @@ from megalite.live_bytes import LiveBytes
 from megalite.parallel.context import attention
 from megalite.parallel.sequence import Documents, Method, rows, split, unsplit
 from megalite.plan.context import bytes_sent
-from megalite_tools.bench_context import attend, configuration, counted_bytes
+from megalite_tools.bench.context import attend, configuration, counted_bytes
 
 CPU = torch.device("cpu")
 METHODS: tuple[Method, ...] = ("ring", "ulysses", "all_gather")

@@ -35,10 +35,10 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.entry import exit_code
 from megalite.imports import import_for_good
 from megalite.train.command import WORKER
-from megalite_tools.generate import main as generate
-from megalite_tools.inspect_checkpoint import main as inspect
-from megalite_tools.results import cpu_name
-from megalite_tools.train_tokenizer import train_model
+from megalite_tools.bench.machine import cpu_name
+from megalite_tools.checkpoint.generate import main as generate
+from megalite_tools.checkpoint.inspect_checkpoint import main as inspect
+from megalite_tools.data.train_tokenizer import train_model
 
 COMMAND = "corrupt"
 LIMIT = 60  # seconds of a command

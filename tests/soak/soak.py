@@ -40,7 +40,7 @@ from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.entry import exit_code
 from megalite.stop import listen, stop
-from megalite_tools.results import cpu_name
+from megalite_tools.bench.machine import cpu_name
 
 COMMAND = "soak"
 KINDS = ("same", "changing")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from toy_jobs import advance, config_of, make, one_rank, save
 
 from megalite.config.layout import Layout
-from megalite_tools.inspect_checkpoint import main
-from megalite_tools.train_tokenizer import train_model
+from megalite_tools.checkpoint.inspect_checkpoint import main
+from megalite_tools.data.train_tokenizer import train_model
 
 Inspect = Callable[..., tuple[int, str, str]]
 TEXTS = [

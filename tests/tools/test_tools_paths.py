@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite_tools import bench_checkpoint, inspect_checkpoint, inspect_data, prepare_data, train_tokenizer
+from megalite_tools.bench import checkpoint as bench_checkpoint
+from megalite_tools.checkpoint import inspect_checkpoint
+from megalite_tools.data import inspect_data, prepare_data, train_tokenizer
 
 LONG = "x" * 300
 

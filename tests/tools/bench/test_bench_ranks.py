@@ -1,0 +1,89 @@
+"""The benchmarks that start ranks of their own, small enough for a test."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.schedule.generate import NAMES
+from megalite_tools.bench import checkpoint as bench_checkpoint
+from megalite_tools.bench import context as bench_context
+from megalite_tools.bench import pipeline as bench_pipeline
+from megalite_tools.bench import ranks as bench_ranks
+
+
+def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_pipeline, "TOLERANCE", 1000.0)  # sleeps this short take no time beside the runner
+    monkeypatch.setattr(bench_pipeline, "NOISE", 1000.0)
+    out = tmp_path / "pipeline.json"
+    assert bench_pipeline.main(["--unit", "1", "--micro-batches", "8", "--steps", "1", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["schedules"]
+    assert tuple(row["schedule"] for row in rows) == NAMES
+    for row in rows:
+        assert row["simulated_seconds"] > 0.024, "eight forwards and backwards"
+        assert set(row["seconds"]) == {"megalite"} | ({"torch"} if row["schedule"] in bench_pipeline.TORCH else set())
+        assert min(map(min, row["seconds"].values())) > 0.024
+
+
+def test_a_schedule_that_is_too_slow_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(name: str, seconds: float, ratio: float | None) -> dict[str, object]:
+        return {"schedule": name, "simulated_seconds": 1.0, "seconds": {"megalite": [seconds]}, "time_ratio": ratio}
+
+    rows = [row("a", 1.04, None), row("b", 1.06, 1.01), row("c", 1.01, 1.03)]
+    out = tmp_path / "pipeline.json"
+    out.write_text(json.dumps({"schedules": rows}))
+    monkeypatch.setattr(bench_ranks, "launch", lambda *_: 0)
+    assert bench_pipeline.main(["--out", str(out)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[2].strip() for line in told] == ["b", "c"]
+    assert "1.060 of its simulated time" in told[0]
+    assert "1.030 of the time of torch's runner" in told[1]
+    out.write_text(json.dumps({"schedules": rows[:1]}))
+    assert bench_pipeline.main(["--out", str(out)]) == 0
+
+
+def test_ranks_that_fail_are_not_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_ranks, "launch", lambda *_: 1)
+    assert bench_pipeline.main(["--out", str(tmp_path / "pipeline.json")]) == 1
+
+
+def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
+    out = tmp_path / "context.json"
+    assert bench_context.main(["--cp", "2", "--length", "64", "--rounds", "1", "--out", str(out)]) == 0
+    rows = {row["method"]: row for row in json.loads(out.read_text())["methods"]}
+    assert set(rows) == {"ring", "ulysses", "all_gather"}
+    assert all(row["sent"] == row["sent_predicted"] > 0 for row in rows.values())
+    assert rows["ring"]["peak"] < rows["all_gather"]["peak"]
+
+
+def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "checkpoint.json"
+    small = ["--ranks", "2", "--layers", "1", "--width", "64", "--rounds", "1", "--folder", str(tmp_path)]
+    assert bench_checkpoint.main([*small, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    weights = 2 * 4096 * 64 + 4 * 64 * 64 + 3 * 64 * 170 + 3 * 64
+    assert report["bytes"] == 12 * weights, "weights and two moments in fp32"
+    for what in ("save_seconds", "load_seconds"):
+        assert set(report[what]) == {"megalite", "dcp", "torch.save"}
+        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in report[what].values())
+    kept = {"dcp, kept stager"} if bench_checkpoint.KEPT_STAGER else set()
+    assert set(report["asynchronous"]) == {"megalite", "dcp"} | kept
+    assert set(report["load_peak_bytes"]) == {"megalite", "dcp"}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "nothing else is left"
+
+
+@pytest.mark.parametrize(
+    ("main", "argument"),
+    [
+        (bench_pipeline.main, "--micro-batches=7"),
+        (bench_pipeline.main, "--unit=0"),
+        (bench_context.main, "--cp=3"),
+        (bench_checkpoint.main, "--width=100"),
+    ],
+)
+def test_bad_input_is_refused(main: object, argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([argument, "--out", str(tmp_path / "out.json")]) == 2  # type: ignore[operator]
+    assert argument.partition("=")[0] in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,401 @@
+"""`megalite-generate`: text from a run folder."""
+
+import io
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tampering import tamper
+from torch import Tensor, nn
+from toy_jobs import make, one_rank, save
+
+from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.manifest import MANIFEST, Manifest
+from megalite.config.convert import to_plain
+from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.model.decoder import Decoder
+from megalite.model.generate import Draw, nucleus, sample
+from megalite.output import Lost
+from megalite.train.starts import keep_tokenizer
+from megalite_tools.checkpoint.generate import CHARACTERS, find_checkpoints, load_decoder, main
+
+# Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
+MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=24, init_std=1.0)
+Generate = Callable[..., tuple[int, str, str]]
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    """A run folder with two checkpoints of different weights."""
+    folder = tmp_path_factory.mktemp("run")
+    config = Config(
+        model=MODEL,
+        parallel=Parallel(pp=1, dp_shard=1),
+        batch=Batch(1, 1),
+        train=Train(precision="fp32"),
+        data=Data(tokenizer=str(tokenizer_file)),
+    )
+    with one_rank():
+        for step in (1, 2):
+            job = make(replace(config, run=replace(config.run, seed=step)))
+            save(job, folder / "checkpoints", step)
+    trained = replace(config, parallel=Parallel(pp=2, tp=2, dp_shard=2), train=Train(precision="bf16", compile=True))
+    for path in (folder / "checkpoints").iterdir():
+        tamper(path, lambda fields: fields.update(config=to_plain(trained)))
+    keep_tokenizer(tokenizer_file, folder, folder / "starts/001.tokenizer")
+    return folder
+
+
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+    """Runs the command; its exit code and what it printed to stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        finally:
+            if dist.is_initialized():  # the command leaves that to the end of its process
+                dist.destroy_process_group()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_text_begins_with_the_prompt_and_is_the_same_every_time(
+    generate: Generate, run: Path, tokenizer_file: Path
+) -> None:
+    code, text, errors = generate(run, "--prompt", PROMPT, "--tokens", 12)
+    assert (code, errors) == (0, f"tokenizer: {run}/tokenizer/{tokenizer_file.name}\n")
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT) + 1
+    assert text.endswith("\n")
+    assert generate(run, "--prompt", PROMPT, "--tokens", 12)[1] == text
+
+
+def test_the_tokenizers_copy_in_the_run_folder_is_found_from_anywhere(
+    generate: Generate, run: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(run, "--prompt", PROMPT, "--tokens", 3)[1]
+    shutil.copytree(run, tmp_path / "run")
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        tamper(path, lambda fields: fields["config"]["data"].update(tokenizer="data/moved.model"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, text, errors = generate("../run", "--prompt", PROMPT, "--tokens", 3)
+    assert (code, text, errors) == (0, expected, f"tokenizer: ../run/tokenizer/{tokenizer_file.name}\n")
+
+
+def test_seeds_draw_different_texts(generate: Generate, run: Path) -> None:
+    texts = {generate(run, "--prompt", PROMPT, "--temperature", 2, "--top-k", 0, "--seed", n)[1] for n in range(3)}
+    assert len(texts) == 3
+
+
+def test_temperature_0_and_top_1_take_the_likeliest(generate: Generate, run: Path) -> None:
+    greedy = generate(run, "--prompt", PROMPT, "--temperature", 0)[1]
+    for seed in (1, 2):
+        assert generate(run, "--prompt", PROMPT, "--temperature", 3, "--top-k", 1, "--seed", seed)[1] == greedy
+        assert generate(run, "--prompt", PROMPT, "--temperature", 0, "--seed", seed)[1] == greedy
+
+
+def test_a_run_means_its_newest_checkpoint(generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = generate(run, "--prompt", PROMPT)
+    checkpoints = run / "checkpoints"
+    assert generate(checkpoints / "step-00000002", "--prompt", PROMPT) == newest
+    older = generate(checkpoints / "step-00000001", "--prompt", PROMPT)
+    assert older[0] == 0
+    assert older != newest
+    monkeypatch.chdir(checkpoints)
+    assert generate("step-00000001", "--prompt", PROMPT) == older
+
+
+def test_a_prompt_longer_than_the_models_sequence(generate: Generate, run: Path) -> None:
+    code, text, errors = generate(run, "--prompt", PROMPT * 10, "--tokens", 3)
+    assert code == 0
+    assert "warning: of the prompt, the model sees the last 24 tokens only\n" in errors
+    assert text.startswith(PROMPT * 10)
+
+
+def test_of_a_long_prompt_no_more_is_encoded_than_the_model_can_see(
+    generate: Generate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(len(text)) or encode(self, text))
+    (tmp_path / "prompt").write_text("word " * 100_000)
+    assert generate(run, "--prompt-file", tmp_path / "prompt", "--tokens", 1)[0] == 0
+    assert max(encoded) <= CHARACTERS * MODEL.sequence_length
+
+
+def test_no_prompt_starts_a_document(generate: Generate, run: Path, tokenizer_file: Path) -> None:
+    code, _, errors = generate(run, "--tokens", 3)
+    assert (code, errors) == (0, f"tokenizer: {run}/tokenizer/{tokenizer_file.name}\n")
+
+
+def test_weights_that_are_too_large_to_write_with_are_told(
+    generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(path: Path, manifest: Manifest) -> Decoder:
+        decoder = load_decoder(path, manifest)
+        with torch.no_grad():
+            for weight in decoder.parameters():
+                weight.fill_(1e15)
+        return decoder
+
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.load_decoder", too_large)
+    for temperature in (0, 1):
+        code, _, errors = generate(run, "--prompt", PROMPT, "--temperature", temperature)
+        assert code == 2
+        assert "the model's logits are not finite: its weights are too large" in errors
+
+
+def test_a_terminal_is_given_nothing_that_could_disturb_it(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = load_tokenizer(tokenizer_file).encode("a\x1b[31mb\n")
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.sample", lambda *_: iter(ids))
+    assert generate(run, "--prompt", "")[1] == "a\x1b[31mb\n\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate(run, "--prompt", "")[1] == "a\\x1b[31mb\n\n"
+
+
+def test_the_text_ends_with_its_document(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    ids = tokenizer.encode("fox jumps")
+    drawn = [*ids, tokenizer.eod, *ids]
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.sample", lambda *_: iter(drawn))
+    assert generate(run, "--prompt", "")[1] == "fox jumps\n"
+
+
+def test_a_character_of_several_tokens_appears_whole(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = load_tokenizer(tokenizer_file).encode("a€b")
+    assert len(ids) >= 5  # the euro sign is in pieces of single bytes
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.sample", lambda *_: iter(ids))
+    assert generate(run, "--prompt", "")[1].strip() == "a€b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: no checkpoint"),
+        (["nowhere/checkpoints/step-00000001"], "step-00000001: manifest.json is missing"),
+        (["{run}/checkpoints"], "no checkpoint; give a run folder"),
+        (["{run}/checkpoints/step-00000009"], "step-00000009: manifest.json is missing"),
+        (["{run}", "--tokenizer", "nowhere.model"], "nowhere.model"),
+        (["{run}", "--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["{run}", "--temperature", "-1"], "--temperature"),
+        (["{run}", "--temperature", "nan"], "--temperature nan: must be a number of at least 0"),
+        (["{run}", "--temperature", "inf"], "--temperature"),
+        (["{run}", "--top-k", "-1"], "--top-k"),
+        (["{run}", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
+        (["{run}", "--top-p", "1.1"], "--top-p"),
+        (["{run}", "--top-p", "nan"], "--top-p"),
+        (["{run}", "--seed", "-1"], "--seed -1: must be from 0 to"),
+        (["{run}", "--seed", str(1 << 63)], "--seed"),
+    ],
+)
+def test_bad_input_exits_with_2(generate: Generate, run: Path, arguments: list[str], message: str) -> None:
+    code, text, errors = generate(*[argument.format(run=run) for argument in arguments])
+    assert code == 2
+    assert text == ""
+    assert errors.startswith("megalite-generate: error: ")
+    assert message in errors
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_refused(generate: Generate, run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    tamper(copy / "checkpoints/step-00000002", lambda fields: fields["config"]["model"].update(vocab_size=256))
+    code, _, errors = generate(copy)
+    assert code == 2
+    assert "has 320 tokens, but the model" in errors
+
+
+def test_a_run_without_tokenizer_needs_one(generate: Generate, run: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+    """One that only a checkpoint names is not opened, nor is one behind a link."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "tokenizer").rename(tmp_path / "elsewhere")
+    assert f"run: has no copy of the run's tokenizer; give --tokenizer, as '{tokenizer_file}" in generate(copy)[2]
+    (copy / "tokenizer").symlink_to(tmp_path / "elsewhere")
+    assert generate(copy)[0] == 2
+    (copy / "tokenizer").unlink()
+    (copy / "tokenizer").mkdir()
+    (copy / "tokenizer" / tokenizer_file.name).symlink_to(tokenizer_file)
+    for path in (copy / "checkpoints").iterdir():
+        tamper(path, lambda fields: fields["config"]["data"].update(tokenizer=None))
+    code, _, errors = generate(copy)
+    assert code == 2
+    assert errors.endswith("give --tokenizer\n")
+    assert generate(copy, "--tokenizer", tokenizer_file)[0] == 0
+
+
+def test_a_tokenizer_without_end_of_document_needs_a_prompt(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    tokenizer._eod = None
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.load_tokenizer", lambda _: tokenizer)
+    code, _, errors = generate(run)
+    assert code == 2
+    assert "give --prompt" in errors
+    assert generate(run, "--prompt", PROMPT)[0] == 0
+
+
+def test_interrupted_saves_are_passed_over(tmp_path: Path) -> None:
+    for name in ("step-00000001", "step-00000002.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert find_checkpoints(tmp_path) == (tmp_path, [tmp_path / "checkpoints/step-00000001"])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "data": lambda path: flip(path / "__0_0.distcp"),
+    "manifest": lambda path: flip(path / MANIFEST),
+    "index of other programs": lambda path: flip(path / METADATA),
+    "an absurd model": lambda path: tamper(path, lambda fields: fields["config"]["model"].update(layers=10**12)),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    how: str, generate: Generate, run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = copy / "checkpoints/step-00000002"
+    DAMAGE[how](newest)
+    code, text, errors = generate(copy, "--prompt", PROMPT)
+    assert (code, text) == generate(run / "checkpoints/step-00000001", "--prompt", PROMPT)[:2]
+    assert errors.startswith(f"megalite-generate: warning: {newest}: ")
+    assert "; the checkpoint before is used\n" in errors
+    code, text, errors = generate(newest, "--prompt", PROMPT)
+    assert (code, text) == (2, "")
+
+
+class Constant(nn.Module):
+    """Predicts the same distribution whatever came before."""
+
+    def __init__(self, chances: list[float]) -> None:
+        super().__init__()
+        self.model = Model(sequence_length=4)
+        self.logits = torch.tensor(chances).log()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert len(tokens) <= self.model.sequence_length
+        return self.logits.expand(*tokens.shape, -1)
+
+
+CHANCES = [0.1, 0.4, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "temperature", "top_k", "top_p", "expected"),
+    [
+        (4, 1.0, 0, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (4, 1.0, 9, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (4, 1.0, 2, 1.0, [0, 4 / 7, 0, 3 / 7]),
+        (3, 1.0, 0, 1.0, [1 / 7, 4 / 7, 2 / 7, 0]),
+        (4, 0.5, 0, 1.0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        (4, 0.0, 0, 1.0, [0, 1, 0, 0]),
+        (4, 1e-320, 0, 1.0, [0, 1, 0, 0]),
+        (4, 1.0, 0, 0.65, [0, 4 / 7, 0, 3 / 7]),
+        (4, 1.0, 0, 0.75, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (4, 1.0, 2, 0.5, [0, 1, 0, 0]),
+        (4, 1.0, 0, 1e-9, [0, 1, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(
+    vocabulary: int, temperature: float, top_k: int, top_p: float, expected: list[float]
+) -> None:
+    draw = Draw(temperature, top_k, top_p)
+    drawn = Counter(sample(Constant(CHANCES), [0], 2000, vocabulary, draw))  # type: ignore[arg-type]
+    assert [drawn[token] / 2000 for token in range(4)] == pytest.approx(expected, abs=0.04)
+
+
+@given(st.lists(st.floats(-40, 40), min_size=1, max_size=12), st.floats(0, 1, exclude_min=True))
+def test_a_nucleus_is_the_fewest_of_the_likeliest_that_reach_its_share(logits: list[float], share: float) -> None:
+    chances = torch.tensor(sorted(logits, reverse=True), dtype=torch.float64).softmax(0)
+    found = nucleus(chances, share)
+    kept = int((found > 0).sum())
+    assert kept >= 1
+    assert torch.equal(found[:kept], chances[:kept]), "they stay as they are"
+    assert not found[kept:].any()
+    assert chances[:kept].sum() >= share - 1e-12
+    assert kept == 1 or chances[: kept - 1].sum() < share + 1e-12
+
+
+@pytest.mark.parametrize("given", ["file", "stdin"])
+def test_a_prompt_from_a_file_is_taken_as_it_is(
+    given: str, generate: Generate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The quick é\n"
+    (tmp_path / "prompt.txt").write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    found = generate(run, "--prompt-file", tmp_path / "prompt.txt" if given == "file" else "-", "--tokens", 3)
+    assert found == generate(run, "--prompt", text, "--tokens", 3)
+    assert found[0] == 0
+    assert found[1].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a\xff", "is no UTF-8 at byte 1"), (b"a" * (1 << 24) + b"b", "is longer than"), (None, "cannot be read: ")],
+)
+def test_a_prompt_that_is_no_text_is_refused(
+    content: bytes | None, message: str, generate: Generate, run: Path, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "prompt").write_bytes(content)
+    code, text, errors = generate(run, "--prompt-file", tmp_path / "prompt")
+    assert (code, text) == (2, "")
+    assert f"--prompt-file {tmp_path / 'prompt'}: {message}" in errors
+
+
+def test_a_prompt_that_is_no_utf8_or_not_there_is_refused(
+    generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--prompt: is no UTF-8 at byte 1" in generate(run, "--prompt", os.fsdecode(b"a\xff"))[2]
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input: is closed" in generate(run, "--prompt-file", "-")[2]
+
+
+def test_an_interrupt_leaves_what_was_written(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[int]:
+        yield from load_tokenizer(tokenizer_file).encode("fox jumps")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.sample", interrupted)
+    code, text, errors = generate(run)
+    assert (code, text) == (130, "fox jumps")
+    assert errors.endswith("megalite-generate: interrupted\n")
+
+
+def test_a_reader_who_has_left_ends_it(run: Path, monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
+    def left(*_: object) -> Iterator[int]:
+        raise Lost("stdout", BrokenPipeError())
+        yield 0
+
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.sample", left)
+    code, _, errors = generate(run)
+    assert code == 141
+    assert "error" not in errors

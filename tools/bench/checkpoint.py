@@ -1,0 +1,314 @@
+"""Saving and loading a checkpoint on local processes, beside `torch.distributed.checkpoint` and `torch.save`.
+
+Every rank holds its shard of a model's weights and moments in fp32. All write it to the disk (flushed), and read it
+back; megalite also hashes every file when it writes and when it reads. An asynchronous save stops training for its
+stall, and slows it down while it writes: what a fixed amount of work takes longer is lost.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from megalite.checkpoint.host_group import HostGroup
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Failed, Saver
+from megalite.checkpoint.state import State
+from megalite.config.errors import InputError
+from megalite.config.files import is_folder, write_object
+from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
+from megalite.dist.mesh import Mesh
+from megalite.dist.ranks import RankInfo
+from megalite.optim.build import build_optimizer
+from megalite.plan.resolved import resolve
+from megalite.train.build import build_stage
+from megalite_tools.bench.ranks import CPU, run_on_ranks
+
+COMMAND = "megalite-bench-checkpoint"
+KEPT_STAGER = not torch.__version__.startswith("2.11.")  # whether a stager of DCP can take DTensors again and again
+WORK = 40  # matrix products that training stands for, while an asynchronous save is written
+Timing = dict[str, list[float]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark, or as one of its ranks measures; the exit code."""
+    return run_on_ranks("megalite_tools.bench.checkpoint", _parser(), argv, _ranks, _measure)
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    if min(options.ranks, options.rounds, options.layers, options.width) < 1 or options.width % 64:
+        raise InputError("--ranks, --rounds and --layers must be at least 1, --width a multiple of 64")
+    if not is_folder(options.folder):
+        raise InputError(f"--folder {options.folder}: no such folder")
+    return int(options.ranks)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=1024,
+        help="width of the model, a multiple of 64 (default: %(default)s, 12.6M parameters a layer)",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of every measurement (default: %(default)s)")
+    parser.add_argument(
+        "--folder", default=".", help="a folder on the disk to be measured (default: the working directory)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="JSON",
+        default="docs/benchmarks/checkpoint_cpu.json",
+        help="result to write (default: %(default)s)",
+    )
+    return parser
+
+
+class Bench:
+    """The state of one rank, and the ways to save and load it."""
+
+    def __init__(self, ranks: int, layers: int, width: int, folder: Path) -> None:
+        heads = width // 64
+        model = Model(layers=layers, width=width, heads=heads, kv_heads=heads, ffn=width * 8 // 3, vocab_size=4096)
+        self.config = Config(model=model, parallel=Parallel(dp_shard=ranks), train=Train(precision="fp32"))
+        mesh = Mesh.build(self.config.parallel.layout, CPU)
+        assert mesh is not None
+        stages = {0: build_stage(resolve(self.config), mesh, 0)}
+        self.state = State(stages, build_optimizer(stages.values(), self.config.optim))
+        self.folder, self.group = folder, HostGroup()
+        self.tensors = self.state.tensors()
+        self.names = count(1)
+
+    @property
+    def bytes(self) -> int:
+        """Of all ranks."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
+
+    def local(self) -> dict[str, Tensor]:
+        return {name: tensor.to_local() for name, tensor in self.tensors.items() if isinstance(tensor, DTensor)}
+
+    @contextmanager
+    def fresh_folder(self) -> Iterator[Path]:
+        """A fresh folder, whose files are gone afterwards. Nothing else waits to be written when it is given."""
+        path = self.folder / f"save-{next(self.names)}"
+        if self.group.leads:
+            path.mkdir()
+            os.sync()
+        dist.barrier()
+        yield path
+        dist.barrier()
+        if self.group.leads:
+            shutil.rmtree(path)
+
+    def saver(self, path: Path, in_background: bool) -> Saver:
+        config = replace(self.config, checkpoint=Checkpoint(async_=in_background, keep=1))
+        return Saver(self.state, config, (), path, self.group)
+
+
+def together(work: Callable[[], object]) -> float:
+    """Seconds until the last rank has done `work`."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
+    """One round of every way, each on files of its own."""
+    rank, local = bench.group.rank, bench.local()
+
+    def with_torch(file: Path) -> None:
+        with file.open("wb") as stream:
+            torch.save(local, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def from_torch(file: Path) -> None:
+        for name, tensor in torch.load(file, weights_only=True).items():
+            local[name].copy_(tensor)
+
+    with bench.fresh_folder() as path, bench.saver(path, in_background=False) as saver:
+        saves["megalite"].append(together(lambda: saver.save(Progress(step=1))))
+        _check(saver)
+        restorer = Restorer(bench.state, bench.config, (), bench.group)
+        loads["megalite"].append(together(lambda: restorer.all(path / "step-00000001")))
+    with bench.fresh_folder() as path:
+        saves["dcp"].append(together(lambda: dcp.save(bench.tensors, checkpoint_id=path)))
+        loads["dcp"].append(together(lambda: dcp.load(dict(bench.tensors), checkpoint_id=path)))
+    with bench.fresh_folder() as path:
+        saves["torch.save"].append(together(lambda: with_torch(path / f"{rank}.pt")))
+        loads["torch.save"].append(together(lambda: from_torch(path / f"{rank}.pt")))
+
+
+def load_memory(bench: Bench) -> dict[str, int]:
+    """Bytes by which a load's peak of resident memory exceeds what was there before, on the first rank; by way."""
+    with bench.fresh_folder() as path, bench.saver(path, in_background=False) as saver:
+        saver.save(Progress(step=1))
+        _check(saver)
+        folder = path / "step-00000001"
+        restorer = Restorer(bench.state, bench.config, (), bench.group)
+        return {
+            "megalite": _peak_growth(lambda: restorer.all(folder)),
+            "dcp": _peak_growth(lambda: dcp.load(dict(bench.tensors), checkpoint_id=folder)),
+        }
+
+
+def _peak_growth(work: Callable[[], object]) -> int:
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    together(work)
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process that are resident now (VmRSS), or were at their peak (VmHWM)."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def _check(saver: Saver) -> None:
+    for item in saver.news():
+        if isinstance(item, Failed):
+            raise InputError(f"--folder: {item.error}")
+
+
+def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """By way, of every asynchronous save: seconds that training stands still, and seconds lost in all.
+
+    The first save of each, which allocates, is not among them.
+    """
+    ways: dict[str, Callable[[Path, int], Callable[[], object]]] = {}
+    apart = dist.new_group()  # its collectives run in a thread beside training's
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    with bench.fresh_folder() as ours, bench.saver(ours, in_background=True) as saver:
+
+        def save_ours(_: Path, step: int) -> Callable[[], object]:
+            saver.save(Progress(step=step))
+            return saver.finish
+
+        def save_dcp(path: Path, step: int) -> Callable[[], object]:
+            return dcp.async_save(bench.tensors, checkpoint_id=path / str(step), process_group=apart).result  # type: ignore[union-attr]
+
+        def save_kept(path: Path, step: int) -> Callable[[], object]:
+            save = dcp.async_save(
+                bench.tensors, checkpoint_id=path / str(step), process_group=apart, async_stager=stager
+            )
+            return getattr(save, "upload_completion", save).result
+
+        ways = {"megalite": save_ours, "dcp": save_dcp} | ({"dcp, kept stager": save_kept} if KEPT_STAGER else {})
+        found: dict[str, dict[str, list[float]]] = {way: {"stall": [], "lost": []} for way in ways}
+        for step in range(1, rounds + 2):
+            for way, save in ways.items():
+                with bench.fresh_folder() as path:
+                    alone = together(_work)
+                    stall, total = _while_training(lambda save=save, path=path, step=step: save(path, step))  # type: ignore[misc]
+                if step > 1:
+                    found[way]["stall"].append(stall)
+                    found[way]["lost"].append(total - alone)
+        saver.finish()
+    stager.close()
+    return found
+
+
+def _while_training(save: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+    """Seconds that `save` kept this rank, the longest of all ranks; and that it took with the work after it."""
+    dist.barrier()
+    began = time.perf_counter()
+    finish = save()
+    stall = torch.tensor(time.perf_counter() - began)
+    _work()
+    dist.barrier()
+    total = time.perf_counter() - began
+    finish()
+    dist.all_reduce(stall, dist.ReduceOp.MAX)
+    return stall.item(), total
+
+
+def _work() -> None:
+    x = torch.ones(1024, 1024)
+    for _ in range(WORK):
+        x = x @ x
+        x /= x.max()
+
+
+def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:
+    told: list[Any] = [None]
+    with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own:
+        told = [own]
+        dist.broadcast_object_list(told)  # all write into the first rank's
+        bench = Bench(options.ranks, options.layers, options.width, Path(told[0]))
+        saves: Timing = {"megalite": [], "dcp": [], "torch.save": []}
+        loads: Timing = {way: [] for way in saves}
+        for _ in range(options.rounds + 1):
+            save_and_load(bench, saves, loads)
+        for timing in (*saves.values(), *loads.values()):
+            del timing[0]  # it warmed up
+        report = {
+            **header,
+            "ranks": options.ranks,
+            "bytes": bench.bytes,
+            "save_seconds": saves,
+            "load_seconds": loads,
+            "load_peak_bytes": load_memory(bench),
+            "largest_part_bytes": max(part.nbytes for part in bench.local().values()),
+            "asynchronous": stalls(bench, options.rounds),
+        }
+        dist.barrier()
+    if rank_info.rank == 0:
+        _show(report)
+        write_object(Path(options.out), report)
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    size = report["bytes"]
+    console.print(f"{size / 2**30:.2f} GiB of weights and moments on {report['ranks']} ranks; medians:", markup=False)
+    shown = Table()
+    shown.add_column("")
+    for column in ("GiB/s", "throughput / dcp", "range"):
+        shown.add_column(column, justify="right")
+    for what in ("save", "load"):
+        timings = report[f"{what}_seconds"]
+        for way, seconds in timings.items():
+            ratios = [there / here for here, there in zip(seconds, timings["dcp"], strict=True)]
+            rate = size / 2**30 / statistics.median(seconds)
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            shown.add_row(f"{what}: {way}", f"{rate:.2f}", f"{statistics.median(ratios):.2f}", spread)
+    console.print(shown)
+    peaks = ", ".join(f"{way} {size / 2**20:.0f} MiB" for way, size in report["load_peak_bytes"].items())
+    largest = report["largest_part_bytes"] / 2**20
+    console.print(f"Memory of a load beside the state: {peaks}; the largest part of a tensor is {largest:.0f} MiB.")
+    shown = Table()
+    shown.add_column("asynchronous save")
+    for column in ("stall ms", "worst ms", "lost ms"):
+        shown.add_column(column, justify="right")
+    for way, found in report["asynchronous"].items():
+        cells = (statistics.median(found["stall"]), max(found["stall"]), statistics.median(found["lost"]))
+        shown.add_row(way, *(f"{1e3 * seconds:.0f}" for seconds in cells))
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

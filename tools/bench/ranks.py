@@ -1,0 +1,62 @@
+"""What the benchmarks on local ranks have in common: they start themselves once more for every rank."""
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from megalite.dist.local import launch
+from megalite.dist.ranks import RankInfo, find_rank_info
+from megalite.dist.signals import end_when_stopped
+from megalite.dist.start import run_rank, start
+from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
+from megalite_tools.bench.machine import cpu_name
+
+CPU = torch.device("cpu")
+TIMEOUT = 600.0  # seconds
+
+
+def run_on_ranks(
+    module: str,
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    ranks: Callable[[argparse.Namespace], int],
+    measure: Callable[[RankInfo, argparse.Namespace, dict[str, Any]], None],
+    judge: Callable[[argparse.Namespace], int] = lambda _: ExitCode.DONE,
+) -> int:
+    """The exit code of a benchmark: that of its ranks, or then what `judge` says.
+
+    module: what is started for every rank. ranks: how many the options ask for; raises InputError for bad ones.
+    measure: runs on every rank, in a process group and one thread, and is given what a report begins with.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def as_rank(rank_info: RankInfo, options: argparse.Namespace) -> int:
+        start(rank_info, "cpu", TIMEOUT)
+        torch.set_num_threads(1)
+        measure(rank_info, options, _header(shlex.join([parser.prog, *arguments])))
+        return ExitCode.DONE
+
+    def run() -> int:
+        options, rank_info = parser.parse_args(arguments), find_rank_info()
+        if rank_info is not None:
+            end_when_stopped(rank_info)
+            return run_rank(lambda: as_rank(rank_info, options), rank_info)
+        return launch(module, arguments, ranks(options)) or judge(options)
+
+    return exit_code(parser.prog, run)
+
+
+def _header(command: str) -> dict[str, Any]:
+    return {
+        "command": command,
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
+    }

@@ -1,0 +1,266 @@
+"""Time and memory of a training step on CPU, beside Hugging Face transformers on the same weights and tokens.
+
+Every variant lives in a process of its own. They take their steps in turn, so that what else the machine does
+meets all of them, and a time ratio is the median over rounds of two steps of the same round. Nothing is shown
+unless losses and gradient norms agree.
+"""
+
+import argparse
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from megalite.config.errors import InputError
+from megalite.config.files import write_object
+from megalite.config.layout import Layout
+from megalite.config.load import is_override, load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+from megalite.data.loader import Micros
+from megalite.dist.mesh import Mesh
+from megalite.dist.start import start_alone
+from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
+from megalite.plan.fit import fit_micro
+from megalite.train.build import Job, build
+from megalite.train.recompute_costs import plan_for
+from megalite.train.step import train_step
+from megalite_tools.bench.machine import cpu_name
+from megalite_tools.bench.peer import LlamaForCausalLM, Step, build_peer
+
+COMMAND = "megalite-bench-step"
+MODEL = "configs/model/small_60m.yaml"
+BASE = (
+    "model.sequence_length=256",
+    "batch.micro=4",
+    "batch.global=4",
+    "train.precision=fp32",
+    "schedule.name=constant",
+)
+OURS = "megalite"
+PEERS: dict[str, dict[str, Any]] = {  # further arguments of torch.optim.AdamW
+    "transformers, AdamW": {},
+    "transformers, fused AdamW": {"fused": True},
+}
+COMPARED = 3  # first steps, whose losses and gradient norms are compared; they warm up and are not timed
+TOLERANCE = 1e-5  # relative
+
+
+@dataclass
+class Variant:
+    """One implementation and what was measured of it."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)  # of the compared steps
+    norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of the timed steps
+    peak_bytes: int = 0  # of resident memory, above that after the imports
+
+
+class Disagreement(Exception):
+    """A variant does not compute what ours computes."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: FAILED where the implementations disagree, or one died."""
+    return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        config = _config(options)
+        variants = _measure(config, options.steps)
+        report = _report(config, variants, shlex.join([COMMAND, *arguments]))
+        _show(report)
+        write_object(Path(options.out), report)
+    except Disagreement as error:
+        print(f"{COMMAND}: error: {error}; nothing is timed", file=sys.stderr)
+        return ExitCode.FAILED
+    except (EOFError, ConnectionError):
+        print(f"{COMMAND}: error: a process died; what it said is above", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument(
+        "inputs", nargs="*", metavar="CONFIG | key=value", help=f"as for megalite train (default: {MODEL})"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of every variant (default: %(default)s)")
+    parser.add_argument(
+        "--out", metavar="JSON", default="docs/benchmarks/step_cpu.json", help="result to write (default: %(default)s)"
+    )
+    return parser
+
+
+def _config(options: argparse.Namespace) -> Config:
+    overrides = [item for item in options.inputs if is_override(item)]
+    files = [item for item in options.inputs if item not in overrides] or [MODEL]
+    config = fit_micro(check(load(files, [*BASE, *overrides]), world_size=1))
+    if LlamaForCausalLM is None:
+        raise InputError("transformers is not installed; pip install 'megalite[hf]'")
+    if config.model.qk_norm or config.model.qkv_bias or config.model.rope_scaling:
+        raise InputError(
+            "model.qk_norm, model.qkv_bias and model.rope_scaling must be off: transformers' Llama has none"
+        )
+    if config.train.precision != "fp32" or config.optim.clip_norm == 0:
+        raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")
+    if options.steps < 1:
+        raise InputError(f"--steps={options.steps}: must be at least 1")
+    return config
+
+
+def _measure(config: Config, steps: int) -> list[Variant]:
+    """Let all variants take their steps in turn, the order reversed every other round."""
+    variants = [Variant(name) for name in (OURS, *PEERS)]
+    context = get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    processes = []
+    try:
+        for variant in variants:
+            pipes[variant.name], remote = context.Pipe()
+            processes.append(context.Process(target=_serve, args=(variant.name, config, remote)))
+            processes[-1].start()
+            remote.close()
+            pipes[variant.name].recv()  # ready: never two at work at once
+        for step in range(COMPARED + steps):
+            for variant in variants if step % 2 else variants[::-1]:
+                _take_step(variant, step, pipes[variant.name])
+            if step == COMPARED - 1:
+                _compare(variants[0], variants[1:])
+        for variant in variants:
+            pipes[variant.name].send(None)
+            variant.peak_bytes = pipes[variant.name].recv()
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return variants
+
+
+def _take_step(variant: Variant, step: int, pipe: Connection) -> None:
+    pipe.send(step)
+    seconds, loss, norm = pipe.recv()
+    if step < COMPARED:
+        variant.losses.append(loss)
+        variant.norms.append(norm)
+    else:
+        variant.seconds.append(seconds)
+
+
+def _compare(ours: Variant, peers: Iterable[Variant]) -> None:
+    for peer in peers:
+        for quantity, expected, got in (("loss", peer.losses, ours.losses), ("norm", peer.norms, ours.norms)):
+            for step, (a, b) in enumerate(zip(expected, got, strict=True)):
+                if not abs(a - b) <= TOLERANCE * abs(a):
+                    raise Disagreement(f"step {step}: the {quantity} is {b!r} in {ours.name}, {a!r} in {peer.name}")
+
+
+def _serve(name: str, config: Config, pipe: Connection) -> None:
+    """Say when ready, take the steps that the parent asks for, and at the end tell the peak memory."""
+    imported = _peak_bytes()
+    start_alone()
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    job = build(plan_for(config, mesh), mesh)
+    step = _ours(job) if name == OURS else build_peer(job, PEERS[name])
+    del job
+    pipe.send(None)
+    while (number := pipe.recv()) is not None:
+        batch = _batch(config, number)
+        start = time.perf_counter()
+        loss, norm = step(batch, number)
+        pipe.send((time.perf_counter() - start, loss, norm))
+    pipe.send(_peak_bytes() - imported)
+    dist.destroy_process_group()
+
+
+def _ours(job: Job) -> Step:
+    def step(batch: Tensor, number: int) -> tuple[float, float]:
+        reading = train_step(job, Micros.cut_at(batch, None), number).read()
+        return reading.loss, reading.norm
+
+    return step
+
+
+def _batch(config: Config, step: int) -> Tensor:
+    """The same random tokens for every variant, `[m, b, s + 1]`."""
+    generator = torch.Generator().manual_seed(step)
+    size = (config.batch.global_, config.model.sequence_length + 1)
+    return torch.randint(config.model.vocab_size, size, generator=generator).unflatten(0, (-1, config.batch.micro_size))
+
+
+def _peak_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _report(config: Config, variants: Sequence[Variant], command: str) -> dict[str, Any]:
+    tokens = config.batch.global_ * config.model.sequence_length
+    return {
+        "command": command,
+        "model": asdict(config.model),
+        "batch": {"micro": config.batch.micro, "global": config.batch.global_},
+        "optim": asdict(config.optim),
+        "tolerance": TOLERANCE,
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in ("megalite", "torch", "transformers")},
+        "variants": [asdict(variant) | _summary(variants[0], variant, tokens) for variant in variants],
+    }
+
+
+def _summary(ours: Variant, variant: Variant, tokens: int) -> dict[str, float]:
+    median = statistics.median(variant.seconds)
+    return {
+        "median_seconds": median,
+        "fastest_seconds": min(variant.seconds),
+        "tokens_per_second": tokens / median,
+        "time_ratio": statistics.median(a / b for a, b in zip(ours.seconds, variant.seconds, strict=True)),
+        "memory_ratio": ours.peak_bytes / max(1, variant.peak_bytes),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    model, machine = report["model"], report["machine"]
+    console = Console(highlight=False)
+    console.print(
+        f"One training step in fp32: {model['layers']} layers of {model['width']}, vocabulary {model['vocab_size']:,}, "
+        f"{report['batch']['global']} × {model['sequence_length']} tokens; {machine['cpu']}, "
+        f"{machine['threads']} threads. Ratios are megalite / row.",
+        markup=False,
+    )
+    table = Table()
+    table.add_column("")
+    for column in ("median s", "tokens/s", "time ratio", "peak MiB", "memory ratio"):
+        table.add_column(column, justify="right")
+    for row in report["variants"]:
+        numbers = (row["median_seconds"], row["tokens_per_second"], row["time_ratio"])
+        memory = (row["peak_bytes"] / 2**20, row["memory_ratio"])
+        cells = ("{:.3f}", "{:,.0f}", "{:.3f}", "{:,.0f}", "{:.3f}")
+        table.add_row(row["name"], *(cell.format(value) for cell, value in zip(cells, numbers + memory, strict=True)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Giving an index to what has none, for `megalite-inspect-checkpoint index`."""
+
+import argparse
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megalite.checkpoint.disk import DamagedError, File, check_hashes, damage_of, measure, read_whole, synchronize
+from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.index import LIMIT, Index
+from megalite.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    NAME,
+    WITHOUT_INDEX,
+    Manifest,
+    OldFormatError,
+    config_problems,
+    step_of,
+)
+from megalite.checkpoint.manifest import LIMIT as MANIFEST_LIMIT
+from megalite.checkpoint.read import Reader
+from megalite.checkpoint.wanted import differences_from
+from megalite.config.convert import to_plain
+from megalite.config.errors import InputError
+from megalite.config.files import exists, write_whole
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite_tools.checkpoint.checkpoints import find
+from megalite_tools.checkpoint.dcp_index import dcp_index
+from megalite_tools.terminal import Terminal
+
+
+def index(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any], bool]:
+    """Prints what became of the checkpoints `options.paths`; that, for JSON, and that all is well."""
+    config = None if options.config is None else _model_of(options.config)
+    results = []
+    for path in [checkpoint for given in options.paths for checkpoint in _meant(given)]:
+        done, left_out = _index(path, config)
+        others = f"; left out, as no tensors: {', '.join(left_out)}" if left_out else ""
+        terminal.line(f"{path}: {done or 'has an index'}{others}")
+        results.append({"path": str(path), "written": done is not None, "left_out": left_out})
+    return {"checkpoints": results}, True
+
+
+def _model_of(files: list[str]) -> Config:
+    """The configuration in `files`. Raises InputError unless its model can be."""
+    config = load(files)
+    if problems := list(config_problems(to_plain(config))):
+        raise InputError(problems)
+    return config
+
+
+def _meant(path: Path) -> list[Path]:
+    """`find`, and any folder that DCP has written."""
+    return [path] if exists(path / METADATA) else find(path)
+
+
+def _index(path: Path, config: Config | None) -> tuple[str | None, list[str]]:
+    """Write what `path` lacks: what was done (None: nothing), and the names of what is no tensor."""
+    if not exists(path / MANIFEST, follow=False):
+        return "has an index now", _take_in(path, config)
+    try:
+        manifest = Manifest.read(path)
+    except OldFormatError:
+        manifest = Manifest.read(path, WITHOUT_INDEX)
+        _refuse_config(path, config, manifest)
+        check_hashes(path, manifest.files)
+        found, left_out = _indexed(path)
+        _write(path, found, manifest)
+        return "has an index now", left_out
+    _refuse_config(path, config, manifest)
+    if config is None or to_plain(config) == manifest.config:
+        return None, []
+    _refuse_other_model(path, Reader(path, manifest).index, config)
+    _write_manifest(path, replace(manifest, config=to_plain(config)))
+    return "has this configuration now", []
+
+
+def _take_in(path: Path, config: Config | None) -> list[str]:
+    """Write index and manifest of what another program has saved; the names of what is no tensor."""
+    if config is None:
+        raise InputError(f"{path}: has no {MANIFEST}; give the configuration of its model with --config")
+    found, left_out = _indexed(path)
+    _refuse_other_model(path, found, config)
+    manifest = Manifest(
+        step=step_of(path) if NAME.fullmatch(path.absolute().name) else 0,
+        tokens=None,
+        saved=_time_of(path / METADATA).isoformat(timespec="seconds"),
+        ranks=None,
+        layout=None,
+        versions={},
+        config=to_plain(config),
+        data=(),
+        files={name: measure(path, name) for name in (*found.files, METADATA)},
+    )
+    _write(path, found, manifest)
+    return left_out
+
+
+def _indexed(path: Path) -> tuple[Index, list[str]]:
+    """`dcp_index`. Raises InputError where `path` has a file in place of ours, which somebody may need."""
+    if exists(path / INDEX, follow=False):
+        try:
+            Index.decode(read_whole(path, INDEX, LIMIT))  # as an attempt that was interrupted has left it
+        except ValueError:
+            raise InputError(f"{path}: has another program's {INDEX}, which is not overwritten; move it away") from None
+    return dcp_index(path)
+
+
+def _refuse_config(path: Path, config: Config | None, manifest: Manifest) -> None:
+    if config is not None and not manifest.foreign:
+        raise InputError(f"--config: megalite has saved {path} with a configuration of its own; leave --config out")
+
+
+def _refuse_other_model(path: Path, found: Index, config: Config) -> None:
+    if differ := differences_from(found, config.model):
+        raise InputError(f"--config: {path} does not hold this model: {differ}")
+
+
+def _write(path: Path, index: Index, manifest: Manifest) -> None:
+    """Write an index, and the manifest that names it, once both are known to be readable."""
+    content, sizes = index.encode(), {name: file.bytes for name, file in manifest.files.items()}
+    with damage_of(path, METADATA):
+        if len(content) > LIMIT:
+            raise ValueError(f"makes an index of {len(content)} bytes; at most {LIMIT} are read")
+        Index.decode(content).check(sizes, index.tensors)
+    file = File(len(content), xxhash.xxh3_128_hexdigest(content))
+    _write_manifest(path, replace(manifest, files={**manifest.files, INDEX: file}), content)
+
+
+def _write_manifest(path: Path, manifest: Manifest, index: bytes | None = None) -> None:
+    text = manifest.render()
+    try:
+        Manifest.parse(path, text.encode())
+    except DamagedError as error:
+        raise InputError(f"{path}: cannot have a manifest: {error.what}") from None
+    if len(text) > MANIFEST_LIMIT:
+        raise InputError(f"{path}: its manifest would have {len(text)} bytes; at most {MANIFEST_LIMIT} are read")
+    if index is not None:
+        write_whole(path / INDEX, index)
+    write_whole(path / MANIFEST, text)
+    synchronize(path)
+
+
+def _time_of(file: Path) -> datetime:
+    try:
+        return datetime.fromtimestamp(file.lstat().st_mtime, UTC)
+    except (ValueError, OverflowError):  # a file system may say anything
+        return datetime.now(UTC)

@@ -1,0 +1,388 @@
+"""Documents from text, JSON Lines and Parquet files, plain or compressed."""
+
+import argparse
+import codecs
+import io
+import json
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megalite.config.errors import InputError
+from megalite.config.files import exists, is_file, is_folder
+from megalite_tools.data.opened import FORMATS, Format, UnknownFormatError, check_encoding, format_of, open_utf8
+
+try:
+    import pyarrow
+    import pyarrow.compute
+    import pyarrow.parquet
+except ImportError:  # optional: pip install megalite[data]
+    pyarrow = None
+
+PARQUET_ROWS = 64  # rows decoded at a time
+TEXT_TYPES = ("is_null", "is_string", "is_large_string", "is_binary", "is_large_binary", "is_fixed_size_binary")
+BLOCK = 1 << 20  # bytes of text looked at at a time
+MOST = 256 << 20  # bytes of a document, unless told otherwise
+
+EMPTY = "empty document"
+UNREADABLE = "unreadable file"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read."""
+
+    key: str = "text"  # the JSON field or Parquet column with the text; dots lead into nested ones
+    format: Format | None = None  # None: as the suffix says
+    encoding: str = "utf-8"  # of text and JSON Lines
+    separator: str | None = None  # between the documents of a text file; None: the file is one
+    most: int = MOST  # bytes of a document
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
+    """What programs that read documents are told about them."""
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory of files")
+    parser.add_argument(
+        "--glob", help="files to take from a directory, as '**/*.txt' (default: all whose suffix tells of a format)"
+    )
+    parser.add_argument("--format", choices=FORMATS, help="format of the files (default: by suffix)")
+    parser.add_argument("--encoding", default="utf-8", help="encoding of text and JSON Lines (default: %(default)s)")
+    parser.add_argument(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="field or column that holds the text, such as meta.text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-document",
+        type=int,
+        default=MOST,
+        metavar="BYTES",
+        help="the most text that a document may have (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="where a document or file cannot be used: stop and write nothing, or leave it out and count it "
+        "(default: %(default)s)",
+    )
+
+
+def reading_of(options: argparse.Namespace, separator: str | None = None) -> Reading:
+    """The options of `add_reading_options`. Raises InputError."""
+    check_encoding(options.encoding)
+    if options.max_document < 1:
+        raise InputError(f"--max-document {options.max_document}: must be at least 1")
+    if separator == "":
+        raise InputError("--separator is empty; give the text that stands between documents")
+    if separator is not None and not separator.isascii():
+        try:
+            separator.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"--separator {separator!a} is not valid UTF-8; give it in UTF-8") from None
+    return Reading(options.json_key, options.format, options.encoding, separator, options.max_document)
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A document that cannot be used: where it is, the kind of trouble, and what exactly."""
+
+    origin: str  # FILE, FILE:LINE or FILE:ROW
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = " ".join(self.detail.split())  # what packages say may have several lines
+        return f"{self.origin}: {self.reason}" + (f": {detail}" if detail else "")
+
+
+def find_files(
+    inputs: Iterable[str], pattern: str | None, reading: Reading, on_error: Literal["stop", "skip"], skipped: "Skipped"
+) -> list[Path]:
+    """The files named by `inputs`, in order; a directory stands for what `pattern` matches in it, sorted.
+
+    Without a pattern it stands for all files of known formats, hidden ones left out; the others are added to `skipped`.
+    A file that was there before, under whatever name, is added to `skipped` if `on_error` is "skip". Raises InputError
+    for it otherwise, for a missing path, a directory without a match, and a named file whose format is not known.
+    """
+    files: dict[tuple[int, int], Path] = {}
+    for path in map(Path, inputs):
+        if not is_folder(path):
+            found = [path]
+        elif pattern is None:
+            found = _known(path, reading, skipped)
+        else:
+            found = _matches(path, pattern)
+        for file in found:
+            if not is_file(file):
+                rule = "not a regular file" if exists(file) else "no such file or directory"
+                raise InputError(f"{file}: {rule}")
+            format_of(file, reading.format)
+            status = file.stat()
+            first = files.setdefault((status.st_dev, status.st_ino), file)
+            if first is not file:
+                reject = Reject(str(file), "given twice", f"it is {first}, whose documents would be repeated")
+                _refuse(reject, on_error, skipped)
+    return list(files.values())
+
+
+def read_documents(
+    path: Path, reading: Reading, advanced: Callable[[int], None] = lambda _: None
+) -> Iterator[Document | Reject]:
+    """Every document of one file; `advanced` is called with the number of bytes read from it.
+
+    A document is a JSON object on a line, a row of Parquet, a text file, or what stands between separators in one.
+    Memory: one document of at most `reading.most` bytes, or 64 rows. What cannot be used comes as a Reject; only a
+    missing optional package raises InputError.
+    """
+    form = format_of(path, reading.format)
+    try:
+        if form == "parquet":
+            yield from _parquet(path, reading, advanced)
+        else:
+            with open_utf8(path, reading.encoding, advanced) as file:
+                yield from _json_lines(path, file, reading) if form == "jsonl" else _text(path, file, reading)
+    except UnicodeError as error:
+        yield Reject(str(path), f"not valid {reading.encoding}", str(error)[:200])
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        yield Reject(str(path), UNREADABLE, str(error))
+
+
+@dataclass
+class Skipped:
+    """Documents left out so far, by reason, with the first of each kind."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, Reject] = field(default_factory=dict)
+
+    def add(self, reject: Reject) -> None:
+        self.counts[reject.reason] += 1
+        self.first.setdefault(reject.reason, reject)
+
+    def nothing_kept(self, files: Sequence[Path]) -> str:
+        """The message for `files` that are left without a document."""
+        empty = f"{files[0]} is empty" + (f", and so are {len(files) - 1:,} more files" if len(files) > 1 else "")
+        return "no usable document in the input: " + ("; ".join(self.lines()) or empty)
+
+    def lines(self) -> list[str]:
+        """One line for each reason."""
+        return [f"{count:,} × {reason}, first {self.first[reason].origin}" for reason, count in self.counts.items()]
+
+
+def read_texts(
+    files: Iterable[Path],
+    reading: Reading,
+    on_error: Literal["stop", "skip"],
+    skipped: Skipped,
+    advanced: Callable[[int], None] = lambda _: None,
+) -> Iterator[str]:
+    """The text of every usable document of `files`, in order; the others are added to `skipped`.
+
+    advanced: called with byte counts that sum to the total size of all files. Raises InputError at the first unusable
+    document if `on_error` is "stop". Empty documents are always skipped.
+    """
+    for path in files:
+        left = path.stat().st_size
+
+        def read(count: int) -> None:
+            nonlocal left
+            left -= count
+            advanced(count)
+
+        for document in read_documents(path, reading, read):
+            if isinstance(document, Document):
+                yield document.text
+            else:
+                _refuse(document, "skip" if document.reason == EMPTY else on_error, skipped)
+        advanced(left)  # a damaged file is not read to its end
+
+
+def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped) -> None:
+    if on_error == "stop":
+        raise InputError(f"{reject}; --on-error skip leaves such out")
+    skipped.add(reject)
+
+
+def _known(folder: Path, reading: Reading, skipped: Skipped) -> list[Path]:
+    """The files at any depth whose format is known. A hidden file, or one in a hidden directory, is none of them."""
+    known = []
+    for file in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts) or not is_file(file):
+            continue
+        try:
+            format_of(file, reading.format)
+        except UnknownFormatError:
+            skipped.add(Reject(str(file), "unknown format"))
+        else:
+            known.append(file)
+    if not known:
+        raise InputError(f"{folder}: no file in this directory has a suffix that tells of a format; --format says it")
+    return known
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    try:
+        matches = sorted(match for match in folder.glob(pattern) if is_file(match))
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"--glob {pattern!r}: {error}") from error
+    if not matches:
+        raise InputError(f"{folder}: no file in this directory matches --glob {pattern!r}")
+    return matches
+
+
+def _text(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterator[Document | Reject]:
+    whole = reading.separator is None
+    for number, raw in enumerate(_between(file, (reading.separator or "").encode(), reading.most), 1):
+        origin = str(path) if whole else f"{path}:{number}"
+        if raw is None:
+            yield _too_long(origin, reading)
+            continue
+        if reading.separator == "\n":
+            raw = raw.removesuffix(b"\r")
+        try:
+            yield _checked(origin, raw.decode(), reading)
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            yield Reject(f"{path}:{line}" if whole else origin, "not valid UTF-8", f"byte 0x{raw[error.start]:02x}")
+
+
+def _json_lines(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterator[Document | Reject]:
+    for number, line in enumerate(_between(file, b"\n", reading.most), 1):
+        if line is None:
+            yield _too_long(f"{path}:{number}", reading)
+        elif line and not line.isspace():
+            yield _json_document(f"{path}:{number}", line, reading)
+
+
+def _between(file: io.BufferedIOBase, separator: bytes, most: int) -> Iterator[bytes | None]:
+    """What stands between separators; None where that is longer than `most`. Without one, the whole file.
+
+    The mark of UTF-8 at the beginning is left out, and so is an empty rest after the last separator.
+    """
+    held, looked_at, dropping = bytearray(), 0, False
+    first = True
+    while block := file.read(BLOCK):
+        held += block
+        if first:
+            first = False
+            held = held.removeprefix(codecs.BOM_UTF8)
+        start = 0
+        while separator and (at := held.find(separator, max(start, looked_at))) >= 0:
+            yield None if dropping or at - start > most else bytes(held[start:at])
+            start, dropping = at + len(separator), False
+        del held[:start]
+        if len(held) > most + len(separator):
+            dropping = True
+        if dropping:
+            del held[: len(held) - max(0, len(separator) - 1)]
+        looked_at = max(0, len(held) - len(separator) + 1)
+    if held or dropping:
+        yield None if dropping or len(held) > most else bytes(held)
+
+
+def _too_long(origin: str, reading: Reading) -> Reject:
+    fix = "--lines or --separator cut text files into documents; --max-document allows more, and takes the memory"
+    return Reject(origin, "document too long", f"more than {reading.most:,} bytes; {fix}")
+
+
+def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Reject:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Reject(origin, "not valid UTF-8", f"byte 0x{line[error.start]:02x}")
+    except (ValueError, RecursionError) as error:
+        what = str(error).partition("; use sys.")[0]  # that is advice for programmers
+        return Reject(origin, "not valid JSON", f"{what[:200]}; expected one object per line")
+    if not isinstance(record, dict):
+        return Reject(origin, "not a JSON object", type(record).__name__)
+    return _checked(origin, _inside(record, reading.key), reading)
+
+
+def _inside(record: dict[str, Any], key: str) -> object:
+    """The field `key`, or else what its dots lead to; a Missing tells where they lead no further."""
+    value: object = record
+    for name in (key,) if key in record else key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return Missing(tuple(value) if isinstance(value, dict) else ())
+        value = value[name]
+    return value
+
+
+@dataclass(frozen=True)
+class Missing:
+    """There is no such field among these."""
+
+    fields: tuple[str, ...]
+
+
+def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> Iterator[Document | Reject]:
+    if pyarrow is None:
+        raise InputError(f"{path}: reading it needs the package `pyarrow`: pip install 'megalite[data]'")
+    key, size = reading.key, path.stat().st_size
+    try:
+        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            schema, rows = file.schema_arrow, max(1, file.metadata.num_rows)
+            fields = (key,) if key in schema.names else tuple(key.split("."))
+            if (reject := _unlike_text(path, schema, fields, key)) is not None:
+                yield reject
+                return
+            row = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[fields[0]]):
+                values = batch.column(fields[0])
+                if fields[1:]:  # the other fields of a struct may hold what Python has no value for
+                    values = pyarrow.compute.struct_field(values, fields[1:])
+                for value in values.to_pylist():
+                    row += 1
+                    yield _checked(f"{path}:{row}", value, reading)
+                advanced(size * row // rows - size * (row - len(batch)) // rows)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        yield Reject(str(path), UNREADABLE, str(error))
+
+
+def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> Reject | None:
+    """Why the column, or the field inside of it, that `fields` lead to holds no text; None: it does."""
+    inside = pyarrow.struct(schema)
+    for name in fields:
+        names = [field.name for field in inside] if pyarrow.types.is_struct(inside) else []
+        if names.count(name) > 1:
+            return Reject(str(path), f"field {key!r} is not a string", f"there are {names.count(name)} of {name!r}")
+        if name not in names:
+            return _missing(str(path), key, names)
+        inside = inside.field(name).type
+    plain = inside.value_type if pyarrow.types.is_dictionary(inside) else inside
+    if any(getattr(pyarrow.types, holds)(plain) for holds in TEXT_TYPES):
+        return None
+    return Reject(str(path), f"field {key!r} is not a string", f"its type is {str(inside)[:200]}")
+
+
+def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
+    if isinstance(text, Missing):
+        return _missing(origin, reading.key, text.fields)
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            return Reject(origin, "not valid UTF-8", f"byte 0x{text[error.start]:02x}")
+    if not isinstance(text, str):
+        return Reject(origin, f"field {reading.key!r} is not a string", f"{type(text).__name__}")
+    if not text or text.isspace():
+        return Reject(origin, EMPTY)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair
+        return Reject(origin, "not valid Unicode", f"lone surrogate {text[error.start]!a}")
+    return Document(text) if size <= reading.most else _too_long(origin, reading)
+
+
+def _missing(origin: str, key: str, names: Iterable[str]) -> Reject:
+    return Reject(origin, f"no field {key!r}", f"the fields are {', '.join(names)[:500] or 'none'}")

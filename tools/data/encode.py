@@ -1,0 +1,129 @@
+"""Tokenize documents in worker processes, in order and in bounded memory."""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain, islice
+from multiprocessing import get_context, parent_process
+from threading import Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import InputError
+from megalite.data.store import token_dtype
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.exit_codes import ExitCode
+from megalite.stop import STOP, held_up, listen
+from megalite_tools.data.pieces import pieces
+
+BATCH_CHARACTERS = 1 << 20
+BATCH_DOCUMENTS = 4096
+Batch = list[tuple[str, bool]]  # pieces of texts, and whether they are the last of their text
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a worker needs to know to tokenize a document."""
+
+    tokenizer: str  # path
+    eod_token: str | None = None  # what ends documents, where the tokenizer does not say
+    ends: bool = True  # whether every document is given its end
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Pieces of documents end to end, how many tokens each has, and whether its document ends with it."""
+
+    tokens: NDArray[np.integer]
+    lengths: list[int]
+    last: list[bool]
+
+    def pieces(self) -> Iterator[tuple[NDArray[np.integer], bool]]:
+        return zip(np.split(self.tokens, np.cumsum(self.lengths)[:-1]), self.last, strict=True)
+
+
+def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Generator[Encoded]:
+    """Tokenized batches of `texts`, in their order whatever `workers` is; 1 runs in this process.
+
+    Long texts are cut, so that memory does not grow with them and all workers share them. Raises InputError if a worker
+    dies.
+    """
+    batches = _batches(texts, _tokenizer(encoding))
+    encode = partial(encode_batch, encoding)
+    if workers == 1:
+        yield from map(encode, batches)
+        return
+    # Spawned, not forked: a tokenizer may hold threads, which do not survive a fork.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
+    try:
+        ahead = deque(_submit(pool, encode, batch) for batch in islice(batches, 2 * workers))
+        while ahead:
+            yield ahead.popleft().result()
+            ahead.extend(_submit(pool, encode, batch) for batch in islice(batches, 1))
+    except BrokenProcessPool as error:
+        raise InputError("a worker process died, perhaps for want of memory; try fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: Executor, encode: Callable[[Batch], Encoded], batch: Batch) -> Future[Encoded]:
+    with held_up():  # this may start a worker, which must not end with a traceback of its imports
+        return pool.submit(encode, batch)
+
+
+def encode_batch(encoding: Encoding, batch: Batch) -> Encoded:
+    """Tokenize texts in one go; one that is the last of its document is followed by the end-of-document id."""
+    tokenizer = _tokenizer(encoding)
+    texts, last = zip(*batch, strict=True)
+    found = tokenizer.encode_batch(texts)
+    if encoding.ends:
+        for tokens, ends in zip(found, last, strict=True):
+            if ends:
+                assert tokenizer.eod is not None, "the caller has asked"
+                tokens.append(tokenizer.eod)
+    lengths = [len(tokens) for tokens in found]
+    joined = np.fromiter(chain.from_iterable(found), token_dtype(tokenizer.vocab_size), sum(lengths))
+    return Encoded(joined, lengths, list(last))
+
+
+@cache
+def _tokenizer(encoding: Encoding) -> Tokenizer:
+    return load_tokenizer(encoding.tokenizer, encoding.eod_token)
+
+
+def _start_worker() -> None:
+    Thread(target=_die_with_parent, daemon=True).start()
+    listen(signal.SIG_IGN, set(STOP) - {signal.SIGTERM})  # what the terminal sends to all is the parent's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+
+
+def _die_with_parent() -> None:
+    """However that ends: a killed one can tell nobody."""
+    parent = parent_process()
+    assert parent is not None, "workers are started by another process"
+    parent.join()
+    os._exit(ExitCode.FAILED)
+
+
+def _batches(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Batch]:
+    batch: Batch = []
+    characters = 0
+    for text in texts:
+        cut = pieces(text, tokenizer)
+        held = next(cut)
+        for following in chain(cut, [None]):
+            batch.append((held, following is None))
+            characters += len(held)
+            held = following or ""
+            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch

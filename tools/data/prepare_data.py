@@ -1,0 +1,150 @@
+"""Tokenize text, JSON Lines and Parquet files into a token store (Megatron's .bin and .idx)."""
+
+import argparse
+import os
+import signal
+import sys
+from contextlib import ExitStack, closing
+from functools import partial
+from hashlib import blake2b
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
+
+from megalite.config.errors import InputError, counted, listing
+from megalite.data.description import SourceFile, TokenizerFile
+from megalite.data.store import StoreWriter, sweep, token_dtype
+from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
+from megalite.entry import exit_code
+from megalite.stop import listen, restore
+from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
+from megalite_tools.data.encode import Encoding, encode_texts
+from megalite_tools.data.opened import format_of
+
+COMMAND = "megalite-prepare-data"
+MOST_WORKERS = 1024
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code. Unless that is DONE, nothing is left behind."""
+    return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
+
+
+def in_validation(document: int, seed: int, fraction: float) -> bool:
+    """Whether a document belongs to the validation split; depends on nothing but the arguments."""
+    digest = blake2b(f"{seed}/{document}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND,
+        description=__doc__,
+        epilog="Formats, by suffix: .jsonl, .ndjson and .json hold one JSON object per line; .parquet one document"
+        " per row; .txt, .md, .py and the like one document per file. All but Parquet may end in .gz, .bz2, .xz, .zst"
+        " or .zstd. The output does not depend on --workers. See docs/data.md.",
+    )
+    add_reading_options(parser)
+    parser.add_argument("--lines", action="store_true", help="every line of a text file is a document")
+    parser.add_argument("--separator", metavar="TEXT", help="text that stands between the documents of a text file")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="SentencePiece .model or Hugging Face tokenizer.json"
+    )
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
+    parser.add_argument(
+        "--valid-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="share of documents to hold out: writes PREFIX_train and PREFIX_valid instead of PREFIX",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="chooses the held-out documents (default: 0)")
+    parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
+    parser.add_argument(
+        "--eod-token", metavar="TOKEN", help="end-of-document token to use in place of the tokenizer's own"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
+    )
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    if not 0 <= options.valid_fraction < 1:
+        raise InputError(f"--valid-fraction {options.valid_fraction}: must be at least 0 and below 1")
+    if not 1 <= options.workers <= MOST_WORKERS:
+        raise InputError(f"--workers {options.workers} is not from 1 to {MOST_WORKERS}")
+    if options.out.endswith("/"):
+        raise InputError(
+            f"--out {options.out}: ends with a slash; add the name of the store, as in {options.out}corpus"
+        )
+    if options.lines and options.separator is not None:
+        raise InputError("--lines and --separator cannot be used together: --lines separates at newlines")
+    reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
+    tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
+    end = None if options.no_eod else tokenizer.eod
+    if end is None and not options.no_eod:
+        raise InputError(f"{options.tokenizer}: no end-of-document token; name it with --eod-token, or use --no-eod")
+    made_with = TokenizerFile(tokenizer.name, tokenizer_hash(options.tokenizer))
+    files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
+    if reading.separator is not None and not any(format_of(file, reading.format) == "text" for file in files):
+        raise InputError("--lines and --separator are for text files, but no input is one")
+    sources = [SourceFile(str(file), file.stat().st_size) for file in files]
+    splits = ("_train", "_valid") if options.valid_fraction else ("",)
+    for leftover in {"", "_train", "_valid"}.difference(splits):
+        sweep(f"{options.out}{leftover}")
+    with ExitStack() as late, ExitStack() as stack:
+        dtype = token_dtype(tokenizer.vocab_size)
+        writers = [
+            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources))
+            for split in splits
+        ]
+        progress = stack.enter_context(_progress())
+        task = progress.add_task("", total=sum(source.bytes for source in sources), documents=0, tokens=0)
+        texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
+        encoding = Encoding(options.tokenizer, options.eod_token, end is not None)
+        batches = stack.enter_context(closing(encode_texts(texts, encoding, options.workers)))
+        documents = 0
+        for batch in batches:
+            for tokens, last in batch.pieces():
+                writer = writers[in_validation(documents, options.seed, options.valid_fraction)]
+                writer.extend(tokens)
+                if last:
+                    writer.end_document()
+                    documents += 1
+            progress.update(task, documents=documents, tokens=sum(writer.tokens for writer in writers))
+        if not writers[0].documents:
+            if not documents:
+                raise InputError(skipped.nothing_kept(files))
+            raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
+        for writer in writers:  # all that can fail happens before the first store appears
+            writer.seal()
+        late.callback(restore, listen(signal.SIG_IGN))  # from here on: all stores appear, or none
+    _report(writers, skipped)
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(  # in 80 columns
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("· {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
+    for writer in writers:
+        counts = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
+        print(f"{listing(writer.files, 'and')}: {counts}")
+        if not writer.documents:
+            print("  this split is empty: raise --valid-fraction or give more documents")
+    for line in skipped.lines():
+        print(f"skipped {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Train a SentencePiece tokenizer that gives back text, code included, exactly as it was."""
+
+import argparse
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import sentencepiece
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from megalite.config.errors import InputError, counted
+from megalite.config.files import exists
+from megalite.data.claim import claim
+from megalite.entry import exit_code
+from megalite.stop import STOP, Handler, listen, restore
+from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
+
+COMMAND = "megalite-train-tokenizer"
+LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
+LINE_BYTES = 4 * LINE_CHARACTERS
+LEAST_LINES, MOST_LINES = 101, 2**31 - 1  # what SentencePiece accepts as a sample
+LEAST_PIECES, MOST_PIECES = 260, 1 << 27  # every byte, <unk>, <s>, </s>, and one that is learnt
+THREADS = 16  # fixed: the order of summation, and so the model, may depend on it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code. Unless that is DONE, nothing is written."""
+    return exit_code(COMMAND, lambda: _train(_parser().parse_args(argv)))
+
+
+def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) -> bytes:
+    """A serialised SentencePiece model, learnt from a sample of `lines` lines; the same for the same arguments.
+
+    Every byte has a piece, so a newline is one; digits stand alone; runs of spaces and tabs may be pieces; nothing is
+    normalised. One character does not survive a round trip: U+2581, SentencePiece's sign for a space.
+    Raises InputError where the vocabulary does not suit the text, and whatever reading `texts` raises.
+    """
+    model = io.BytesIO()
+    failures: list[BaseException] = []
+    sentencepiece.set_random_generator_seed(0)  # of the sample of lines, where it is drawn at random
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts, failures),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            input_sentence_size=lines,
+            shuffle_input_sentence=True,
+            max_sentence_length=LINE_BYTES,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, SystemError) as error:  # SystemError: of what has stopped the lines, in version 0.2.0
+        if failures:
+            raise failures[0] from None
+        reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0]
+        fix = "; use a larger one" if "smaller than" in reason else ""
+        raise InputError(f"--vocab-size {vocab_size}: {reason or error}{fix}") from error
+    return model.getvalue()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND,
+        description=__doc__,
+        epilog="Inputs are read as by megalite-prepare-data: text, JSON Lines or Parquet files, by suffix.",
+    )
+    add_reading_options(parser)
+    parser.add_argument("--out", required=True, metavar="FILE.model", help="the tokenizer to write")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="tokens; 259 of them are bytes and special tokens"
+    )
+    parser.add_argument("--type", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: %(default)s)")
+    parser.add_argument(
+        "--lines",
+        type=int,
+        default=2_000_000,
+        metavar="N",
+        help="learn from a random sample of N lines (default: %(default)s)",
+    )
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    if out.suffix != ".model":
+        raise InputError(f"--out {out}: the name of a SentencePiece tokenizer must end in .model")
+    _check_absent(out)
+    if not LEAST_LINES <= options.lines <= MOST_LINES:
+        raise InputError(f"--lines {options.lines} is not from {LEAST_LINES} to {MOST_LINES:,}")
+    if not LEAST_PIECES <= options.vocab_size <= MOST_PIECES:
+        raise InputError(f"--vocab-size {options.vocab_size} is not from {LEAST_PIECES} to {MOST_PIECES:,}")
+    reading, skipped = reading_of(options), Skipped()
+    files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
+    with _claimed(out) as write, _progress() as progress:
+        task = progress.add_task("reading", total=sum(file.stat().st_size for file in files))
+        texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
+        first = next(texts, None)
+        if first is None:
+            raise InputError(skipped.nothing_kept(files))
+
+        def learn() -> None:
+            progress.reset(task, total=None, description="learning")
+            # SentencePiece lets no handler run: let the system end this process. The next run takes its file over.
+            previous.update(listen(signal.SIG_DFL, set(STOP) - {signal.SIGINT}))
+
+        previous: dict[int, Handler] = {}
+        model = train_model(_then(chain([first], texts), learn), options.vocab_size, options.type, options.lines)
+        restore(previous)
+        write(model)
+    print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {counted(len(files), 'file')}")
+    for line in skipped.lines():
+        print(f"skipped {line}")
+
+
+def _lines(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    """Lines to learn from. What stops them early is kept in `failures`: SentencePiece forgets its type."""
+    try:
+        for text in texts:
+            for line in text.split("\n"):
+                for start in range(0, len(line), LINE_CHARACTERS):
+                    yield line[start : start + LINE_CHARACTERS]
+    except (Exception, KeyboardInterrupt) as error:
+        failures.append(error)
+        raise
+
+
+def _then(texts: Iterable[str], call: Callable[[], None]) -> Iterator[str]:
+    yield from texts
+    call()
+
+
+def _check_absent(out: Path) -> None:
+    if exists(out, follow=False):
+        raise InputError(f"{out}: exists already; remove it or choose another name")
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[Callable[[bytes], None]]:
+    """Gives what writes `out` whole. That this can be done, and by this process alone, is found out at once.
+
+    Raises InputError where it cannot, and for a file that is there.
+    """
+    hidden = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = claim(hidden, str(out))
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror or error}") from error
+
+    def write(content: bytes) -> None:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            hidden.replace(out)
+        except OSError as error:
+            raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+
+    try:
+        _check_absent(out)  # another process may have written it in between
+        yield write
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    finally:
+        with suppress(OSError):  # a full disk refuses what is buffered once more
+            file.close()
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),  # moves to and fro while there is no telling how long learning takes
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megalite.checkpoint.huggingface import sizes, their_name
 from megalite.config.schema import Model, RopeScaling
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
-from megalite_tools.bench.peer import sizes, their_name
 
 transformers = pytest.importorskip("transformers")
 

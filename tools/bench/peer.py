@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megalite.checkpoint.huggingface import sizes, their_name
 from megalite.config.schema import Model, Optim
 from megalite.train.build import Job
 
@@ -16,14 +17,6 @@ except ImportError:  # optional: pip install megalite[hf]
     LlamaForCausalLM = None  # type: ignore[assignment,misc]
 
 Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], number) → mean loss, gradient norm
-NAMES = {  # of our modules, in transformers
-    "embed": "model.embed_tokens",
-    "layers": "model.layers",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
-}
 
 
 def build_peer(job: Job, adamw: dict[str, Any]) -> Step:
@@ -72,28 +65,6 @@ def _optimizer(model: nn.Module, optim: Optim, adamw: dict[str, Any]) -> torch.o
 def _config(model: Model) -> LlamaConfig:
     rope = {"rope_type": "default", "rope_theta": model.rope_theta}
     return LlamaConfig(**sizes(model), rope_parameters=rope, use_cache=False)
-
-
-def sizes(model: Model) -> dict[str, Any]:
-    """What a configuration of transformers calls them."""
-    return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.width,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "intermediate_size": model.ffn,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.sequence_length,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
-    }
-
-
-def their_name(name: str) -> str:
-    """`layers.0.attention.q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
-    name = name.replace("head.norm.", "model.norm.").replace("head.output.", "lm_head.")
-    return ".".join(NAMES.get(part, part) for part in name.split("."))
 
 
 def _plain(param: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import pytest
 from ranks import Ranks
 from toy_jobs import MODEL, config_of, make, one_rank, restorer, save
 
+from megalite.checkpoint.tensors import Checkpoint
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
-from megalite_tools.checkpoint.checkpoints import Checkpoint
 
 Inspect = Callable[..., tuple[int, str, str]]
 

@@ -17,11 +17,11 @@ from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.files import METADATA
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, OldFormatError, check_sizes
+from megalite.checkpoint.tensors import Checkpoint
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import dump
 from megalite.plan.weights import weights
-from megalite_tools.checkpoint.checkpoints import Checkpoint
 from megalite_tools.checkpoint.dcp_index import dcp_index
 from megalite_tools.checkpoint.inspect_checkpoint import main
 

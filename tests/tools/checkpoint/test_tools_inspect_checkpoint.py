@@ -17,9 +17,9 @@ from tampering import DATA, tamper
 
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST
+from megalite.checkpoint.tensors import Checkpoint
 from megalite.output import Outlet, give_up, stream
 from megalite_tools.checkpoint import checkpoints, inspect_checkpoint
-from megalite_tools.checkpoint.checkpoints import Checkpoint
 from megalite_tools.checkpoint.inspect_checkpoint import main
 from megalite_tools.terminal import Terminal
 

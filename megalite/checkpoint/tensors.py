@@ -1,0 +1,67 @@
+"""The tensors of a checkpoint of any layout, one at a time and whole, without a process group."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.disk import check_hashes, damage_of
+from megalite.checkpoint.load import checked_progress
+from megalite.checkpoint.manifest import INDEX, check_sizes
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.read import Reader, allocated
+from megalite.checkpoint.state import empty_progress
+
+
+class Checkpoint:
+    """The tensors of a checkpoint of any layout. Raises InputError where it cannot be read.
+
+    Sizes are checked, and the hash of the index, which tells where tensors are; of another file when a tensor is read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, check_sizes(path)
+        self._reader = Reader(path, self.manifest)
+        self.tensors = self._reader.index.tensors
+        self._hashed: set[str] = set()
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor. Takes memory for it alone."""
+        self._check(name)
+        stored = self.tensors[name]
+        tensor = allocated(self.path, stored.shape, getattr(torch, stored.dtype))
+        self._reader.fill({name: tensor})
+        return tensor
+
+    def kind(self, name: str) -> dict[str, Any] | None:
+        """Shape, dtype and bytes of a tensor, if there is one of that name."""
+        if name not in self.tensors:
+            return None
+        stored = self.tensors[name]
+        return {"shape": list(stored.shape), "dtype": stored.dtype, "bytes": stored.bytes}
+
+    def type(self, name: str) -> str:
+        """Dtype and shape as text: `float32 [8, 16]`, or `absent`."""
+        kind = self.kind(name)
+        return f"{kind['dtype']} {kind['shape']}" if kind else "absent"
+
+    def progress(self) -> tuple[Progress, float] | None:
+        """And the learning rate; None: another program has saved. No hash is checked for so little."""
+        if self.manifest.foreign:
+            return None
+        with damage_of(self.path, INDEX):
+            tensors = empty_progress(self._reader.index)
+            rate = torch.empty((), dtype=torch.float64)
+            self._reader.fill({**tensors, "schedule.learning_rate": rate})
+        return checked_progress(self.path, self.manifest, tensors), rate.item()
+
+    def check_locations(self) -> None:
+        """Look whether all tensors lie where they can lie."""
+        self._reader.check(self.tensors)
+
+    def _check(self, name: str) -> None:
+        """Compare the files that hold a tensor with their hashes, each once."""
+        needed = {self._reader.index.files[number] for number in self.tensors[name].rows[:, 0]} - self._hashed
+        check_hashes(self.path, {file: self.manifest.files[file] for file in sorted(needed)})
+        self._hashed |= needed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from megalite import __version__
-from megalite.config.load import is_override
+from megalite.config.load import files_and_overrides
 from megalite.config.rules.ranges import RANKS
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode, table
@@ -104,9 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.error("argument --measure: needs --memory")
     if args.command == "show" and args.memory and args.schedule is not None:
         command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
-    arguments = [*args.arguments, *rest]
-    args.files = [argument for argument in arguments if not is_override(argument)]
-    args.overrides = [argument for argument in arguments if is_override(argument)]
+    args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
     return args
 
 

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.checkpoint.save import local_parts
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
-from megalite.config.load import is_override, load
+from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.data.loader import Micros
@@ -79,9 +79,9 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     states = [state for param in params for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake)
     live.add(params, "parameters")
-    place = HOST if job.config.optim.offload else "optimizer states"
-    live.add(states, place)
-    live.add(job.optimizer.buffers(), place)
+    kept_in = HOST if job.config.optim.offload else "optimizer states"
+    live.add(states, kept_in)
+    live.add(job.optimizer.buffers(), kept_in)
     live.add([batch.tokens], "activations")
     sharded = {id(param) for param in params}
 
@@ -149,9 +149,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--world-size", type=int)
     parser.add_argument("inputs", nargs="*")
     args = parser.parse_args(arguments)
-    overrides = [item for item in args.inputs if is_override(item)]
     try:
-        config = check(load([item for item in args.inputs if item not in overrides], overrides), args.world_size)
+        config = check(load(*files_and_overrides(args.inputs)), args.world_size)
         print(json.dumps(dry_run(fit_micro(config), args.pp)))
     except InputError as error:
         print(error, file=sys.stderr)

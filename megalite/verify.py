@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megalite.config.errors import counted
 from megalite.config.layout import Layout
-from megalite.config.load import is_override, load
+from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Model, Parallel, Rampup
 from megalite.config.validate import check
 from megalite.data.loader import Micros
@@ -345,8 +345,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _rank(rank_info: RankInfo, args: argparse.Namespace) -> int:
-    overrides = [item for item in args.inputs if is_override(item)]
-    asked = check(load([item for item in args.inputs if item not in overrides], overrides))
+    asked = check(load(*files_and_overrides(args.inputs)))
     config = shrink(asked)
     patience = config.train.timeout + config.train.compile * COMPILING * rank_info.world_size
     if config.train.deterministic:

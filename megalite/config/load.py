@@ -51,6 +51,15 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(to_plain(config))))
 
 
+def files_and_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The arguments of a command line as `load` takes them: paths of files and `key=value` overrides, each in order."""
+    files: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        (overrides if is_override(argument) else files).append(argument)
+    return files, overrides
+
+
 def is_override(argument: str) -> bool:
     """Whether a command-line argument is a `key=value` override, not a file."""
     return re.fullmatch(KEY, argument.partition("=")[0]) is not None and "=" in argument

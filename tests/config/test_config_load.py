@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.errors import InputError, Problem
-from megalite.config.load import dump, is_override, load
+from megalite.config.load import dump, files_and_overrides, is_override, load
 from megalite.config.schema import Config, Data, Kernels, Model, RopeScaling, Run, Source
 
 
@@ -227,6 +227,11 @@ def test_a_section_where_a_list_belongs_is_reported_not_merged(tmp_path: Path) -
 def test_which_arguments_are_overrides() -> None:
     assert all(map(is_override, ["a=1", "model.layers=", "data.train[0].path=x=y", "batch.global=4"]))
     assert not any(map(is_override, ["a", "dir/a=b.yaml", "=1", "a.=1", "a b=1", "--a=1", "./a=1", "1a=2"]))
+
+
+def test_files_and_overrides_keep_their_order() -> None:
+    assert files_and_overrides(["b", "x=2", "./a=1", "x=1", "b"]) == (["b", "./a=1", "b"], ["x=2", "x=1"])
+    assert files_and_overrides([]) == ([], [])
 
 
 def test_a_message_or_a_list_of_problems() -> None:

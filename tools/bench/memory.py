@@ -24,7 +24,7 @@ from rich.table import Table
 
 from megalite.config.errors import InputError
 from megalite.config.files import write_object
-from megalite.config.load import is_override, load
+from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.dist.mesh import Mesh
@@ -95,9 +95,10 @@ def _run(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _configs(overrides: Sequence[str]) -> dict[str, Config]:
-    if stray := [item for item in overrides if not is_override(item)]:
-        raise InputError(f"{stray[0]}: not of the form key=value")
+def _configs(given: Sequence[str]) -> dict[str, Config]:
+    files, overrides = files_and_overrides(given)
+    if files:
+        raise InputError(f"{files[0]}: not of the form key=value")
     step = ("batch.micro=2", "batch.global=2", "run.device=cpu", "checkpoint.async=false")  # nothing is saved
     base = (*MODEL, "train.precision=fp32", *step, *overrides)
     return {name: check(load([], ["parallel.dp_shard=1", *base, *changes])) for name, changes in SAVERS.items()}

@@ -30,7 +30,7 @@ from torch import Tensor
 from megalite.config.errors import InputError
 from megalite.config.files import write_object
 from megalite.config.layout import Layout
-from megalite.config.load import is_override, load
+from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.data.loader import Micros
@@ -113,9 +113,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    overrides = [item for item in options.inputs if is_override(item)]
-    files = [item for item in options.inputs if item not in overrides] or [MODEL]
-    config = fit_micro(check(load(files, [*BASE, *overrides]), world_size=1))
+    files, overrides = files_and_overrides(options.inputs)
+    config = fit_micro(check(load(files or [MODEL], [*BASE, *overrides]), world_size=1))
     if LlamaForCausalLM is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     if config.model.qk_norm or config.model.qkv_bias or config.model.rope_scaling:

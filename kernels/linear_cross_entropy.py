@@ -3,8 +3,8 @@
 Tokens go through in chunks: logits = x·Wᵀ, their losses and gradient g as in `cross_entropy`, and at once, while these
 exist, dx = g·W and dW += gᵀ·x (after Hsu et al. 2024, arXiv 2410.10989, §3.2). What backward multiplies the loss by is
 not known yet, so dx and dW are multiplied by it then. The last chunk's logits wait for backward as those of the two
-layers one after the other would: a single chunk costs what they cost. There is one where logits of all tokens take no
-more memory than chunks and their sum of dW.
+layers one after the other would: a single chunk costs what they cost. A single chunk is used if the logits of all
+tokens take no more memory than several chunks and the float32 dW.
 
 Each chunk reads and writes dW, kept in float32, so small chunks are slow. Over a split vocabulary each has one
 all-gather, which is under way while the next chunk's logits are computed.
@@ -159,7 +159,7 @@ def _backward(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
     triton: bool, wants_dx: bool, wants_dw: bool, labels: Labels,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the weight, from what forward kept; empty where not wanted, and of x where dx is."""
+    """Gradients of x and of the weight, from what forward kept; empty if unwanted, or if dx has that of x."""
     early = len(x) - len(last)
     # One chunk is rounded once, with its scale; the sum over several is scaled as a whole.
     of_last = torch.ones_like(scale) if early else scale

@@ -72,7 +72,7 @@ class HashedFile(io.RawIOBase):
         return File(self._bytes, self._digest.hexdigest())
 
     def _wait(self) -> None:
-        """The system tells of an error once, and might tell it here."""
+        """Wait for the pending flush, and raise its error: the system reports that only once."""
         if self._flushing is not None:
             self._flushing.result()
 

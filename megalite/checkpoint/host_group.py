@@ -50,13 +50,13 @@ class HostGroup:
         return taken[0]
 
     def once(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises on the first rank, on every rank."""
+        """Run `call` on the first rank only; every rank returns or raises what it did there."""
         outcome = self.tell(_attempt(call, self.rank) if self.leads else None)
         assert outcome is not None, "the first rank has called"
         return _unpack(outcome)
 
     def everywhere(self, call: Callable[[], T]) -> T:
-        """What `call` returns here. Where it raises on any rank, it does on all: what the first of them raised."""
+        """Run `call` on every rank; what it returns here. If any raises, all raise the lowest such rank's error."""
         value, error = _attempt(call, self.rank)
         errors = self.gather(error)
         first = next((error for error in errors if error is not None), None) if errors is not None else None

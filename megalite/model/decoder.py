@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT)
         self.q_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
         self.k_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
-        # Without norms, what RoPE is made of is needed by nothing else: to keep it would save no memory.
+        # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

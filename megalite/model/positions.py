@@ -17,7 +17,7 @@ class TokenPositions:
     cos: Tensor  # p 1 1 e/2: of every position of the tokens, in order, or of all that there are
     sin: Tensor
     attention: Attention
-    positions: Tensor | None = None  # s b: which of these are the tokens'; None: theirs, in order
+    positions: Tensor | None = None  # s b: the row of cos and sin of every token; None: token i has row i
 
     @staticmethod
     def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "TokenPositions":

@@ -156,7 +156,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Send `x` to the next rank of the ring; call the answer for what the rank before has sent."""
+    """Send `x` to the next rank of the ring. Returns a function that waits for the previous rank's tensor."""
     assert group is not None
     received = torch.empty_like(x)
     following, before = ((group.rank() + step) % group.size() for step in (1, -1))

@@ -34,7 +34,7 @@ def peak_bytes(config: Config, limit: float = math.inf) -> int:
 def fit_micro(config: Config, offered: int | None = None, peak: Callable[..., int] = peak_bytes) -> Config:
     """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
 
-    That is null then, as it has done its work. offered: bytes of a device, where `batch.memory` is null. Raises
+    In the result, `batch.memory` is null. offered: bytes of a device, where `batch.memory` is null. Raises
     InputError where not even one sequence fits, or nobody says into what.
     """
     batch = config.batch

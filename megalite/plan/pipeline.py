@@ -23,10 +23,11 @@ def micro_batches(config: Config) -> int:
 
 
 def fullest_steps(config: Config) -> list[int]:
-    """Micro-batches of the steps of a run of which one holds the most, in bytes or in micro-batches.
+    """The numbers of micro-batches per step at which a run may reach its peak memory.
 
-    A step of more micro-batches holds as many as one of fewer, or more. But under interleaved_1f1b only if its first
-    rounds are as large: then the largest step counts of all that begin alike.
+    A step with more micro-batches holds at least as much as one with fewer, so the largest step is enough. Under
+    interleaved_1f1b this holds only among steps whose first rounds are equally large: there the largest step of each
+    such group counts.
     """
     alone = config.batch.micro_size * config.parallel.layout.dp
     sizes = batch_sizes(config)

@@ -29,8 +29,8 @@ def reductions(table: Table, rank: int) -> dict[Action, Reduction]:
             continue
         put_off[stage] -= kind is Kind.W
         now = action.makes_weight_gradients and (stage, micro) in every
-        # A B between an I and its W finds gradients of vectors in a wider data type than those that it makes, and
-        # FSDP2 cannot reduce both at once.
+        # While an I waits for its W, the pending gradients of vectors have a wider data type than those that a B makes.
+        # FSDP2 cannot reduce both at once, so that B reduces at its end.
         by_layer = now and kind is Kind.B and not put_off[stage]
         ends = now and last[stage] == micro
         # A reduction that waits for the replicas must be of the same parameters as the next. After a split backward

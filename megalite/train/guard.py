@@ -38,7 +38,7 @@ class Judged:
     batch: GlobalBatch
     reading: Reading
     verdict: Verdict
-    answer: str  # what the configuration has in store for it; "": nothing
+    answer: str  # the configured response; "": none
     parameters: tuple[str, ...] = ()  # of a bad step: some whose gradients are not finite
 
     def __str__(self) -> str:

@@ -48,9 +48,9 @@ Record = dict[str, float]
 class Report:
     """Reports a run from its one reporting rank; a context manager.
 
-    `metrics.jsonl` only grows: what a killed run had reported after `first_step`, an event takes back. A file that
-    cannot be written to does not disturb the run; an event is written as soon as that works. check_owner: called before
-    that file changes; does not return where the folder has become another job's.
+    `metrics.jsonl` is append-only: a `resumed` event invalidates the records after `first_step` of a killed run. A file
+    that cannot be written to does not disturb the run; an event is written as soon as that works. check_owner: called
+    before that file changes; does not return where the folder has become another job's.
     """
 
     def __init__(

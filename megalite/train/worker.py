@@ -192,7 +192,10 @@ def smallest_memory(device: torch.device) -> tuple[int, str, int | None]:
 
 
 def begin(config: Config, restorer: Restorer, reload: Callable[..., Progress | None]) -> Progress:
-    """Continue as `checkpoint.resume` says, or begin with `checkpoint.weights`; where the run stands then."""
+    """Load the checkpoint that `checkpoint.resume` or `checkpoint.weights` asks for, if any.
+
+    Returns the progress to start from.
+    """
     checkpoint = config.checkpoint
     if checkpoint.resume not in ("auto", "never"):
         return restorer.all(Path(checkpoint.resume))

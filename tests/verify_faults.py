@@ -25,7 +25,7 @@ from megalite.parallel import gradients, linear
 from megalite.parallel.pipeline import Pipeline
 from megalite.plan.recompute_modes import MODES, Costs
 from megalite.schedule.actions import Kind
-from megalite.train import build, recompute, step
+from megalite.train import build, recompute_costs, step
 from megalite.train.recompute_costs import measured_costs, plan_for
 from megalite.verify import Difference, compare
 
@@ -154,7 +154,7 @@ def modes_in_use(config: Config) -> set[str]:
         return [{mode: replace(cost[mode], seconds=MODES.index(mode)) for mode in MODES} for cost in measured]
 
     mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
-    with patch.object(recompute, "measured_costs", costs):
+    with patch.object(recompute_costs, "measured_costs", costs):
         return set() if mesh is None else {mode for modes in plan_for(config, mesh).modes.values() for mode in modes}
 
 

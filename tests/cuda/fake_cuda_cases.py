@@ -27,7 +27,7 @@ from megalite.parallel import context
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
 from megalite.plan.resolved import resolve
-from megalite.train import signs
+from megalite.train import vital_signs
 from megalite.train.build import Job, build
 from megalite.train.inputs import inputs
 from megalite.train.loop import Batches, train
@@ -161,13 +161,13 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
     """Steps as they were launched and read, saves and waits for the device; and whether batches were pinned."""
     events: list[str] = []
     pinned: list[bool] = []
-    reading = signs.Reading(2.0, 1.0, ())
+    reading = vital_signs.Reading(2.0, 1.0, ())
 
-    def launch(job: Job, batch: Any, step: int, asked: Any = ()) -> signs.Signs:
+    def launch(job: Job, batch: Any, step: int, asked: Any = ()) -> vital_signs.Signs:
         events.append(f"launch {step + 1}")
         return train_step(job, batch, step, asked)
 
-    def read(_: signs.Signs) -> signs.Reading:
+    def read(_: vital_signs.Signs) -> vital_signs.Reading:
         events.append(f"read {sum(event.startswith('read') for event in events) + 1}")
         return reading
 
@@ -182,7 +182,7 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
     with (
         _job(config) as (job, _),
         patch("megalite.train.loop.train_step", launch),
-        patch.object(signs.Signs, "read", read),
+        patch.object(vital_signs.Signs, "read", read),
         patch("megalite.train.metrics.parameter_norm", norm),
         patch.object(torch.cuda, "reset_peak_memory_stats", lambda _: None),
         patch.object(torch.cuda, "synchronize", lambda _: events.append("synchronize")),
@@ -219,7 +219,7 @@ def _job(config: Config) -> Iterator[tuple[Job, Calls]]:
         yield build(resolve(config), mesh), calls
 
 
-def _step(job: Job) -> signs.Signs:
+def _step(job: Job) -> vital_signs.Signs:
     """A step on two micro-batches, whose samples each have two documents."""
     model, batch = job.config.model, job.config.batch
     tokens = torch.randint(1, model.vocab_size, (2, batch.micro_size, model.sequence_length + 1))

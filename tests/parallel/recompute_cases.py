@@ -28,7 +28,7 @@ from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import MODES, Cost, Costs, Mode, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
 from megalite.train import build as train_build
-from megalite.train import recompute_costs as train_recompute
+from megalite.train import recompute_costs
 from megalite.train.build import Job
 from megalite.train.recompute_costs import measured_costs, plan_for
 from megalite.train.step import train_step
@@ -184,7 +184,7 @@ def budgeted(config: Config, share: float) -> Budgeted | None:
     config, costs = within_budget(config, share)
     # Layers this small take times that are mostly noise; on a busy machine, full has come out as the fastest.
     costs = {mode: replace(costs[mode], seconds=seconds) for mode, seconds in zip(MODES, (1.0, 1.1, 1.4), strict=True)}
-    with patch.object(train_recompute, "measured_costs", lambda *_: [costs] * config.model.layers):
+    with patch.object(recompute_costs, "measured_costs", lambda *_: [costs] * config.model.layers):
         found = built(config)
     if found is None:
         return None

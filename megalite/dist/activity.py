@@ -1,4 +1,4 @@
-"""What a rank is doing, as it notes itself, and where its threads are: what the watchdog tells the other ranks."""
+"""What a rank is doing: the notes that it takes, and where its threads are. The watchdog tells the other ranks."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ HIDDEN = "watchdog"  # threads whose names begin like this are not shown
 
 
 class Activity:
-    """The latest thing that a rank has begun. A note costs an assignment; any thread may read it."""
+    """The latest thing that a rank has begun. To note it costs one assignment; any thread may read it."""
 
     def __init__(self) -> None:
         self.step = 0  # the optimizer step that is under way
@@ -22,11 +22,11 @@ class Activity:
         self.tick()
 
     def __call__(self, what: object) -> None:
-        """Note what begins now; `what` is turned into text only if somebody asks."""
+        """Note that `what` begins now; it is turned into text only if somebody asks."""
         self.now = what, time.monotonic()
 
     def tick(self) -> None:
-        """Note progress of what takes long or runs in the background, such as one more piece of a checkpoint."""
+        """Note progress of work that is long or in the background, such as one more piece of a checkpoint."""
         self.ticked = time.monotonic()
 
     @property
@@ -36,7 +36,7 @@ class Activity:
 
 
 def locations() -> str:
-    """Where the main thread is, and every other thread that is in this package."""
+    """The line of code that the main thread is at, and that of every other thread in this package."""
     frames = sys._current_frames()
     main = threading.main_thread()
     found = [_location(frames[main.ident]) if main.ident in frames else "nowhere"]
@@ -59,7 +59,7 @@ def stacks() -> str:
 
 
 def _location(innermost: FrameType) -> str:
-    """The innermost line of this package, and the function of another that it has called: `FILE:LINE NAME, in NAME`."""
+    """The innermost line of this package, and what it has called in another: `FILE:LINE NAME, in NAME`."""
     inside = f"{innermost.f_globals.get('__name__', '?')}.{innermost.f_code.co_name}"
     frame: FrameType | None = innermost
     while frame is not None:

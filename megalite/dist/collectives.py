@@ -30,7 +30,7 @@ class Pending:
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin `[n/t, …]` on every rank → `[n, …]`, without gradients."""
+    """Begin to gather `[n/t, …]` of every rank into `[n, …]`, without gradients."""
     if group.size() == 1:
         return Pending(x, None)
     whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
@@ -38,7 +38,7 @@ def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin partial sums `[n, …]` on every rank → this rank's part `[n/t, …]` of their sum, without gradients."""
+    """Begin to sum `[n, …]` over all ranks and to give each its part `[n/t, …]` of the sum, without gradients."""
     if group.size() == 1:
         return Pending(x, None)
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])

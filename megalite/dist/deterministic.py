@@ -1,4 +1,4 @@
-"""`train.deterministic`: the same bits from the same run, also on a GPU."""
+"""`train.deterministic`: the same run gives the same bits, also on a GPU."""
 
 import os
 
@@ -13,9 +13,10 @@ ALGORITHMS = "NCCL_ALGO"
 
 
 def be_deterministic() -> None:
-    """Have PyTorch, cuBLAS and NCCL add up in a fixed order; before any of them has begun.
+    """Make PyTorch, cuBLAS and NCCL add up in a fixed order. Call this before any of them is used.
 
-    Operations that cannot raise RuntimeError from then on. Raises InputError where the environment says otherwise.
+    Afterwards, an operation that cannot be deterministic raises RuntimeError. Raises InputError where an environment
+    variable contradicts.
     """
     _set(CUBLAS, WORKSPACES)
     _set(SWITCHES, ("0",))  # switches with NVLink SHARP add up in the order in which numbers arrive

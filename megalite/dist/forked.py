@@ -1,4 +1,4 @@
-"""A forked process that is handled as one of `subprocess.Popen` is."""
+"""A forked process with the interface of `subprocess.Popen`."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 
 class Forked:
-    """Runs `main` in a fork of this process, and has what the launcher needs of `subprocess.Popen`.
+    """Runs `main` in a fork of this process, with those methods of `subprocess.Popen` that the launcher needs.
 
     The process ends when `main` does; handlers that were registered with `atexit` may not run.
     """
@@ -17,11 +17,11 @@ class Forked:
         self._process.start()
 
     def poll(self) -> int | None:
-        """The exit code, minus the signal's number where one has ended the process; None: it runs."""
+        """The exit code; where a signal has ended the process, minus its number; None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired after `timeout` seconds, or if somebody else has taken it."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds, or if it has been taken."""
         self._process.join(timeout)
         code = self.poll()
         if code is None:

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def host_memory() -> int:
-    """Bytes of memory that processes here can have: the machine's, or what a control group leaves of it."""
+    """Bytes of memory that processes on this machine can use: all that it has, or the limit of their control group."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in LIMITS:
         with suppress(OSError, ValueError):  # "max" is no number
@@ -22,12 +22,12 @@ def host_memory() -> int:
 
 
 def on_cpus(device: str) -> bool:
-    """Whether ranks here will be on CPUs with this `run.device`, told without torch."""
+    """Whether ranks on this machine will run on CPUs with this `run.device`. Finds out without torch."""
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DRIVERS)))
 
 
 def check_ranks(count: int) -> None:
-    """Raises InputError where so many processes, whatever they hold, cannot be on this machine together."""
+    """Raises InputError if this machine has too little memory for so many processes, however small their model."""
     needed, memory = count * RANK, host_memory()
     if needed > memory:
         raise InputError(

@@ -20,9 +20,9 @@ log.addHandler(logging.NullHandler())  # until the rank's log file is open, noth
 
 
 def tell(code: int, text: str, rank_info: RankInfo) -> None:
-    """Tell the launcher of an error, if it shows the first one of the job, or else the user.
+    """Report an error: to the launcher, if it shows the first error of the job, or else to the user.
 
-    Without text, `code` is a verdict that needs no explanation.
+    An empty `text` means that `code` is a verdict that needs no explanation.
     """
     note_outcome(code)
     with Outlet("last words"):  # which must not change the exit code
@@ -40,7 +40,7 @@ def tell(code: int, text: str, rank_info: RankInfo) -> None:
 
 
 def note_outcome(code: int) -> None:
-    """Leave the exit code of the first rank to fail: Slurm tells the highest one of all ranks, torchrun always 1."""
+    """Write down the exit code of the first rank to fail: Slurm gives the highest of all ranks, torchrun always 1."""
     with suppress(OSError):  # another rank was first, or there is no such folder
         if outcome := os.environ.get(OUTCOME):
             with Path(outcome).open("x") as file:

@@ -1,4 +1,4 @@
-"""The local launcher: as many processes on this machine as the layout has ranks. Imports no torch by itself."""
+"""The local launcher: starts as many processes on this machine as the layout has ranks. Imports no torch by itself."""
 
 import json
 import os
@@ -29,12 +29,12 @@ Process = subprocess.Popen[bytes] | Forked
 
 
 def error_file(meeting: Path, rank: int) -> Path:
-    """Where a failing rank leaves its last words."""
+    """The file into which a failing rank writes its last words."""
     return meeting / f"rank_{rank:04d}.error"
 
 
 def log_file(logs: Path, rank: int) -> Path:
-    """Where a rank that has no terminal writes."""
+    """The file into which a rank without a terminal writes."""
     return logs / f"rank_{rank:04d}.log"
 
 
@@ -46,18 +46,18 @@ def launch(
     shared: str | None = None,
     importing: AbstractContextManager[None] | None = None,
 ) -> int:
-    """Run `python -m module arguments` as `world_size` ranks; the exit code of the job.
+    """Run `python -m module arguments` as `world_size` ranks. Returns the exit code of the job.
 
-    Rank 0 keeps the terminal, the others write into the folder `logs`; None: into one that goes with the job. The first
-    rank to fail ends the job: the others are stopped, and its error is the one shown. A rank that dies of a signal
-    gives exit code LOST_CONTACT. The signals of `STOP` are handed on to the ranks, however long these take to obey;
-    ranks start with them blocked. Raises KeyboardInterrupt at the second SIGINT, when no rank is left; InputError where
-    this machine cannot have so many ranks.
+    Rank 0 keeps the terminal. The others write into the folder `logs`, or if that is None into a temporary one. The
+    first rank to fail ends the job: the others are stopped, and its error is the one shown. A rank that dies of a
+    signal gives exit code LOST_CONTACT. The signals of `STOP` are handed on to the ranks, however long these take to
+    obey; ranks start with them blocked. Raises KeyboardInterrupt at the second SIGINT, once all ranks have ended, and
+    InputError if this machine cannot have so many ranks.
 
     shared: a module that every rank imports. On Linux it is imported once, here, and the ranks are forks of this
-    process. Only for ranks on CPUs, and from a process that has computed nothing: neither an initialized CUDA driver
-    nor threads survive a fork. importing: entered while that module is imported, which takes a minute on some file
-    systems; it leaves no thread behind.
+    process. Give it only for ranks on CPUs, and only in a process that has computed nothing: neither an initialized
+    CUDA driver nor threads survive a fork. importing: a context that is entered while that module is imported, which
+    takes a minute on some file systems; it must leave no thread behind.
     """
     check_ranks(world_size)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
@@ -108,7 +108,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:
-    """What a rank's environment has beside the launcher's."""
+    """The environment variables that a rank has beside the launcher's."""
     found = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     found |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     found |= {MEETING: str(meeting), LAUNCHER: str(os.getpid())}
@@ -158,7 +158,7 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
 
 
 def _opened(log: Path) -> IO[bytes]:
-    """A rank's log; nothing, where that cannot be opened."""
+    """The log of a rank, or nothing where that cannot be opened."""
     with Outlet(str(log)):
         return log.open("ab")
     return open(os.devnull, "ab")
@@ -166,7 +166,7 @@ def _opened(log: Path) -> IO[bytes]:
 
 @contextmanager
 def _handing_on(ranks: list[Process]) -> Iterator[None]:
-    """Send the ranks what comes in; the second SIGINT is an interrupt."""
+    """Hand signals on to the ranks; the second SIGINT raises KeyboardInterrupt here."""
     interrupts = 0
 
     def handler(number: int, frame: object) -> None:
@@ -186,7 +186,7 @@ def _handing_on(ranks: list[Process]) -> Iterator[None]:
 
 
 def _wait(ranks: list[Process]) -> list[int]:
-    """Wait until all ranks ended well, or one did not; the ranks seen to have failed by themselves."""
+    """Wait until all ranks have ended well, or one has not. Returns the ranks that have failed by themselves."""
     while True:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, ExitCode.DONE)]
@@ -217,9 +217,9 @@ def _kill(ranks: list[Process]) -> None:
 def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path | None) -> int:
     """Print why the job ended, and return its exit code.
 
-    A rank that died of a signal could write nothing and its peers complain of its absence, so it is the
-    cause; otherwise the earliest error is, and one that does not merely miss a peer comes first. A rank that
-    `_stop` has stopped is no cause.
+    If a signal has killed a rank, that is the cause: the rank could write nothing, and its peers complain of its
+    absence. Otherwise the earliest error is the cause; one that only misses a peer comes last. A rank that `_stop` has
+    stopped is no cause.
     """
     codes = [process.wait() for process in ranks]
     killed = [rank for rank in failed if codes[rank] < 0]

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: a key-value store, over which they find out that they all mean the same job."""
+"""The ranks of a job meet over a key-value store, where they make sure that they all belong to the same job."""
 
 import ctypes
 import json
@@ -26,12 +26,12 @@ SHOWN = 3  # differences between ranks
 
 
 class LostPeer(RuntimeError):
-    """Ranks do not come or do not answer: shown as one message, exit code LOST_CONTACT."""
+    """Some ranks do not come or do not answer: shown as one message, exit code LOST_CONTACT."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of one attempt have met."""
+    """The store over which the ranks of one attempt have met, and what they have learned of each other."""
 
     store: dist.Store
     hosts: dist.Store  # rank -> the name of its host
@@ -43,9 +43,10 @@ class Meeting:
 def meet(rank_info: RankInfo, timeout: float, facts: Mapping[str, Any] | None = None) -> Meeting:
     """Wait until all ranks are there.
 
-    timeout: in seconds. facts: what must be the same on all ranks, beside versions and the launcher's name of the job.
-    Raises LostPeer if some do not come, InputError if the address of rank 0 is missing or wrong, and on a rank that
-    does not belong to rank 0's job: one of a second job with the same port, or on a node with other files.
+    timeout: in seconds. facts: further values that must be the same on all ranks, beside versions and the launcher's
+    name of the job. Raises LostPeer if some do not come, InputError if the address of rank 0 is missing or wrong.
+    Raises InputError too on a rank that does not belong to rank 0's job: one of a second job with the same port, or on
+    a node with other files.
     """
     waiting = _Waiting(rank_info, timeout)
     store, keeper = _open_store(rank_info, waiting)
@@ -85,13 +86,13 @@ def meet(rank_info: RankInfo, timeout: float, facts: Mapping[str, Any] | None = 
 
 
 def reason(error: BaseException) -> str:
-    """What PyTorch says, without the place in its source before, and the advice and the C++ stack behind."""
+    """The message of an error of PyTorch, without the source location before it and the C++ stack behind it."""
     line = str(error).strip().partition("\n")[0].partition(". ")[0]
     return line[line.find("] ") + 2 :] if line.startswith("[") and "] " in line else line or type(error).__name__
 
 
 class _Waiting:
-    """Patience with other ranks, and a word to the user once it has been asked for."""
+    """Waits for other ranks, and tells the user once that takes long."""
 
     def __init__(self, rank_info: RankInfo, timeout: float) -> None:
         self.rank_info, self.timeout = rank_info, timeout
@@ -121,7 +122,7 @@ class _Waiting:
 
 
 def kept(store: dist.Store) -> dist.Store:
-    """`store`, which is never destroyed if it is a file: it would write once more, and abort where the disk is full."""
+    """Return `store`. One in a file is never destroyed: that writes once more, and aborts where the disk is full."""
     if MEETING in os.environ:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     return store
@@ -184,7 +185,7 @@ def _look_up(host: str, port: int) -> None:
 
 
 def _reach(host: str, port: int, keeper: str, waiting: _Waiting) -> None:
-    """Wait until somebody listens there: PyTorch would not say what it waits for, but fill the terminal with stacks."""
+    """Wait until somebody listens there. PyTorch would not say what it waits for, but fill the terminal with stacks."""
     problem = ""
 
     def reached() -> bool:
@@ -201,7 +202,7 @@ def _reach(host: str, port: int, keeper: str, waiting: _Waiting) -> None:
 
 
 def _warn_of_hidden_host(host: str) -> None:
-    """Say so where gloo, which goes by the address of this host's name, will offer one that others cannot use."""
+    """Warn if gloo, which goes by the address of this host's name, will offer an address that others cannot use."""
     try:
         address = str(socket.getaddrinfo(host, None)[0][4][0])
     except OSError as error:

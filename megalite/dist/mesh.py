@@ -1,4 +1,4 @@
-"""The device mesh as a value: who this rank is and which process groups it belongs to."""
+"""The device mesh as a value: which rank this is, and which process groups it belongs to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Mesh:
     ) -> "Mesh | None":
         """The mesh over the first `layout.world_size` processes; None on the others.
 
-        Collective over all processes of the job. On CUDA everything that ranks will talk over is connected when it
-        returns. timeout: of one collective of its groups; None: PyTorch's own.
+        Collective over all processes of the job. On CUDA, all connections between ranks exist when this returns.
+        timeout: of one collective of the mesh's groups; None: PyTorch's own.
         """
         replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
         data = (replicas, shards) if sharded else (replicas * shards, 1)
@@ -57,7 +57,7 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every group that this rank talks over, in an order that all ranks share."""
+        """Every group in which this rank communicates, in an order that is the same on all ranks."""
         axes = [self.group(axis) for axis in self.root.mesh_dim_names or ()]
         return list(dict.fromkeys([self.world, *axes, *([self.cp] if self.cp is not None else [])]))
 
@@ -83,16 +83,16 @@ class Mesh:
         return self.root.get_group(axis)
 
     def along(self, axis: str, position: int) -> int:
-        """Global rank at `position` of `axis`, at this rank's other coordinates."""
+        """The global rank at `position` along `axis` that has this rank's other coordinates."""
         return self.layout.rank(**{**self.coordinates, axis: position})
 
 
 def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Let the ranks of every group meet now, in collectives and with their neighbours in a ring.
+    """Make the ranks of every group connect now: in a collective, and with their neighbours in a ring.
 
     NCCL makes a communicator at its first use, and a connection between two ranks at their first exchange. Ranks that
-    come first wait for the others in the key-value store, whose timeout is not that of collectives: in a pipeline,
-    until the first stage has compiled and run. All ranks must give their groups in the same order.
+    come first wait for the others in the key-value store, whose timeout is not that of collectives. In a pipeline they
+    would wait until the first stage has compiled and run. All ranks must give their groups in the same order.
     """
     for group in groups:
         if group is None or group.size() == 1:

@@ -1,8 +1,9 @@
-"""Whether the process of the next rank is still there, whatever it is busy with.
+"""Finds out whether the process of the next rank still exists, however busy it is.
 
-Every rank has a socket that listens, and every rank connects to that of the next one now and then. It is the other
-kernel that answers. So a process that is busy, or waits for a file system with all of its threads, counts as there;
-one that has ended refuses, and a host that is lost does not answer. Collectives of NCCL do not tell this: they wait.
+Every rank has a socket that listens, and now and then connects to that of the next rank. The kernel of the other host
+answers, not the process. So a process counts as alive while it is busy, or waits for a file system with all of its
+threads. If it has ended, the connection is refused; a lost host does not answer. The collectives of NCCL do not tell
+any of this: they wait.
 """
 
 import os
@@ -22,7 +23,7 @@ BACKLOG = 128  # looks that the kernel answers while the process does not hear o
 
 
 class Neighbour:
-    """The next rank of the job, as one of its ranks looks at it."""
+    """The next rank of the job, as the rank before it sees it."""
 
     def __init__(self, store: dist.Store, rank_info: RankInfo) -> None:
         self.rank, self._store = (rank_info.rank + 1) % rank_info.world_size, store
@@ -35,9 +36,9 @@ class Neighbour:
         store.set(f"listens {rank_info.rank}", f"{self._listener.getsockname()[1]} {here}")
 
     def lost(self) -> str:
-        """What is wrong with the next rank since some looks; empty if nothing is.
+        """Look at the next rank, if it is time. Returns what was wrong with it in the latest looks, or nothing.
 
-        Only one that was reached before can be lost: its address may be none that others can use.
+        Only a rank that was reached before counts as lost: its address may be one that other hosts cannot use.
         """
         with suppress(OSError):  # as soon as nobody is left to be heard
             while True:
@@ -52,7 +53,7 @@ class Neighbour:
         return ""
 
     def forgive(self) -> None:
-        """It is there all the same."""
+        """Count anew: the next rank has turned out to be alive."""
         self._refused = self._silent = 0
         self._seen = False
 
@@ -70,7 +71,7 @@ class Neighbour:
 
 
 def _address_towards(host: str) -> tuple[str, socket.AddressFamily]:
-    """The address by which this machine would reach `host`, and of which kind it is; nothing is sent."""
+    """The address from which this machine would reach `host`, and its family; nothing is sent."""
     family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as route:
         route.connect(there)

@@ -13,7 +13,7 @@ from megalite.dist.local import LAUNCHER
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the processes of the job."""
+    """Which of the job's processes this one is."""
 
     rank: int
     world_size: int
@@ -32,8 +32,8 @@ HOW_TO_START = "start ranks with torchrun, srun or launch/local.sh, or unset the
 def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     """This process's rank as torchrun or Slurm give it; None when the process was started by itself.
 
-    A Slurm step of one task is an interactive shell, or a script that starts its ranks itself: None too. Raises
-    InputError for variables of a launcher that are incomplete or contradict each other: a rank that took itself for
+    None too in a Slurm step of one task, which is an interactive shell, or a script that starts its ranks itself.
+    Raises InputError if the launcher's variables are incomplete or contradict each other: a rank that took itself for
     the only one would train alone.
     """
     step = _slurm_step(environment)
@@ -82,9 +82,10 @@ def _refused(names: Sequence[str], environment: Mapping[str, str], rule: str) ->
 
 
 def let_others_speak(code: int) -> None:
-    """Hold back an error that may only repeat another rank's, or follow from it.
+    """Wait before an error is told that may only repeat another rank's, or follow from it.
 
-    If it does, the launcher ends this process meanwhile, which then silently gives the exit code `code`.
+    If it does, the launcher ends this process during the wait. The process then says nothing, and its exit code is
+    `code`.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     time.sleep(HELD_BACK)

@@ -1,7 +1,7 @@
-"""A roll call: every rank says what it is doing, and who says nothing is lost.
+"""A roll call: every rank says what it is doing. A rank that says nothing is lost.
 
-It goes over the job's key-value store, which works when collectives do not. Rounds are numbered; in each, the first
-rank to answer collects the answers and concludes, so that the store is not read by everybody.
+It goes over the job's key-value store, which works when collectives do not. Rounds are numbered. In each, the first
+rank to answer collects the answers and concludes, so that not every rank reads all answers from the store.
 """
 
 import json
@@ -33,7 +33,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What comes of a round."""
+    """The outcome of a round."""
 
     fatal: bool
     text: str
@@ -54,8 +54,8 @@ class RollCall:
     def call(self, cause: str, doubt: str = "") -> None:
         """Begin the round, unless it has begun.
 
-        cause: how a peer was lost; empty if some rank has seen no progress, or has a doubt. doubt: what tells that a
-        peer may be lost, which it is not if it answers.
+        cause: how a peer was lost; empty if some rank has seen no progress, or has a doubt. doubt: why a peer may be
+        lost; if that peer answers, it is not.
         """
         if doubt:
             self.store.set("doubt", doubt)
@@ -66,7 +66,7 @@ class RollCall:
         return self.store.get("call").decode()
 
     def answer(self, status: Status) -> bool:
-        """Give this rank's answer; whether it is the first, whose giver has to conclude."""
+        """Give this rank's answer. Returns whether it is the first: the rank that gives it has to call `conclude`."""
         self.store.set(f"rank {status.rank}", json.dumps(asdict(status)))
         return self.store.add("answers", 1) == 1
 
@@ -81,9 +81,9 @@ class RollCall:
         return [Status(**json.loads(text)) for text in self.store.multi_get([f"rank {rank}" for rank in ranks])]
 
     def conclude(self, timeout: float, hosts: dist.Store) -> Verdict:
-        """Publish what the answers mean: the end, if a peer is lost or no rank has got on for long.
+        """Publish the verdict: the job ends if a peer is lost, or if no rank has made progress for `timeout` seconds.
 
-        hosts: tells the host of a rank that does not answer.
+        hosts: holds the host of every rank, also of one that does not answer.
         """
         found = self.answers()
         cause, doubt = self.cause(), self.store.get("doubt").decode() if self.store.check(["doubt"]) else ""
@@ -101,7 +101,7 @@ class RollCall:
         return Verdict(**json.loads(self.store.get("verdict"))) if self.store.check(["verdict"]) else None
 
     def know(self) -> int:
-        """Note that this rank has dealt with the verdict; how many have."""
+        """Note that this rank has dealt with the verdict. Returns how many ranks have."""
         return self.store.add("know", 1)
 
     def known(self) -> int:
@@ -109,7 +109,7 @@ class RollCall:
 
 
 def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
-    """A line for all ranks that do the same: those that do not answer (their hosts), then who is at it longest."""
+    """One line for all ranks that do the same: first those that do not answer, by host, then who does it longest."""
     now = time.time()
     groups: dict[tuple[int, str, str], list[Status]] = {}
     for status in sorted(answers, key=lambda status: status.since):

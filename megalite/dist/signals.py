@@ -25,8 +25,8 @@ def die_with_launcher() -> None:
 def end_when_stopped(rank_info: RankInfo, when: str = "", interrupted: int = ExitCode.INTERRUPTED) -> None:
     """End this rank as soon as it is asked to stop: with exit code STOPPED, or `interrupted` after SIGINT.
 
-    when: added to the message. The other ranks are asked as well, so rank 0 speaks where no launcher of ours picks the
-    one to speak.
+    The other ranks are asked as well. So only rank 0 prints a message, unless our own launcher picks the rank that
+    speaks. when: added to that message.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -43,7 +43,7 @@ def end_when_stopped(rank_info: RankInfo, when: str = "", interrupted: int = Exi
 
 
 def hear() -> None:
-    """Let signals in: the local launcher starts ranks with those of `STOP` held up, so that none comes too early."""
+    """Unblock the signals of `STOP`. The local launcher starts ranks with them blocked, so that none is too early."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 
 

@@ -1,4 +1,4 @@
-"""Start-up and end of a rank: device, process group, and what a failure is called."""
+"""Start-up and end of a rank: its device, its process group, and the exit code and message of a failure."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ LOST_PEER = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of a collective tells that another rank is gone."""
+    """Whether an error of a collective means that another rank is gone."""
     if isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)
@@ -122,10 +122,10 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 
 def _report(code: int, text: str, rank_info: RankInfo) -> None:
-    """Tell the launcher, if it shows the first error of the job, or else the user.
+    """Report an error: to the launcher, if it shows the first error of the job, or else to the user.
 
-    Bad input and unhealthy training are mostly found by all ranks, and rank 0 speaks; who misses a peer lets that one
-    speak.
+    Bad input and unhealthy training are mostly found by all ranks, and rank 0 speaks. A rank that misses a peer lets
+    that peer speak.
     """
     log.error(text)
     found_by_all = code in (ExitCode.BAD_INPUT, ExitCode.UNHEALTHY)

@@ -54,12 +54,12 @@ def watched(meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: 
 
 
 def between_looks(timeout: float, ranks: int) -> float:
-    """Seconds between two looks of a rank: soon, but no more looks of all ranks than the store bears."""
+    """Seconds between two looks of a rank: few, but enough that the store bears the looks of all ranks."""
     return min(max(timeout / 20, 0.5), max(1.0, ranks / LOOKS), 10.0)
 
 
 def _neighbour(store: dist.Store, rank_info: RankInfo) -> Neighbour | None:
-    """None where the local launcher looks after the ranks, and where there is no address to look from."""
+    """The next rank, to look after. None where the local launcher looks after all, or where it cannot be done."""
     if MEETING in os.environ or rank_info.world_size == 1:
         return None
     try:
@@ -74,7 +74,7 @@ class StoreGone(Exception):
 
 
 class Watchdog:
-    """Watches one rank, and answers when another calls the roll."""
+    """Watches one rank, and answers when another rank calls the roll."""
 
     def __init__(self, meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> None:
         self.meeting, self.rank_info, self.activity, self.timeout = meeting, rank_info, activity, timeout
@@ -94,7 +94,7 @@ class Watchdog:
         self._asker.shutdown(wait=False, cancel_futures=True)
 
     def give_up(self, error: BaseException) -> None:
-        """End the process for a lost peer; what the launcher says about that one is better, if it notices."""
+        """End the process because a peer is lost. If the launcher notices that too, its message is the better one."""
         self.activity(f"lost a peer ({reason(error)})")
         if signal.SIGTERM in self.activity.asked:  # the launcher has noticed, and ends this rank too
             log.error("lost a peer: %s", error)
@@ -164,7 +164,7 @@ class Watchdog:
             raise StoreGone(reason(error)) from error
 
     def _without_store(self, gone: StoreGone) -> None:
-        """Its keeper is lost, unless the job has just ended."""
+        """End the process: the keeper of the store is lost, unless the job has just ended."""
         rank_info, deputy = self.rank_info, self.rank_info.rank == self.meeting.deputy
         with suppress(queue.Empty):
             deadline = time.monotonic() + HELD_BACK + (0 if deputy else DEPUTY_FIRST)
@@ -177,7 +177,7 @@ class Watchdog:
         self._end(f"{text}\n  rank {rank_info.rank}: {self._status()}", speaks, lambda: None)
 
     def _all_know(self, call: RollCall, verdict: Verdict) -> None:
-        """Wait for each other: the first to end may bring the others' end, and rank 0's that of the store."""
+        """Wait until all ranks know the verdict: one that ends may end others, and rank 0 takes the store along."""
         deadline = time.monotonic() + HELD_BACK
         with suppress(StoreGone):
             known = self._ask(call.know)

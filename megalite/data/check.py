@@ -1,4 +1,4 @@
-"""What training asks of its data before the first step, so that no step can end it for a token or a document."""
+"""Checks of a run's data before the first step, so that no later step can fail because of a token or a document."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ MOST_REMEMBERED = 16 << 20  # bytes
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found out about the data of a run."""
+    """What the checks have found out about the data of a run."""
 
     end_of_document: int | None
     warnings: tuple[str, ...]
@@ -39,7 +39,7 @@ class Known:
 
 
 class Scans:
-    """What scans of stores have found, kept in a file by the store's fingerprint. A file that is no good is as none."""
+    """Results of scans of stores, kept in a file under the stores' fingerprints. An unusable file counts as none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Scans:
             self.stores = {}
 
     def of(self, store: TokenStore, tick: Callable[[], None]) -> Scan:
-        """Read `store`, unless that has been done and it was not changed since."""
+        """The result for `store`, which is read unless that has been done and it has not changed since."""
         modified = [path.stat().st_mtime_ns for path in store_files(store.prefix)]
         key = store.fingerprint()
         entry = self.stores.get(key)
@@ -64,7 +64,7 @@ class Scans:
         return scan
 
     def keep(self) -> None:
-        """Write what is new into the file. Warns where that cannot be: the next start scans again."""
+        """Write new results into the file. Warns if that cannot be written to: the next start will scan again."""
         if not self.changed:
             return
         try:
@@ -74,10 +74,10 @@ class Scans:
 
 
 def check_data(data: Data, vocab_size: int, scans: Scans, tick: Callable[[], None] = lambda: None) -> Checked:
-    """Refuse tokenizers and stores that do not belong together or to a model of `vocab_size`.
+    """Refuse tokenizers and stores that do not belong together, or not to a model of `vocab_size`.
 
-    A store without a description is read whole, unless `scans` has that; they are not written. tick: called as that
-    goes on. Raises InputError with every problem.
+    A store without a description is read whole, unless `scans` has the result; new results are not written. tick:
+    called as reading goes on. Raises InputError with every problem.
     """
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     lists = {"data.train": data.train, "data.valid": data.valid}
@@ -94,7 +94,7 @@ def check_data(data: Data, vocab_size: int, scans: Scans, tick: Callable[[], Non
 
 
 def checked_description(store: TokenStore) -> Description | None:
-    """The description of a store that has one. Raises InputError where the two contradict each other."""
+    """The description of a store that has one. Raises InputError if the store contradicts it."""
     found, path = Description.read(store.prefix), description_file(store.prefix)
     if found is None:
         return None
@@ -123,7 +123,7 @@ def _know(store: TokenStore, scans: Scans, tick: Callable[[], None]) -> Known:
 
 
 def _end_of_document(data: Data, known: dict[str, Known], tokenizer: Tokenizer | None) -> int | None:
-    """As configured, else as the stores say, else as the tokenizer does where somebody asks."""
+    """The configured id, or else that of the stores, or else, with `data.mask_documents`, that of the tokenizer."""
     if data.end_of_document is not None:
         return data.end_of_document
     described = (found.description.end_of_document for found in known.values() if found.description is not None)
@@ -165,7 +165,7 @@ def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) ->
 
 
 def _warnings(data: Data, end: int | None, stores: dict[str, TokenStore], known: dict[str, Known]) -> Iterator[str]:
-    """What is odd about documents, where training looks at them."""
+    """Doubts about documents, where training looks at them."""
     for path, store in stores.items():
         theirs = known[path].scan.end_of_document
         if not data.mask_documents or end is None or theirs == end or not store.tokens:

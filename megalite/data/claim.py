@@ -1,4 +1,4 @@
-"""Files that one process alone writes."""
+"""Files that only one process at a time writes."""
 
 import errno
 import fcntl
@@ -12,10 +12,10 @@ UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a file system wi
 
 
 def claim(path: Path, what: str) -> BinaryIO:
-    """An empty file at `path`, open for writing, that is this process's until it closes it.
+    """An empty file at `path`, open for writing, that belongs to this process until it closes it.
 
-    What a process that is gone has left there is taken over. Raises InputError while another has it; `what` names
-    what is being written. Raises OSError.
+    If a process that has ended left a file there, this one takes it over. Raises InputError while another process has
+    it; `what` names what is being written. Raises OSError.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

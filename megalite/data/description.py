@@ -1,4 +1,4 @@
-"""What a token store's own `PREFIX.json` says of it: the tokenizer, the end of documents, the largest id, the sources.
+"""The description of a token store in its `PREFIX.json`: its tokenizer, end of documents, largest id, and sources.
 
 megalite writes it with every store. Megatron's stores have none.
 """
@@ -36,7 +36,7 @@ FIELDS = {  # beside `format` and `version`
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer, wherever its file lies."""
+    """A tokenizer, told by its content, wherever its file lies."""
 
     file: str  # name
     sha256: str
@@ -52,7 +52,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Description:
-    """Of one token store."""
+    """What is known of one token store."""
 
     megalite: str  # the version that wrote it
     fingerprint: str  # of the two other files
@@ -71,7 +71,7 @@ class Description:
 
     @staticmethod
     def read(prefix: str | Path) -> "Description | None":
-        """That of the store `prefix`; None: it has none. Raises InputError for a file that is not as it was written."""
+        """The description of the store `prefix`; None if it has none. Raises InputError if the file was changed."""
         path = description_file(prefix)
         if not exists(path, follow=False):
             return None
@@ -88,7 +88,7 @@ class Description:
 
 
 def description_file(prefix: str | Path) -> Path:
-    """The `.json` of a store."""
+    """The path of a store's `.json`."""
     return Path(f"{prefix}.json")
 
 

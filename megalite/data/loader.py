@@ -28,7 +28,7 @@ class Micros:
 
     @staticmethod
     def cut_at(tokens: Tensor, end_of_document: int | None) -> "Micros":
-        """Micro-batches `[m, b, s + 1]` in which documents end with that token, or never."""
+        """Micro-batches `[m, b, s + 1]` in which that token ends a document; None: nothing does."""
         length, flat = tokens.shape[2] - 1, tokens.flatten(0, 1)
         if end_of_document is None:
             documents: list[Documents] = [(0, length)] * len(flat)
@@ -46,8 +46,8 @@ class Micros:
 class Loader:
     """Cuts global batches into the micro-batches of rank `dp_rank` out of `dp`.
 
-    The samples of a step are the same, and in the same order, for every layout and every micro-batch size. Raises
-    InputError where the sizes do not divide.
+    A step has the same samples in the same order under every layout and every micro-batch size. Raises InputError where
+    the sizes do not divide.
     """
 
     def __init__(self, samples: Samples, micro_batch: int, dp: int, dp_rank: int, pin_memory: bool = False) -> None:
@@ -60,7 +60,8 @@ class Loader:
     def read(self, batch: GlobalBatch) -> Micros:
         """The rank's share of a global batch: `[m, b · pieces, s / pieces + 1]`.
 
-        A shorter sequence's last target is the first token of the next, so every token stays a target once.
+        Where a sample is cut into pieces, the last target of one is the first token of the next: every token is a
+        target once.
         """
         if batch.samples % (self.dp * self.micro_batch):
             raise InputError(
@@ -77,7 +78,7 @@ class Loader:
         return Micros(micros.pin_memory() if self._pin_memory else micros, _grouped(documents, micros.shape[1]))
 
     def batches(self, wanted: Iterable[GlobalBatch]) -> Iterator[tuple[GlobalBatch, Micros]]:
-        """Every wanted batch with the rank's share of it; an error surfaces at the batch it belongs to."""
+        """All wanted batches, each with the rank's share of it. An error is raised at the batch that it belongs to."""
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         submitted = ((batch, reader.submit(self.read, batch)) for batch in wanted)
         ahead: deque[tuple[GlobalBatch, Future[Micros]]] = deque()

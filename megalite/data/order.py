@@ -9,16 +9,16 @@ ROUNDS = 8
 
 
 def order_key(seed: int, source: int, epoch: int) -> bytes:
-    """The key of one epoch of one source."""
+    """The key under which one epoch of one source is shuffled."""
     return blake2b(f"{seed}/{source}/{epoch}".encode(), digest_size=32).digest()
 
 
 def permute(index: int, size: int, key: bytes) -> int:
-    """Where `index` lands in a pseudo-random permutation of range(size) chosen by `key`; size up to 2**48.
+    """The image of `index` under a pseudo-random permutation of range(size) chosen by `key`; size up to 2**48.
 
-    A balanced Feistel network over the smallest even number of bits that holds `size`, walked along its cycle
-    until it is back in range: at most four times the work on average (Black and Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002).
+    A balanced Feistel network over the smallest even number of bits that holds `size`. It is applied again until the
+    result is in range: at most four times the work on average (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", CT-RSA 2002).
     """
     if not 0 <= index < size <= 1 << 48:
         raise ValueError(f"index {index} of a permutation of {size}")
@@ -40,7 +40,7 @@ def _feistel(index: int, half: int, key: bytes) -> int:
 
 
 def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest integers in the same proportions; a weight counts as the decimal number it prints as."""
+    """The smallest integers in the same proportions. A weight counts as the decimal number that it is printed as."""
     fractions = [Fraction(str(weight)) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     integers = [int(fraction * unit) for fraction in fractions]
@@ -49,7 +49,7 @@ def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def mixture(index: int, weights: Sequence[int]) -> tuple[int, int]:
-    """Which source sample `index` comes from, and its how-manieth it is within that source, from 0.
+    """The source that sample `index` comes from, and the number of the sample within that source, from 0.
 
     In every prefix, source j's count is less than one below its exact share and at most 1 + ½ + … + 1/(k−1) above it,
     for k sources. The cost depends on k, not on `index`.
@@ -72,7 +72,7 @@ def mixture_counts(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def _descending(weights: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Sources from heavy to light: (source, weight, weight of it and all after it). That order bounds the error."""
+    """Sources from heavy to light: (source, weight, weight of it and all after). The error bound needs this order."""
     rest = sum(weights)
     for source in sorted(range(len(weights)), key=lambda source: -weights[source]):
         if weights[source] > 0:

@@ -16,7 +16,7 @@ from megalite.data.store import TokenStore
 
 @dataclass(frozen=True)
 class Part:
-    """One source, cut into samples of `sequence_length` tokens and the target after the last of them."""
+    """One source, cut into samples of `sequence_length` tokens, each with the target of its last token."""
 
     path: str
     tokens: int
@@ -35,10 +35,10 @@ class Sample:
 class Samples:
     """A weighted mixture of token stores as an endless sequence of samples.
 
-    Every epoch of a source visits each of its samples once, in a fresh order. Sources are drawn in exact proportion
-    to their weights, counted in tokens. Documents begin where a source's index says so, and after every
-    `end_of_document` token in a source whose index tells of a single document. Raises InputError for a source too small
-    for one sample, for weights that are no proportions and, when a sample is read, for a token outside the vocabulary.
+    Every epoch of a source visits each of its samples once, in a new order. Sources are drawn in exact proportion to
+    their weights, counted in tokens. Documents begin where a source's index says so. In a source whose index has only
+    one document, they also begin after every `end_of_document` token. Raises InputError for a source too small for one
+    sample, for weights that are no proportions and, when a sample is read, for a token outside the vocabulary.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Samples:
         self.parts = tuple(self._cut(store) for store in self._stores)
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample `index`, from 0 without end."""
+        """Sample `index`, counted from 0; there is no last one."""
         source, nth = mixture(index, self._weights)
         samples = self.parts[source].samples
         epoch, within = divmod(nth, samples)
@@ -85,7 +85,7 @@ class Samples:
         return [taken / part.samples for taken, part in zip(counts, self.parts, strict=True)]
 
     def fingerprints(self) -> list[str]:
-        """What tells each source's tokens from others'."""
+        """The fingerprint of each source: equal for equal tokens."""
         return [store.fingerprint() for store in self._stores]
 
     def _cut(self, store: TokenStore) -> Part:

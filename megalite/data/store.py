@@ -37,7 +37,7 @@ _PAGES, _PAGE = 32, 4096  # of each file, that make up a fingerprint; the length
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron picks for a vocabulary: uint16 below 65,500, else int32."""
+    """The dtype that Megatron picks for a vocabulary: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
@@ -48,7 +48,7 @@ def store_files(prefix: str | Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Scan:
-    """What reading a whole store has found."""
+    """The result of reading a whole store."""
 
     largest_id: int  # −1: there is no token
     end_of_document: int | None  # the last token of every document, if that is one and the same
@@ -57,8 +57,8 @@ class Scan:
 class TokenStore:
     """A memory-mapped store, read as one stream of tokens.
 
-    Opening costs the same for any corpus: only the header and the ends of the tables are read. `verify` reads
-    everything. Raises InputError where the files are missing or do not belong together.
+    To open a store costs the same for any size: only the header and the ends of the tables are read; `verify` reads
+    everything. Raises InputError where files are missing or do not belong together.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -91,9 +91,9 @@ class TokenStore:
         return self.read(start, end - start)
 
     def begins(self, start: int, count: int) -> NDArray[np.int64]:
-        """Where documents begin in the `count` tokens from `start`, counted from there and without the first of them.
+        """The positions in the `count` tokens from `start` at which documents begin, relative to `start` and without 0.
 
-        Costs two binary searches. Raises InputError where the tables found are out of order.
+        Costs two binary searches. Raises InputError if the tables turn out to be out of order.
         """
         # No searchsorted: the tables are not aligned to their numbers, so it would copy them whole.
         size = self.dtype.itemsize
@@ -108,14 +108,14 @@ class TokenStore:
         raise self._broken(self._idx, f"tables out of order around token {start}", "offsets and boundaries that ascend")
 
     def fingerprint(self) -> str:
-        """Tells this store from others, wherever it lies."""
+        """A text that tells this store from others, wherever it lies."""
         return fingerprint(self._bin, self._idx)
 
     def verify(self, vocab_size: int | None = None, advanced: Callable[[int], None] = lambda _: None) -> Scan:
         """Read everything; `advanced` is called with the number of tokens read.
 
-        Raises InputError unless the sequences lie back to back, the boundaries ascend, and every id is at least 0
-        and below `vocab_size`; None: below what any vocabulary has.
+        Raises InputError unless sequences lie back to back, boundaries ascend, and every id is at least 0 and below
+        `vocab_size`. Where that is None, ids must be small enough for some vocabulary.
         """
         self._verify_sequences()
         self._verify_boundaries()
@@ -192,7 +192,7 @@ class TokenStore:
         return DTYPES[code], sequences, boundaries
 
     def _check_ends(self) -> None:
-        """Check what is cheap: that both ends of every table agree with each other and with the `.bin`."""
+        """Check what is cheap: whether both ends of every table agree with each other and with the `.bin`."""
         first, last = int(self._boundaries[0]), int(self._boundaries[-1])
         if (first, last) != (0, self.sequences):
             raise self._broken(self._idx, f"document boundaries {first} to {last}", f"0 to {self.sequences}")
@@ -221,13 +221,13 @@ class TokenStore:
 class StoreWriter:
     """Writes a store document by document; it appears under its name only when complete.
 
-    Use as a context manager: leaving it normally publishes the store, leaving it by an exception removes every
-    trace. A killed process leaves hidden files, which the next one that writes the same store takes over. Raises
-    InputError for an existing store, for one that another process is writing, and for what the file system refuses,
-    such as a full disk. Memory: 4 bytes per document.
+    It is a context manager: leaving it normally publishes the store, leaving it by an exception removes every trace. A
+    killed process leaves hidden files, which the next process that writes the same store takes over. Raises InputError
+    if the store exists, if another process is writing it, and if the file system refuses, for example on a full disk.
+    Memory: 4 bytes per document.
 
-    What is known of where the tokens come from goes into the store's description; `end_of_document` is the id that
-    every document is given with.
+    The origin of the tokens goes into the store's description, as far as it is given. `end_of_document` is the id with
+    which every given document ends.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class StoreWriter:
 
     @property
     def files(self) -> tuple[Path, Path, Path]:
-        """The `.bin`, the `.idx` and the `.json`, as they are called once published."""
+        """The paths of the `.bin`, the `.idx` and the `.json` once they are published."""
         return self._final
 
     def __enter__(self) -> Self:
@@ -290,7 +290,7 @@ class StoreWriter:
         self.tokens += tokens.size
 
     def end_document(self) -> None:
-        """The open document is complete. Raises InputError where it has more tokens than the format can count."""
+        """Complete the open document. Raises InputError if it has more tokens than the format can count."""
         if self._open >= 1 << 31:
             raise InputError(
                 f"{self.prefix}: document {self.documents} has {self._open:,} tokens; at most 2**31 − 1 fit; split it"
@@ -299,7 +299,7 @@ class StoreWriter:
         self._open = 0
 
     def seal(self) -> None:
-        """Put everything on disk without publishing it, so that several stores can appear together."""
+        """Put everything on disk without publishing it, so that several stores can be published at once."""
         lengths = np.array(self._lengths, "<i4")
         offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
@@ -378,7 +378,7 @@ class StoreWriter:
 
 
 def sweep(prefix: str | Path) -> None:
-    """Remove what a killed writer of the store `prefix` has left, if none is at work."""
+    """Remove what a killed writer of the store `prefix` has left, unless a writer is at work."""
     writer = StoreWriter(prefix, token_dtype(1))
     if exists(writer.hidden[0]):
         with suppress(InputError, OSError), claim(writer.hidden[0], str(prefix)):
@@ -387,7 +387,7 @@ def sweep(prefix: str | Path) -> None:
 
 
 def fingerprint(*paths: Path) -> str:
-    """Tells files from others, wherever they lie: a hash of their sizes and of pages spread over them."""
+    """A hash that tells files from others, wherever they lie: of their sizes, and of pages spread over them."""
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface: SentencePiece models and Hugging Face `tokenizer.json` files."""
+"""Two kinds of tokenizers behind one small interface: SentencePiece models and Hugging Face `tokenizer.json` files."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
 
     @property
     def eod(self) -> int | None:
-        """End-of-document id, which no text is encoded as. Raises InputError where it has to be named."""
+        """The end-of-document id; no text is encoded as it. Raises InputError if it has to be named and is not."""
         if isinstance(self._eod, InputError):
             raise self._eod
         return self._eod
@@ -83,7 +83,7 @@ class Tokenizer(ABC):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model`; documents end with its eos piece unless `eod` names another."""
+    """A SentencePiece `.model`. Documents end with its eos piece, unless `eod` names another."""
 
     def __init__(self, path: Path, content: bytes, eod: str | None = None) -> None:
         super().__init__(path)
@@ -116,10 +116,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`; documents end with the token that `eod` or the files of BESIDE name.
+    """A `tokenizer.json`. Documents end with the token that `eod` names, or else a file of BESIDE.
 
-    Where none does, a special token of EOD_NAMES is it. Added tokens that are not special never are by themselves:
-    the file says that text is encoded as them. Where one of them is named, it becomes special here.
+    Where none of them names one, it is the special token whose name is in EOD_NAMES. An added token that is not special
+    is never chosen by itself, as the file says that text is encoded as it; if it is named, it becomes special here.
     """
 
     def __init__(self, path: Path, content: bytes, eod: str | None = None) -> None:
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._eod = error  # most of what a tokenizer is for needs no end
 
     def _named_beside(self) -> str | None:
-        """The end that a file of BESIDE names."""
+        """The end-of-document token that a file of BESIDE names."""
         for file in map(self.path.with_name, BESIDE):
             token = read_object(file, MOST_BESIDE).get("eos_token") if exists(file) else None
             token = token.get("content") if isinstance(token, dict) else token
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return None
 
     def _usual(self) -> str | None:
-        """The only special token whose name is usual for it."""
+        """The only special token with a usual name for the end of documents."""
         special = {token.content for token in self._model.get_added_tokens_decoder().values() if token.special}
         usual = sorted(special.intersection(EOD_NAMES))
         if len(usual) > 1:
@@ -164,7 +164,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return usual[0] if usual else None
 
     def _ending(self, token: str) -> int:
-        """The id of a token that is to end documents, and that no text is encoded as from now on."""
+        """The id of a token that is to end documents. From now on, no text is encoded as it."""
         with _told(f"{self.path}: no token {token!a} to end documents with"):
             end: int | None = self._model.token_to_id(token)
         if end is None:
@@ -209,7 +209,7 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
 
 
 def tokenizer_hash(path: str | Path) -> str:
-    """SHA-256 of a tokenizer's file, in hexadecimal: the same wherever the file lies. Raises InputError."""
+    """The SHA-256 of a tokenizer's file, in hexadecimal; it does not depend on the path. Raises InputError."""
     return hashlib.sha256(_content(Path(path))).hexdigest()
 
 
@@ -229,7 +229,7 @@ def _content(path: Path) -> bytes:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Turns whatever a tokenizer's package raises into an InputError that begins with `what`."""
+    """Turn whatever a tokenizer's package raises into an InputError that begins with `what`."""
     try:
         yield
     except BaseException as error:

@@ -80,12 +80,12 @@ class Action(NamedTuple):
 
     @property
     def result(self) -> Name:
-        """The name of what a compute action makes: B and I make the same gradient, which is named after B."""
+        """The name of what a compute action makes. B and I make the same gradient, which is named after B."""
         kind, stage, micro = self
         return (_B, stage, micro) if kind is _I else self
 
     def inputs(self, stages: int) -> tuple[Name, ...]:
-        """The results, on whatever rank, that must be there before this action can run."""
+        """The results, on any rank, that this action needs before it can run."""
         kind, stage, micro = self
         if kind is _F:
             return ((_F, stage - 1, micro),) if stage > 0 else ()
@@ -98,7 +98,7 @@ class Action(NamedTuple):
 
     @property
     def send(self) -> "Action":
-        """The transfer that carries the result of F, B or I."""
+        """The transfer that carries the result of this F, B or I."""
         kind, stage, micro = self
         return Action(SENT_BY[kind], stage, micro)
 
@@ -127,10 +127,10 @@ class Action(NamedTuple):
 class Exchange:
     """Transfers that a rank posts together, as one batch.
 
-    Posting together is what keeps neighbours that send to each other at the same time (1F1B's steady state)
-    from waiting for each other's receive. Transfers between two ranks carry no label, they match in the order
-    of posting; so `actions` is sorted by `transfer`, which is the same order on both sides. Raises InputError
-    for an action that is no transfer.
+    Neighbours may send to each other at the same time, as in the steady state of 1F1B; posted one by one, each would
+    wait for the other to receive. Transfers between two ranks carry no label and match in the order of posting. So
+    `actions` is sorted by `transfer`, which gives the same order on both sides. Raises InputError for an action that is
+    no transfer.
     """
 
     actions: tuple[Action, ...]
@@ -154,8 +154,8 @@ Orders = tuple[tuple[Action, ...], ...]  # the compute actions of every rank
 class Table:
     """A pipeline schedule: what every pipeline rank does, in order.
 
-    Compute and sharding stand in a program by themselves, transfers only inside exchanges. For every stage and
-    micro-batch there is an F, and either a B or an I and a W.
+    In a program, compute and sharding are items by themselves, and transfers are only inside exchanges. For every stage
+    and micro-batch there is an F, and either a B or an I and a W.
     """
 
     name: str
@@ -177,7 +177,7 @@ class Table:
 
     @cached_property
     def orders(self) -> Orders:
-        """What every rank computes, in order."""
+        """The compute actions of every rank, in order."""
         return tuple(
             tuple(item for item in program if isinstance(item, Action) and item.is_compute) for program in self.programs
         )

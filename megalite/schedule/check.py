@@ -1,4 +1,4 @@
-"""Whether a pipeline schedule is complete, consistent and free of deadlock, whoever made it."""
+"""Checks whether a pipeline schedule is complete, consistent and free of deadlock, whoever made it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind,
 def check(table: Table) -> list[str]:
     """What is wrong with `table`, one readable line per problem; empty if nothing is.
 
-    Transfers are taken to be unbuffered: a send ends only when its receive has been posted.
+    Transfers count as unbuffered: a send ends only when its receive has been posted.
     """
     return malformed(table) or [
         *uncomputed(table),
@@ -23,7 +23,7 @@ def check(table: Table) -> list[str]:
 
 
 def malformed(table: Table) -> list[str]:
-    """Actions that no rank could run; the other checks rely on there being none."""
+    """Actions that no rank could run. The other checks rely on there being none."""
     if not all(0 <= rank < table.ranks for rank in table.placement):
         return [f"placement {table.placement} names a rank that has no program: there are {table.ranks}"]
 
@@ -48,7 +48,7 @@ def malformed(table: Table) -> list[str]:
 
 
 def uncomputed(table: Table) -> list[str]:
-    """Compute that is missing, repeated, or both whole and split."""
+    """Compute that is missing, repeated, or done both whole and split."""
     found = Counter[Name](chain.from_iterable(table.orders))
     forward, whole, *halves = COMPUTE
     expected: set[Name] = set()
@@ -86,7 +86,7 @@ def _differences(table: Table, found: Counter[Name], expected: set[Name], needle
 
 
 def too_early(table: Table) -> list[str]:
-    """Actions that run before their own rank has what they take."""
+    """Actions that run before their own rank has their inputs."""
     placement, stages = table.placement, table.stages
     early = []
     for rank, program in enumerate(table.programs):
@@ -107,7 +107,7 @@ def too_early(table: Table) -> list[str]:
 
 
 def crossed(table: Table) -> list[str]:
-    """Transfers that two ranks post in different orders: they carry no label, so data would be swapped."""
+    """Transfers that two ranks post in different orders. They carry no label, so data would be swapped."""
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)  # (sender, receiver) -> in order of posting
     received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for program in table.programs:
@@ -129,9 +129,9 @@ def crossed(table: Table) -> list[str]:
 
 
 def deadlock(table: Table) -> list[str]:
-    """Where ranks stand and for whom they wait, if they cannot all reach the end of their programs.
+    """Where ranks are stuck and for whom they wait, if they cannot all reach the end of their programs.
 
-    A transfer is done as soon as both its ranks stand at an exchange that contains it; a rank goes on when all
+    A transfer is done as soon as both its ranks have come to an exchange that contains it. A rank goes on when all
     transfers of its exchange are done. Compute never blocks.
     """
     exchanges = [iter([item for item in program if isinstance(item, Exchange)]) for program in table.programs]
@@ -164,9 +164,9 @@ def deadlock(table: Table) -> list[str]:
 
 
 def unsharded(table: Table) -> list[str]:
-    """Compute on weights that are not gathered, and gradients not reduced; none in a table without sharding.
+    """Compute on weights that are not gathered, and gradients that are not reduced; none in a table without sharding.
 
-    A table that gathers nothing leaves that to whoever runs its stages.
+    In a table that gathers nothing, whoever runs a stage gathers its weights.
     """
     kinds = {action.kind for program in table.programs for action in flat(program)}
     if kinds.isdisjoint(SHARDING):
@@ -204,6 +204,6 @@ def _unsharded(program: Iterable[Action], gathers: bool) -> Iterator[str]:
 
 
 def flat(items: Iterable[Action | Exchange]) -> Iterator[Action]:
-    """The actions of a program, inside exchanges and outside."""
+    """The actions of a program, those inside exchanges included."""
     for item in items:
         yield from item.actions if isinstance(item, Exchange) else (item,)

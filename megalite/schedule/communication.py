@@ -1,4 +1,4 @@
-"""What an order of compute calls for: transfers between ranks, and sharding of weights and gradients."""
+"""Adds to an order of compute what it needs: transfers between ranks, and sharding of weights and gradients."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from megalite.schedule.simulate import UNIT, Time, execute
 
 
 def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> tuple[Program, ...]:
-    """Programs that add to compute `orders` the transfers between ranks that they call for.
+    """Programs of the compute `orders`, with the transfers between ranks that they need.
 
-    The orders run on a clock: compute takes its UNIT of time, a transfer none, and a result is sent when it is
-    ready. All that a rank sends or receives at one time is one exchange. The ranks thus meet in exchanges in the
-    order of one common clock, so they cannot deadlock even if every exchange blocks until its last transfer is
-    done; nor, if the clock is right, does an exchange that is not ready keep back one that is. Raises InputError
-    if the orders themselves cannot make progress.
+    The orders run on a clock: compute takes its UNIT of time, a transfer takes none, and a result is sent when it is
+    ready. All that a rank sends or receives at one time is one exchange. So all ranks meet in exchanges in the order of
+    one clock, and cannot deadlock even if every exchange blocks until its last transfer is done. If the clock is right,
+    no exchange that is ready waits for one that is not. Raises InputError if the orders themselves cannot make
+    progress.
     """
     spans = execute(orders, placement, cost=lambda action: UNIT[action.kind])
     transfers: list[defaultdict[Time, list[Action]]] = [defaultdict(list) for _ in orders]
@@ -41,9 +41,9 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
 def add_sharding(table: Table, gather: bool, reduce_each: bool) -> Table:
     """`table`, which has no sharding yet, with sharding as actions of its own.
 
-    gather: stages are gathered whole, once a step: one compute action before the first use, so that it overlaps with
-    compute, until after the last. Without, whoever runs a stage gathers its layers one by one, and frees them.
-    reduce_each: reduce gradients after every backward, which frees them sooner, not once a step.
+    gather: a stage is gathered whole and once a step, from one compute action before its first use, so that it overlaps
+    with compute, until after its last. Without `gather`, whoever runs a stage gathers and frees its layers one by one.
+    reduce_each: reduce gradients after every backward, which frees them sooner, and not once a step.
     """
     programs = zip(table.programs, table.orders, strict=True)
     return replace(

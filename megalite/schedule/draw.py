@@ -1,6 +1,6 @@
 """Pictures of a simulated schedule: a timeline of text for terminals, and one of SVG.
 
-The colour of compute tells the virtual stage of its rank, the shade tells the kind. Letters, the numbers of the
+The colour of compute stands for the virtual stage of its rank, the shade for the kind. Letters, the numbers of the
 micro-batches and, in SVG, a tooltip say the same without colour. In text, every second stage of a rank has small
 letters.
 """
@@ -57,7 +57,7 @@ Shade = tuple[Kind, int]  # kind of compute, and which of its rank's stages it i
 
 
 def title(table: Table, timeline: Timeline) -> str:
-    """`zbv: p = 4 ranks, v = 2 stages per rank, m = 8 micro-batches, bubble 5.9%, makespan 51`."""
+    """The title: `zbv: p = 4 ranks, v = 2 stages per rank, m = 8 micro-batches, bubble 5.9%, makespan 51`."""
     stages = table.stages / table.ranks
     return (
         f"{table.name}: p = {counted(table.ranks, 'rank')}, v = {counted(stages, 'stage')} per rank, "
@@ -67,10 +67,10 @@ def title(table: Table, timeline: Timeline) -> str:
 
 
 def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
-    """A line per rank, at most `width` columns wide: what it computes, its bubble and its peak of activations.
+    """One line per rank, at most `width` columns wide: its compute, its bubble and its peak of activations.
 
-    A compute is its kind and micro-batch, or its kind alone where that has no room. A timeline that is too long even
-    for single letters is cut, and a line says so. A legend follows.
+    Compute is shown as kind and micro-batch, or as the kind alone where there is no room for more. A timeline that is
+    too long even for single letters is cut, and a line says so. A legend follows.
     """
     local = _local(table)
     label, ends = f"rank {table.ranks - 1} ", [_summary(timeline, rank) for rank in range(table.ranks)]
@@ -102,7 +102,8 @@ def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
 def draw_svg(table: Table, timeline: Timeline) -> str:
     """An SVG with a lane per rank: compute with its micro-batch, and communication in a strip below.
 
-    As wide as the numbers need. What is drawn has a tooltip with its action and time, and its colour is in the legend.
+    It is as wide as the numbers need. Everything in it has a tooltip with its action and time; the legend explains the
+    colours.
     """
     longest, shortest = float(timeline.makespan), float(_shortest(timeline))
     digits = len(str(table.micro_batches - 1))
@@ -190,7 +191,7 @@ def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
 
 
 def _families(table: Table, timeline: Timeline) -> list[tuple[list[Shade], str]]:
-    """The shades that occur, by the colour's family, and the stages that have it: `stages 0-3`."""
+    """For every colour that occurs: its shades, and the stages that have it, such as `stages 0-3`."""
     local = _local(table)
     drawn = {(span.action.kind, local[span.action.stage]) for lane in timeline.spans for span in lane}
     found = []
@@ -215,7 +216,7 @@ def _others(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def _letters(timeline: Timeline) -> list[str]:
-    """What the letters of the kinds, and the summary of a rank, mean."""
+    """The meaning of the letters of the kinds, and of the summary of a rank."""
     return [*(f"{kind}: {MEANING[kind]}" for kind in COMPUTE if kind in _kinds(timeline)), PEAK]
 
 
@@ -254,13 +255,13 @@ def _fill(shade: Shade) -> str:
 
 
 def _ink(shade: Shade) -> str:
-    """Of the two inks the one that can be read on a shade, by its brightness."""
+    """The one of the two inks that can be read on a shade, by its brightness."""
     red, green, blue = (int(_fill(shade)[at : at + 2], 16) for at in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else WHITE
 
 
 def _letter(shade: Shade) -> str:
-    """Of text, where colours may be missing."""
+    """The letter of a shade in text, where colours may be missing."""
     kind, family = shade
     return kind.lower() if family % 2 else str(kind)
 

@@ -1,4 +1,4 @@
-"""Schedules as text: what each rank computes, in order; transfers and sharding are placed when it is read.
+"""Schedules as text: what each rank computes, in order; transfers and sharding are added when it is read.
 
 name: my 1f1b
 micro_batches: 2
@@ -36,7 +36,7 @@ SHOWN = 8  # problems told of one file
 
 
 def read(path: Path) -> Table:
-    """The schedule in the file `path`. Raises InputError, naming the file, with all that is wrong with it."""
+    """The schedule in the file `path`. Raises InputError, with the name of the file and all that is wrong in it."""
     content = read_mapping(path, MOST_BYTES)
     try:
         return complete(content)
@@ -45,7 +45,7 @@ def read(path: Path) -> Table:
 
 
 def complete(content: dict[str, Any]) -> Table:
-    """The schedule that a file's `content` says, complete and able to run. Raises InputError with all that is wrong."""
+    """The schedule that a file's `content` describes, able to run. Raises InputError with all that is wrong."""
     _check_keys(content)
     name, m, placement = content["name"], content["micro_batches"], tuple(content["placement"])
     words = [order.split() for order in content["ranks"]]
@@ -77,7 +77,7 @@ def complete(content: dict[str, Any]) -> Table:
 
 
 def write(table: Table) -> str:
-    """The text that `read` takes for an equal table; sharding is left out."""
+    """The text from which `read` makes an equal table; sharding is left out."""
     name = yaml.safe_dump(table.name, default_style='"', width=math.inf)  # in quotes whatever it looks like: 1e5, null
     head = f"name: {name}micro_batches: {table.micro_batches}\n"
     ranks = [" ".join(f"{a.kind}{a.stage}.{a.micro}" for a in order) for order in table.orders]

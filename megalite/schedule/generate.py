@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: an order of compute actions, then the transfers it calls for."""
+"""Pipeline schedules by name: an order of compute actions, then the transfers that it needs."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -25,8 +25,9 @@ NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe
 def build(name: str, p: int, m: int, v: int | None = None) -> Table:
     """The schedule `name`, one of NAMES or the path of a file, for p pipeline ranks and m micro-batches.
 
-    v: virtual stages per rank; None: what the schedule has, 2 for interleaved_1f1b. "forward" is evaluation on one
-    stage per rank. Raises InputError for an unknown name, a size the schedule cannot have, or a bad file.
+    v: virtual stages per rank; None: as many as the schedule has, which is 2 for interleaved_1f1b. "forward" is
+    evaluation with one stage per rank. Raises InputError for an unknown name, a size that the schedule cannot have, or
+    a bad file.
     """
     if p < 1 or m < 1:
         raise InputError(f"a pipeline needs at least 1 rank and 1 micro-batch, not {p} and {m}")
@@ -54,12 +55,12 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Table:
 
 
 def placement_of(name: str, p: int, v: int) -> tuple[int, ...]:
-    """By stage, the rank that owns it under the schedule `name`, one of NAMES, with v stages per rank."""
+    """By stage: the rank that owns it under the schedule `name`, one of NAMES, with v stages per rank."""
     return (*range(p), *reversed(range(p))) if name in V_SHAPED else tuple(range(p)) * v
 
 
 def actions_of(name: str, p: int, m: int, v: int) -> int:
-    """How many actions the schedule `name`, one of NAMES, has without sharding; of dualpipev, at most."""
+    """The number of actions of the schedule `name`, one of NAMES, without sharding; an upper bound for dualpipev."""
     stages = p * v
     turn = 1 if name in V_SHAPED else 0  # of a V, where a result stays on its rank
     moved = 0 if p == 1 else stages - 1 - turn
@@ -69,8 +70,8 @@ def actions_of(name: str, p: int, m: int, v: int) -> int:
 def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:
     """The bubble of the schedule `name`, one of NAMES, at UNIT costs: `simulate(build(name, p, m, v)).bubble`.
 
-    A rank computes 3·m·v units of time. What it idles is the ramps at both ends of a step, and more where there are too
-    few micro-batches to fill the pipeline.
+    A rank computes 3·m·v units of time. It idles during the ramps at both ends of a step, and longer where there are
+    too few micro-batches to fill the pipeline.
     """
     ramp, missing = p - 1, max(0, p - m)
     idle = {

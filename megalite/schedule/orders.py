@@ -1,4 +1,4 @@
-"""Orders of compute of the schedules whose backward is whole: what each rank does, without transfers."""
+"""Compute orders of the schedules whose backward is not split: what each rank does, without transfers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -33,10 +33,10 @@ def one_f_one_b(p: int, m: int) -> Orders:
 def interleaved(p: int, m: int, v: int) -> Orders:
     """1F1B on v stages per rank, s on rank s mod p: the bubble shrinks v times (Megatron-LM, arXiv 2104.04473 §2.2).
 
-    Micro-batches go in rounds through all stages of a rank, forward from its first stage, backward from its
-    last. A round of at least p is back at a rank before the rank has finished it, so nothing waits between
-    rounds. Where p does not divide m, rounds of unequal size, the larger first, keep that so for every m >= p.
-    With n micro-batches in the first round, rank r holds at most (v − 1) · n + 2 · (p − r − 1) + 1 stage-activations.
+    Micro-batches go in rounds through all stages of a rank: forward from its first stage, backward from its last. A
+    round of at least p micro-batches is back at a rank before the rank has finished it, so nothing waits between
+    rounds. Where p does not divide m, rounds of unequal size, the larger first, keep this true for every m >= p. With n
+    micro-batches in the first round, rank r holds at most (v − 1) · n + 2 · (p − r − 1) + 1 stage-activations.
     """
     if v == 1:
         return one_f_one_b(p, m)
@@ -52,26 +52,26 @@ def interleaved(p: int, m: int, v: int) -> Orders:
 
 
 def rounds_of(p: int, m: int) -> list[range]:
-    """The micro-batches of every round of `interleaved`, the largest first."""
+    """The number of micro-batches in every round of `interleaved`, the largest first."""
     count, size, larger = _rounds(p, m)
     starts = [k * size + min(k, larger) for k in range(count + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 def first_rounds(p: int, m: int) -> tuple[int, ...]:
-    """How many micro-batches the first two rounds of `interleaved` have, or the only one."""
+    """The number of micro-batches in the first two rounds of `interleaved`, or in the only one."""
     count, size, larger = _rounds(p, m)
     return tuple(size + (at < larger) for at in range(min(count, 2)))
 
 
 def _rounds(p: int, m: int) -> tuple[int, int, int]:
-    """The number of rounds, the size of a smaller one, and how many have one micro-batch more."""
+    """The number of rounds, the size of a smaller round, and how many rounds have one micro-batch more."""
     count = max(1, m // p)
     return count, *divmod(m, count)
 
 
 def forward_only(placement: Sequence[int], m: int) -> Orders:
-    """Evaluation: micro-batches pass through the stages one behind the other, and there is no backward."""
+    """Evaluation: micro-batches pass through the stages one after the other, without backward."""
     # A stage is a step behind the one before it, so by s + i every rank always has a micro-batch at hand.
     forward = [Action(Kind.F, stage, micro) for stage in range(len(placement)) for micro in range(m)]
     wave = sorted(forward, key=lambda action: action.stage + action.micro)
@@ -81,7 +81,7 @@ def forward_only(placement: Sequence[int], m: int) -> Orders:
 
 
 def alternate(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """`ahead` forwards, then forward and backward in turn, then the backwards that are left."""
+    """`ahead` forwards, then forward and backward in turn, then the backwards that remain."""
     ahead = min(ahead, len(forward))
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
     return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])

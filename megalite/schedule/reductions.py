@@ -1,4 +1,4 @@
-"""When gradients are reduced over data-parallel ranks. The runner obeys this, and the memory prediction counts it."""
+"""When gradients are reduced over data-parallel ranks. The runner follows this, and the memory prediction counts it."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Time and memory of a pipeline schedule, from the cost of its actions.
 
-Times may be ints, floats or Fractions; the arithmetic keeps to what it is given, so whole numbers and
-Fractions give exact results.
+Times may be ints, floats or Fractions. The arithmetic stays in the given type, so whole numbers and Fractions give
+exact results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a table runs, and what that costs; times in the unit of the costs."""
+    """When every action of a table runs, and what follows from that; times are in the unit of the costs."""
 
     table: Table
     transfer: Time  # how long one takes
@@ -40,7 +40,7 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """Of every rank, in the order of its program, transfers among them."""
+        """By rank, in the order of its program: when each action runs, transfers included."""
         sent = {span.action.send: span.end for rank in self.own for span in rank if span.action.kind in SENT_BY}
 
         def merged(rank: int) -> Iterator[Span]:
@@ -62,26 +62,26 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[Time, ...]:
-        """Time in which each rank computes."""
+        """By rank: the time in which it computes."""
         return tuple(sum(end - start for action, start, end in rank if action.is_compute) for rank in self.own)
 
     @cached_property
     def bubbles(self) -> tuple[Time, ...]:
-        """Share of the makespan in which each rank computes nothing."""
+        """By rank: the share of the makespan in which it computes nothing."""
         makespan = self.makespan
         return tuple((makespan - time) / makespan for time in self.busy)
 
     @property
     def bubble(self) -> Time:
-        """Share of all ranks' time in which they compute nothing."""
+        """The share of all ranks' time in which they compute nothing."""
         return sum(self.bubbles) / len(self.bubbles)
 
     @property
     def stalls(self) -> tuple[Time, ...]:
-        """Time each rank computes nothing between its first and its last compute.
+        """By rank: the time in which it computes nothing between its first and its last compute.
 
-        What the zero-bubble papers call the bubble (arXiv 2401.10241 §2.2): it leaves out the ramps at both ends of
-        a step, which are only free where ranks may start the next step at different times.
+        This is what the zero-bubble papers call the bubble (arXiv 2401.10241 §2.2). It leaves out the ramps at both
+        ends of a step, which cost nothing only if ranks may start the next step at different times.
         """
         compute = [[span for span in rank if span.action.is_compute] for rank in self.own]
         return tuple(
@@ -114,9 +114,9 @@ def execute(
 ) -> list[list[Span]]:
     """When each action runs, if every rank keeps to its order and starts as soon as its inputs are there.
 
-    orders: compute and sharding actions of every rank. Sharding starts when the compute before it has ended and
-    runs beside the compute after it, one collective at a time; only compute on a stage that is being gathered
-    waits. Raises InputError where ranks wait for each other.
+    orders: compute and sharding actions of every rank. Sharding starts when the compute before it has ended, and runs
+    beside the compute after it, one collective at a time. Only compute on a stage that is being gathered waits. Raises
+    InputError where ranks wait for each other.
     """
     spans: list[list[Span]] = [[] for _ in orders]
     ended: dict[Name, Time] = {}  # by result

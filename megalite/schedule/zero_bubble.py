@@ -1,4 +1,4 @@
-"""Orders of compute of the schedules that split backward, so that weight gradients fill the bubble."""
+"""Compute orders of the schedules that split backward, so that weight gradients fill the bubble."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from megalite.schedule.actions import Action, Kind, Orders
 
 
 def zb_h1(p: int, m: int) -> Orders:
-    """1F1B whose weight gradients wait: a third of its bubble, in its memory (Qi et al., arXiv 2401.10241 §2.2).
+    """1F1B with postponed weight gradients: a third of its bubble, in its memory (Qi et al., arXiv 2401.10241 §2.2).
 
     Every rank holds at most min(m, p) stage-activations.
     """
@@ -17,7 +17,7 @@ def zb_h1(p: int, m: int) -> Orders:
 def zb_h2(p: int, m: int) -> Orders:
     """ZB-H1 with more forwards ahead: for m >= 2p − 1 no rank ever waits (Qi et al., arXiv 2401.10241 §2.3).
 
-    Every rank holds at most min(m, 2p − 1) stage-activations. The ramps stay: rank r starts and ends r late.
+    Every rank holds at most min(m, 2p − 1) stage-activations. The ramps remain: rank r starts and ends r units late.
     With fewer micro-batches there are fewer forwards ahead; at m = p it is ZB-H1.
     """
     return _handcrafted(p, m, more=max(0, m - p))
@@ -46,8 +46,8 @@ def _handcrafted(p: int, m: int, more: int) -> Orders:
 def zbv(p: int, m: int) -> Orders:
     """Two stages per rank in a V: no rank ever waits for m >= 2p − 1, in the memory of 1F1B (arXiv 2405.15362 §3.2).
 
-    Every rank holds at most min(2m, 2p) stage-activations, each half as large as without the V. The ramps stay:
-    rank r starts and ends r late. With fewer micro-batches, those that are not there are left out.
+    Every rank holds at most min(2m, 2p) stage-activations, each half as large as without the V. The ramps remain: rank
+    r starts and ends r units late. With fewer micro-batches, the order is the same without the missing ones.
     """
 
     def order(rank: int, m: int) -> list[Action]:
@@ -83,10 +83,10 @@ def zbv(p: int, m: int) -> Orders:
 def dualpipev(p: int, m: int) -> Orders:
     """Forward and backward of different micro-batches side by side, in a V (DualPipe, arXiv 2412.19437 §3.2.1, halved).
 
-    In the steady state a forward of one stage is followed by a backward of the other stage of the rank: the two
-    depend on nothing of each other, so the communication inside one can overlap with the compute of the other.
-    Every rank holds at most min(2m, 2p + 1) stage-activations. Made for m >= 2p; with fewer micro-batches, those
-    that are not there are left out.
+    In the steady state, a forward of one of a rank's stages is followed by a backward of the other. Neither depends on
+    the other, so the communication inside one can overlap with the compute of the other. Every rank holds at most
+    min(2m, 2p + 1) stage-activations. It is made for m >= 2p; with fewer micro-batches, the order is the same without
+    the missing ones.
     """
 
     def order(rank: int, m: int) -> list[Action]:
@@ -124,7 +124,7 @@ def dualpipev(p: int, m: int) -> Orders:
 
 
 class _Work:
-    """A rank's order in the making; every stage takes its micro-batches in turn."""
+    """A rank's order while it is made. Every stage takes its micro-batches in turn."""
 
     def __init__(self, stages: list[int]) -> None:
         self.actions: list[Action] = []
@@ -134,23 +134,23 @@ class _Work:
         self._waiting: deque[Action] = deque()  # weight gradients, the oldest first
 
     def forward(self, which: int, times: int = 1) -> None:
-        """F on the rank's stage number `which`."""
+        """Append F on the rank's stage number `which`."""
         for _ in range(times):
             self.actions.append(Action(Kind.F, self._stages[which], self._forwards[which]))
             self._forwards[which] += 1
 
     def backward(self, which: int) -> None:
-        """B."""
+        """Append B."""
         self.actions.append(self._next_backward(Kind.B, which))
 
     def input_gradient(self, which: int) -> None:
-        """I, and its W joins those that wait."""
+        """Append I; its W joins those that wait."""
         gradient = self._next_backward(Kind.I, which)
         self.actions.append(gradient)
         self._waiting.append(Action(Kind.W, gradient.stage, gradient.micro))
 
     def weight_gradient(self, times: int = 1) -> None:
-        """The W that has waited longest."""
+        """Append the W that has waited longest."""
         self.actions += [self._waiting.popleft() for _ in range(times)]
 
     def _next_backward(self, kind: Kind, which: int) -> Action:

@@ -18,7 +18,7 @@ VERSION = "brain.Event:2"  # files that take records back by a session log
 class Board:
     """An event file in `folder`.
 
-    Methods raise OSError. TensorBoard is imported by name, because only the reporting rank need wait for that.
+    Methods raise OSError. TensorBoard is imported by name, so that only the reporting rank waits for that.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class Board:
         self._add(step, [value(tag=name, simple_value=number) for name, number in values.items()])
 
     def event(self, step: int, name: str, text: str) -> None:
-        """Add words. Where they say that the run went back, what was written of later steps no longer counts."""
+        """Add a text. If it says that the run went back, points of later steps no longer count."""
         if name in BACK:
             self._purge = step + 1 if self._purge is None else min(step + 1, self._purge)
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")

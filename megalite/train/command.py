@@ -1,4 +1,4 @@
-"""`megalite train`: becomes one rank where a launcher has started it, and starts local ranks where none has."""
+"""`megalite train`: this process becomes one rank if a launcher has started it, and starts local ranks if none has."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ WORKER = "megalite.train.worker"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or with `args.check` only tell what would start; the exit code."""
+    """Train, or with `args.check` only tell what would start. Returns the exit code."""
     rank_info = find_rank_info()
     if args.check or rank_info is None:
         with ended_at_once(ExitCode.STOPPED):
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(asked: int | None, found: RankInfo | None) -> int | None:
-    """The number of ranks, as far as it is told. Raises InputError where a launcher and --world-size contradict."""
+    """The number of ranks, if it was given. Raises InputError if a launcher and --world-size contradict each other."""
     if found is None:
         return asked
     if asked not in (None, found.world_size):
@@ -59,9 +59,9 @@ def _ranks(asked: int | None, found: RankInfo | None) -> int | None:
 
 
 def _launch(args: argparse.Namespace, ranks: int | None) -> int:
-    """Check all that ranks will need; then start them, or with `args.check` write nothing and start nothing.
+    """Check all that ranks will need, then start them; with `args.check`, write nothing and start nothing.
 
-    ranks: their number, where it is told.
+    ranks: their number, if it was given.
     """
     config = _checked(args, ranks)
     folder, world_size = Folder.of(config), config.parallel.layout.world_size
@@ -88,7 +88,7 @@ def _launch(args: argparse.Namespace, ranks: int | None) -> int:
 
 
 def _be_rank(args: argparse.Namespace, rank_info: RankInfo) -> int:
-    """Be one rank of the job; the first one owns the run folder, which the others touch when they have met it."""
+    """Be one rank of the job. Rank 0 owns the run folder; the others touch it once they have met rank 0."""
     config = _checked(args, _ranks(args.world_size, rank_info))
     folder = Folder.of(config)
     folder.check(rank_info.world_size)
@@ -111,14 +111,14 @@ def _worker(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]
 
 
 def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
-    """The configuration, if it can work and the files that it names are there."""
+    """The configuration, after a check that it can work and that the files it names are there."""
     config = check(load(args.files, args.overrides), world_size)
     check_files(config)
     return planned(config)
 
 
 def _first_step(config: Config, folder: Folder, scans: Scans) -> int:
-    """The step that training goes on from, if data and checkpoint are what every rank will need."""
+    """The step from which training goes on, after a check that data and checkpoint are as every rank needs them."""
     check_data(config.data, config.model.vocab_size, scans)
     train = open_samples(config, config.data.train)
     if config.data.valid:
@@ -129,10 +129,10 @@ def _first_step(config: Config, folder: Folder, scans: Scans) -> int:
 
 @contextmanager
 def _owning(folder: Folder, launcher: int | None = None) -> Iterator[Lock]:
-    """Let no other job into the run folder meanwhile. Raises InputError where another job has it.
+    """Keep other jobs out of the run folder meanwhile. Raises InputError if another job has it.
 
     launcher: the process id of a local launcher. It takes the lock before it starts ranks, and passes it on to rank 0,
-    which is the one that writes.
+    which is the rank that writes.
     """
     lock = Lock.take(folder.path, launcher)
     try:
@@ -143,7 +143,7 @@ def _owning(folder: Folder, launcher: int | None = None) -> Iterator[Lock]:
 
 @contextmanager
 def _guarding(lock: Lock, rank_info: RankInfo) -> Iterator[Callable[[], None]]:
-    """Give signs of life meanwhile. Yields what ends this process if another job has come in all the same."""
+    """Renew the lock meanwhile. Yields a function that ends this process if another job has come in all the same."""
     end = partial(_end, rank_info)
 
     def check() -> None:
@@ -155,7 +155,7 @@ def _guarding(lock: Lock, rank_info: RankInfo) -> Iterator[Callable[[], None]]:
 
 
 def _end(rank_info: RankInfo, text: str) -> None:
-    """End this process, which was out of reach for so long that its run has gone on without it."""
+    """End this process: it was out of reach for so long that its run has gone on without it."""
     log.error(text)
     tell(ExitCode.LOST_CONTACT, text, rank_info)
     sys.stdout.flush()
@@ -164,13 +164,13 @@ def _end(rank_info: RankInfo, text: str) -> None:
 
 
 def _tell_doubts(config: Config) -> None:
-    """Warn of what may not be meant."""
+    """Warn of settings that may not be meant."""
     for doubt in doubts(config):
         warn(str(doubt))
 
 
 def _compare_with_memory(config: Config) -> None:
-    """Warn where ranks on this machine may not fit. Raises InputError where they cannot."""
+    """Warn if ranks may not fit into this machine's memory. Raises InputError if they cannot."""
     if config.batch.micro != "auto":
         ranks = config.parallel.layout.world_size
         if told := check_memory(config, host_memory(), "this machine's memory", ranks):

@@ -1,4 +1,4 @@
-"""The run folder's layout, and whether a run can write there."""
+"""The layout of a run folder, and a check that a run can write there."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ FOLDERS = ("lock", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a run leaves its files."""
+    """The paths of a run's files."""
 
     path: Path
 
@@ -24,7 +24,7 @@ class Folder:
         return Folder(Path(config.run.dir) / config.run.name)
 
     def check(self, ranks: int) -> None:
-        """Raises InputError with everything that is there and that `ranks` ranks could not write to."""
+        """Raises InputError with every path there that `ranks` ranks could not write to."""
         nearest = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
         folders = [nearest, *(self.path / name for name in FOLDERS)]
         files = [self.path / name for name in FILES] + [log_file(self.logs, rank) for rank in range(ranks)]
@@ -34,7 +34,7 @@ class Folder:
             raise InputError("\n  ".join(["the run folder cannot be written to", *found, remedy]))
 
     def make(self) -> None:
-        """Make what a launcher needs of it."""
+        """Make those folders that a launcher needs."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -46,7 +46,7 @@ class Folder:
 
     @property
     def data(self) -> Path:
-        """What scans of the data have found."""
+        """The file for the results of scans of the data."""
         return self.path / "data.json"
 
     @property
@@ -55,7 +55,7 @@ class Folder:
 
 
 def _hindrance(path: Path, folder: bool) -> str:
-    """Why a folder, or else a file, cannot be made or written to at `path`; "": it can."""
+    """Why a folder, or else a file, cannot be made or written to at `path`; empty if it can."""
     wanted, needed = ("a folder", os.W_OK | os.X_OK) if folder else ("a file", os.W_OK)
     try:
         mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""The guards of a run: what the vital signs say about a step, and what becomes of it.
+"""The guards of a run: how the vital signs judge a step, and what follows from that.
 
 All ranks see the same numbers and take the same decisions.
 """
@@ -32,7 +32,7 @@ SHOWN = 8  # names of parameters that each rank tells, and that are shown
 
 @dataclass(frozen=True)
 class Judged:
-    """A step and what came of it."""
+    """A step, and how it was judged."""
 
     step: int
     batch: GlobalBatch
@@ -48,12 +48,12 @@ class Judged:
 
 
 def is_spike(losses: Sequence[float], loss: float, train: Train) -> bool:
-    """Whether `loss` is out of line with the `losses` before it."""
+    """Whether `loss` is far above the `losses` before it."""
     return _out_of_line(losses, loss, train, FLOOR)
 
 
 def is_jump(norms: Sequence[float], norm: float, train: Train) -> bool:
-    """Whether a gradient norm is out of line with the `norms` before it, and more than twice their median."""
+    """Whether a gradient norm is far above the `norms` before it, and more than twice their median."""
     return _out_of_line(norms, norm, train, 1 / train.spike_threshold)
 
 
@@ -71,14 +71,14 @@ def _out_of_line(before: Sequence[float], value: float, train: Train, floor: flo
 
 
 def judge(progress: Progress, reading: Reading, train: Train) -> Verdict:
-    """What to think of the step after `progress`."""
+    """The verdict on the step after `progress`."""
     if not reading.finite:
         return "bad"
     return "spike" if train.on_spike != "ignore" and is_spike(progress.losses, reading.loss, train) else "good"
 
 
 def advanced(progress: Progress, judged: Judged, config: Config) -> Progress:
-    """Where the run stands after a step. One that is bad takes its samples and changes nothing else."""
+    """The progress of the run after a step. A bad step takes its samples and changes nothing else."""
     step = replace(progress, step=judged.step, samples=judged.batch.end)
     if judged.answer in ("stop", "skip", "rollback"):
         step = replace(step, bad_steps=step.bad_steps + 1)
@@ -93,9 +93,9 @@ def advanced(progress: Progress, judged: Judged, config: Config) -> Progress:
 
 
 def rolled_back(saved: Progress, progress: Progress, judged: Judged, config: Config) -> Progress:
-    """Where the run stands when a step of it is taken back and `saved` is loaded.
+    """The progress of the run when one of its steps is taken back and `saved` is loaded.
 
-    Samples of the step, and of `train.rollback_skip` − 1 steps before it, are left out from now on.
+    From then on, the samples of that step and of `train.rollback_skip` − 1 steps before it are left out.
     """
     known = joined((*saved.left_out, *progress.left_out))
     batches = latest_batches(config, saved.samples, known, judged.batch.end, config.train.rollback_skip)
@@ -109,7 +109,7 @@ class Requests:
         self.received: set[int] = set()
 
     def listen(self) -> dict[int, Handler]:
-        """Note signals from now on, in the main thread; the handlers before."""
+        """Note signals from now on, in the main thread. Returns the handlers from before."""
         return listen(self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
@@ -119,9 +119,9 @@ class Requests:
 
 
 class Guard:
-    """Follows a run step by step: `progress` is where it stands after the latest step that was judged.
+    """Follows a run step by step: `progress` is that after the latest step that was judged.
 
-    On a GPU the signs of a step are read when the next is under way, so that the host never waits for it.
+    On a GPU, the vital signs of a step are read while the next step runs, so that the host never waits for the device.
     """
 
     def __init__(self, job: Job, progress: Progress) -> None:
@@ -134,13 +134,13 @@ class Guard:
         self._taken_back, self._from = 0, 0  # the latest rollback: the step taken back, and that of the checkpoint
 
     def watch(self, step: int, batch: GlobalBatch, signs: Signs) -> None:
-        """Note a step that was launched."""
+        """Note that a step was launched."""
         self._under_way.append((step, batch, signs))
 
     def judge(self, at_once: bool) -> Iterator[Judged]:
-        """Steps as their signs are there, oldest first; with `at_once`, or once stopped, up to the latest.
+        """Judge steps whose vital signs have arrived, oldest first; all, with `at_once` or after a request to stop.
 
-        Collective where a step is bad.
+        Collective if a step is bad.
         """
         while len(self._under_way) > (0 if at_once or self.stopped_by else left_under_way(self._mesh)):
             step, batch, signs = self._under_way.popleft()
@@ -155,7 +155,7 @@ class Guard:
             yield judged
 
     def allows(self, judged: Judged) -> bool:
-        """Whether the run goes on from here; else the step is to be taken back. Raises Unhealthy if it must end."""
+        """Whether the run goes on; else the step must be taken back. Raises Unhealthy if the run must end."""
         if judged.answer == "stop":
             raise Unhealthy(f"{judged}; use train.on_bad_step=skip or rollback to go past it")
         if judged.answer not in ("skip", "rollback"):
@@ -174,8 +174,8 @@ class Guard:
     def roll_back(self, judged: Judged, reload: Callable[[int | None], Progress | None]) -> None:
         """Go on from the checkpoint that `reload` loads, without the samples of `judged`.
 
-        Where the run has failed no later than at the latest rollback, it is the one before that rollback's. Raises
-        Unhealthy if there is none.
+        If the run has failed no later than it did before the latest rollback, that is a checkpoint older than the one
+        of that rollback. Raises Unhealthy if there is none.
         """
         before = self._from if judged.step <= self._taken_back else None
         saved = reload(before)
@@ -194,12 +194,12 @@ class Guard:
 
 
 def left_under_way(mesh: Mesh) -> int:
-    """Steps whose signs the host does not wait for, so that the device always has work."""
+    """The number of steps whose vital signs the host does not wait for, so that the device always has work."""
     return 1 if mesh.device.type == "cuda" else 0
 
 
 def _offending(mesh: Mesh, signs: Signs) -> tuple[str, ...]:
-    """Parameters whose gradients are not finite on any rank, the first of each; collective."""
+    """Parameters whose gradients are not finite, the first ones of every rank. Collective."""
     told: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(told, signs.offending()[:SHOWN], group=mesh.world)
     return tuple(dict.fromkeys(name for names in told for name in names))

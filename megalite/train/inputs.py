@@ -1,4 +1,4 @@
-"""From a batch to what this rank runs: its part of every sequence, the positions there, and who attends to whom."""
+"""Turns a batch into what this rank runs: its part of every sequence, the positions there, and which tokens attend."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +31,7 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0) -> Step:
 
 
 def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows) -> list[TokenPositions]:
-    """Of every micro-batch of `tokens` `[s, m, b]`; what does not depend on its documents is there once for all."""
+    """The positions of every micro-batch of `tokens` `[s, m, b]`. Those that need no documents share their tensors."""
     config, data, device = job.config, job.config.data, tokens.device
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
     attends = [attend()] * len(documents)
@@ -47,7 +47,7 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
 
 
 def positions_in_documents(documents: list[list[Documents]], device: torch.device) -> Tensor:
-    """Of every token in its document: `[s, m, b]`."""
+    """The position of every token in its document: `[s, m, b]`."""
     starts = np.array([[np.repeat(sample[:-1], np.diff(sample)) for sample in micro] for micro in documents])
     positions = torch.tensor(np.arange(starts.shape[2]) - starts, pin_memory=device.type == "cuda")
     return positions.to(device, non_blocking=True).permute(2, 0, 1)

@@ -1,13 +1,14 @@
-"""One job per run folder: a lock that a killed job does not leave behind, on local and on shared file systems.
+"""One job per run folder: a lock that a killed job does not leave closed, on local and on shared file systems.
 
-The folder `lock` of a run holds a file for every owner, named by its number. Whoever creates the file of the next
-number owns the run folder: a file system, NFS and Lustre included, lets one process alone create a name. The highest
-number is never deleted or written again, so whoever acts on an old view of the folder can make nothing but a number
-that is too low. An owner that ends well leaves a second file, which says so.
+The folder `lock` of a run holds a file for every owner, named by its number. The process that creates the file of the
+next number owns the run folder: every file system, NFS and Lustre included, lets only one process create a name. The
+highest number is never deleted or written again. So a process that acts on an old view of the folder can only create a
+number that is too low. An owner that ends well leaves a second file, which says so.
 
-An owner on this machine is alive while its process is. One on another machine is while its heartbeat goes on: it
-renews the time of its file every `BEAT` seconds. Whoever waits looks whether that time changes, and compares it with
-no clock. It counts its looks, not the seconds: if it hangs together with the file system, it has not looked.
+An owner on this machine is alive while its process is. An owner on another machine is alive while its heartbeat goes
+on: it renews the time of its file every `BEAT` seconds. A process that waits for the lock looks whether that time
+changes, and compares it with no clock. It counts its looks, not the seconds: if it hangs together with the file system,
+it has not looked.
 """
 
 import errno
@@ -66,7 +67,7 @@ class Owner:
 
     @staticmethod
     def parse(text: str) -> "Owner | None":
-        """The inverse of writing one as JSON; None for anything else, and for what could steer a terminal."""
+        """The owner that was written as this JSON; None for anything else, and for text that could steer a terminal."""
         with suppress(ValueError, RecursionError):
             found = json.loads(text)
             if not any(misfits(found, OWNER, "")) and all(str(value).isprintable() for value in found.values()):
@@ -79,7 +80,7 @@ class Owner:
 
     @property
     def alive(self) -> bool | None:
-        """Whether its process runs; None: that cannot be told from here."""
+        """Whether its process runs; None if this machine cannot tell."""
         if self.machine != _machine():
             return None
         try:
@@ -92,13 +93,13 @@ class Owner:
         return None if began is None else began == self.began
 
     def same_job_as(self, other: "Owner") -> bool:
-        """Whether `other` is another attempt of the same job, which never has two at a time."""
+        """Whether `other` is another attempt of the same job. A job never has two attempts at a time."""
         return self.job == other.job != "" and self.attempt != other.attempt
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look at the folder `lock` has found."""
+    """The result of one look at the folder `lock`."""
 
     number: int  # the highest; 0: there was none yet
     free: bool
@@ -116,9 +117,9 @@ class Lock:
     def take(run: Path, launcher: int | None = None) -> "Lock":
         """Become the owner of the folder `run`, which is made.
 
-        launcher: the process id of this one's launcher, whose lock passes to this process. Waits for a look or two
-        where the owner is on another machine, and up to `LOOKS` where it may be dead. Raises InputError where it is
-        alive, and where `run` cannot be written to.
+        launcher: the process id of this process's launcher, whose lock passes to this process. Waits for a look or two
+        if the owner is on another machine, and for up to `LOOKS` if it may be dead. Raises InputError if the owner is
+        alive, or if `run` cannot be written to.
         """
         folder = run / "lock"
         try:
@@ -130,9 +131,9 @@ class Lock:
 
     @staticmethod
     def holder(run: Path) -> Owner | None:
-        """Who may be at work in the folder `run`, told by one look that changes nothing; None: nobody, or not told.
+        """The process that may be at work in the folder `run`; None if there is none. One look, which changes nothing.
 
-        An earlier attempt of this process's job is nobody.
+        None too if that cannot be found out, and for an earlier attempt of this process's own job.
         """
         try:
             owner = _look(run / "lock").owner
@@ -141,7 +142,7 @@ class Lock:
         return None if owner is None or owner.alive is False or owner.same_job_as(Owner.this()) else owner
 
     def lost(self) -> str:
-        """To whom the lock was lost, as a message; "": it is held. Raises OSError where that cannot be told."""
+        """To whom the lock was lost, as a message; empty while it is held. Raises OSError if that cannot be told."""
         try:
             seen = _look(self.folder)
         except FileNotFoundError:
@@ -153,12 +154,12 @@ class Lock:
         return ""
 
     def _holds(self, seen: Seen) -> bool:
-        """Whether it is this lock that was seen. Where `lock` was removed, another job's may have the same number."""
+        """Whether the look has found this lock. If `lock` was removed, another job's may have the same number."""
         return seen.number == self.number and not seen.free and seen.owner in (None, self.owner)
 
     @contextmanager
     def beating(self, end: Callable[[str], object]) -> Iterator[None]:
-        """Give signs of life meanwhile; `end` is called with a message, from a thread, if the lock is lost."""
+        """Renew the lock meanwhile; `end` is called with a message, from a thread, if it is lost."""
         over = threading.Event()
 
         def beat() -> None:
@@ -181,7 +182,7 @@ class Lock:
             thread.join(BEAT)
 
     def free(self) -> None:
-        """Free the lock if this process, or a dead process it passed the lock to, holds it: others get in at once."""
+        """Free the lock, if this process or a dead process it passed it to holds it. Others then get in at once."""
         with suppress(OSError):  # its end, if not its word, will free the folder
             seen = _look(self.folder)
             if self._holds(seen) or (seen.owner is not None and seen.owner.alive is False):
@@ -218,7 +219,7 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
 
 
 def _create(folder: Path, number: int, me: Owner) -> bool:
-    """Whether `me` now owns the folder: no other process has created the file of this number, or of a higher one."""
+    """Whether `me` has become the owner: no other process has created the file of this number, or of a higher one."""
     try:
         with (folder / str(number)).open("x", encoding="utf-8") as file:
             json.dump(asdict(me), file)
@@ -264,7 +265,7 @@ def _look(folder: Path) -> Seen:
 
 
 def _names(folder: Path) -> dict[int, set[str]]:
-    """What files there are of every number."""
+    """By number: which files there are."""
     names: dict[int, set[str]] = {}
     for name in os.listdir(folder):
         if found := NAME.fullmatch(name):
@@ -273,7 +274,7 @@ def _names(folder: Path) -> dict[int, set[str]]:
 
 
 def _machine() -> str:
-    """Tells apart boots of kernels and, on Linux, containers on one of them."""
+    """An id that differs between boots of a kernel and, on Linux, between containers on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -282,7 +283,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; -1: it has ended and waits to be noticed. None: not told."""
+    """When a process was started, in ticks since boot; -1 once it has ended and waits to be noticed; None: unknown."""
     try:
         # The name of the process comes before the last parenthesis, in bytes that need be no text.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()

@@ -1,4 +1,4 @@
-"""The training loop: what happens in a run, in order."""
+"""The training loop: the order of what happens in a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from megalite.train.step import evaluate, train_step
 
 @dataclass(frozen=True)
 class Batches:
-    """Where a run's batches come from."""
+    """The loaders that a run reads its batches from."""
 
     train: Loader
     valid: Loader | None
@@ -38,10 +38,10 @@ def train(
     reload: Callable[..., Progress | None],
     report: Report | None,
 ) -> int:
-    """Train from `start` to `train.steps`, or until a rank is asked to stop; on every rank; the exit code.
+    """Train from `start` to `train.steps`, or until a rank is asked to stop. Runs on every rank; returns the exit code.
 
-    reload: continues from the newest checkpoint if there is one, given a step from one before it. report: on the rank
-    that reports. Raises Unhealthy when a guard ends the run.
+    reload: goes on from the newest checkpoint, if there is one; given a step, from the newest before that step. report:
+    on the rank that reports. Raises Unhealthy when a guard ends the run.
     """
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None
@@ -66,7 +66,7 @@ def train(
 
 
 def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard) -> Judged | None:
-    """Train to the end, to a request to stop, or to a step that is to be taken back: that step."""
+    """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
     meter = Meter(job)
     job.activity("reading a batch")
@@ -109,7 +109,7 @@ def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guar
 
 
 def _due(step: int, interval: int, last: int) -> bool:
-    """Every `interval` steps, and at the end; 0: at the end only."""
+    """Whether something is due that is done every `interval` steps and at the end; if that is 0, only at the end."""
     return step == last or (interval > 0 and step % interval == 0)
 
 
@@ -131,7 +131,7 @@ def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> N
 
 
 def source_tokens(samples: Samples, progress: Progress) -> Record:
-    """Tokens that were read of each source, where there are several."""
+    """By source: how many of its tokens were read; empty if there is only one source."""
     if len(samples.parts) < 2:
         return {}
     counts = samples.counts(progress.samples)
@@ -143,7 +143,7 @@ def source_tokens(samples: Samples, progress: Progress) -> Record:
 
 
 def _tell_trouble(report: Report | None, judged: Judged, jumps: bool) -> None:
-    """Report a step that is not good, or whose gradients are much larger than before."""
+    """Report a step that is not good, or whose gradients are much larger than those before."""
     if report is None:
         return
     if judged.verdict == "good":
@@ -172,7 +172,7 @@ def _tell_rollback(report: Report | None, judged: Judged, progress: Progress) ->
 
 @contextmanager
 def _telling_saves(report: Report | None, saver: Saver, step: int) -> Iterator[None]:
-    """Report the saves that have ended when it ends, however it does."""
+    """On leaving, in whatever way, report the saves that have ended."""
     try:
         yield
     finally:

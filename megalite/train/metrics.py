@@ -1,4 +1,4 @@
-"""What a run reports: the same names on the console, in metrics.jsonl, TensorBoard and Weights & Biases."""
+"""The numbers that a run reports, under the same names on the console, in metrics.jsonl, TensorBoard and W&B."""
 
 import re
 import resource
@@ -44,21 +44,21 @@ class Throughput:
 
 
 def throughput(tokens: int, flops: int, seconds: float, ranks: int, device: torch.device) -> Throughput:
-    """Speed of `ranks` devices that trained on `tokens`, with `flops` of the model, in `seconds`."""
+    """The speed of `ranks` devices that have trained on `tokens`, with `flops` of the model, in `seconds`."""
     rate, flops_per_device = tokens / seconds, flops / seconds / ranks
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Throughput(rate, flops_per_device / 1e12, None if peak is None else flops_per_device / peak)
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak of a device by its marketing name; the longest name of which it has every word decides."""
+    """The peak of a device, by its marketing name: that of the longest known name all of whose words it has."""
     words = set(re.split(r"\W+", device))
     matching = [name for name in PEAK if words.issuperset(name.split())]
     return PEAK[max(matching, key=len)] if matching else None
 
 
 class Meter:
-    """Measures between two reports, over steps that have been judged."""
+    """Measures what happens between two reports, over steps that have been judged."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -77,7 +77,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens in here is no training: its time does not count."""
+        """Time that passes inside does not count: what happens there is no training."""
         if self.job.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.job.mesh.device)  # steps still under way are training
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class Meter:
         self.since += time.perf_counter() - began
 
     def waits(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches, measuring how long each is waited for."""
+        """Yield the batches, and measure how long each is waited for."""
         while True:
             began = time.perf_counter()
             try:
@@ -96,12 +96,12 @@ class Meter:
             yield batch
 
     def jumps(self, judged: Judged) -> bool:
-        """Whether the gradient norm is far above those before, and was not in the step before."""
+        """Whether the gradient norm of this step is far above those before, and that of the step before was not."""
         before, self.jumped = self.jumped, is_jump(self.norms, judged.reading.norm, self.job.config.train)
         return self.jumped and not before
 
     def add(self, judged: Judged) -> None:
-        """Note a step."""
+        """Count a step that has been judged."""
         batch, model = judged.batch, self.job.config.model
         tokens = batch.samples * model.sequence_length
         short = replace(model, sequence_length=model.sequence_length // batch.pieces)
@@ -115,7 +115,7 @@ class Meter:
             self.loss += judged.reading.loss * tokens
 
     def read(self) -> dict[str, float]:
-        """What docs/metrics.md says of training, since the last reading. Collective."""
+        """The training values that docs/metrics.md lists, since the last reading. Collective."""
         job, seconds = self.job, time.perf_counter() - self.since
         tied = job.config.model.tie_embeddings
         speed = throughput(self.tokens, self.flops, seconds, job.mesh.layout.world_size, job.mesh.device)
@@ -135,7 +135,7 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU since the last call, or resident in this process since it began."""
+    """Peak bytes: of tensors on a GPU since the last call, or resident in this process since it was started."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

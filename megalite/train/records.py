@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: what a run reports, one JSON object a line, read and mended after a run was killed.
+"""`metrics.jsonl`: what a run reports, one JSON object per line. Reads it, and mends it after a run was killed.
 
-A record has `step`, `time` and numbers. An event has `step`, `time`, `event` and details. Where a run went back to an
-earlier step, because it was resumed or rolled back, an event says so; the file itself only grows.
+A record has `step`, `time` and numbers. An event has `step`, `time`, `event` and details. When a run goes back to an
+earlier step, because it is resumed or rolled back, an event says so. The file itself is append-only.
 """
 
 import json
@@ -16,9 +16,9 @@ BACK = ("resumed", "rollback")  # events after which records of later steps no l
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a run that count, as if it had never stopped, in the order they were written; no events.
+    """The records of a run in the order they were written, as if it had never gone back; no events.
 
-    A last line that is only half there is passed over. Raises InputError for a file that is no run's.
+    A last line that is only half there is passed over. Raises InputError for a file that no run has written.
     """
     found: list[dict[str, Any]] = []
     for record in read_lines(path):
@@ -30,7 +30,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole line. Raises InputError for one that is neither a record nor an event."""
+    """All whole lines. Raises InputError for one that is neither a record nor an event."""
     if exists(path) and not is_file(path):  # a pipe that nobody writes to would be waited for
         raise InputError(f"{path}: is no regular file; give the folder of a run")
     try:
@@ -45,7 +45,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def mend(path: Path) -> str | None:
-    """Make the file end in a whole line, so that it can be added to; what was cut off, if anything was."""
+    """Make the file end in a whole line, so that it can be appended to. Returns what was cut off, if anything was."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
@@ -61,7 +61,7 @@ def mend(path: Path) -> str | None:
 
 
 def _whole(line: str) -> bool:
-    """Whether a line was written to its end; the newline comes last."""
+    """Whether a line was written to its end: the newline comes last."""
     try:
         return line.endswith("\n") or isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -79,7 +79,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def _has_numbers(record: dict[str, Any]) -> bool:
-    """Whether all values are numbers or null, of what is no event; the name of an event is a text."""
+    """Whether all values are numbers or null; of an event, whether its name is a text."""
     if "event" in record:
         return isinstance(record["event"], str)
     return all(value is None or _is_number(value, (int, float)) for value in record.values())

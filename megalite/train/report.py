@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the console, metrics.jsonl, TensorBoard and Weights & Biases, under the same names."""
+"""Writes a run's numbers to the console, metrics.jsonl, TensorBoard and Weights & Biases, under the same names."""
 
 import json
 import math
@@ -25,7 +25,7 @@ SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
 
 
 def duration(seconds: float) -> str:
-    """Of a step."""
+    """The duration of a step as text."""
     return f"{seconds * 1e3:#.3g}".rstrip(".") + " ms" if seconds < 0.9995 else f"{seconds:#.4g}".rstrip(".") + " s"
 
 
@@ -111,7 +111,7 @@ class Report:
         self.progress.update(self.task, completed=step)
 
     def record(self, step: int, values: Record) -> None:
-        """Report `values` as of `step` optimizer steps."""
+        """Report `values`, which hold after `step` optimizer steps."""
         self._write(step, values)
         for outlet, board in self.boards:
             with outlet:
@@ -121,7 +121,7 @@ class Report:
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:
-        """Report what happened to the run at `step`, in words and for programs."""
+        """Report what happened to the run at `step`: as text, and as details for programs."""
         self._tell(step, name, text, **details)
         self.say(text, "yellow" if name in WARNINGS else "")
 
@@ -134,7 +134,7 @@ class Report:
                 board.event(step, name, text)
 
     def _write(self, step: int, values: Mapping[str, Any], lasting: bool = False) -> None:
-        """Add a line to metrics.jsonl; one that is lasting waits for room where there is none."""
+        """Add a line to metrics.jsonl. If there is no room, a lasting line waits for it."""
         known = {name: value if _finite(value) else None for name, value in values.items()}
         lines = self.unwritten + (json.dumps({"step": step, "time": time.time(), **known}) + "\n").encode()
         with self.metrics:
@@ -154,5 +154,5 @@ class Report:
 
 
 def _finite(value: object) -> bool:
-    """Whether JSON can say it."""
+    """Whether JSON can hold the value: it has only finite numbers."""
     return not isinstance(value, float) or math.isfinite(value)

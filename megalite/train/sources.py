@@ -1,4 +1,4 @@
-"""What a run reads, opened and described. Imports no torch."""
+"""Opens the data that a run reads, and describes it. Imports no torch."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from megalite.data.samples import Samples
 
 
 def open_samples(config: Config, sources: Sequence[Source]) -> Samples:
-    """The samples of these sources. Raises InputError where a store is missing, damaged or too small."""
+    """The samples of these sources. Raises InputError if a store is missing, damaged or too small."""
     model, end = config.model, config.data.end_of_document
     return Samples(sources, config.run.seed, model.sequence_length, model.vocab_size, end)
 
 
 def as_remembered(sources: Sequence[Source], samples: Samples) -> tuple[SourceRead, ...]:
-    """The sources of `samples` as a checkpoint remembers them."""
+    """The sources of `samples` in the form that a checkpoint keeps."""
     read = zip(sources, samples.parts, samples.fingerprints(), strict=True)
     return tuple(SourceRead(source.path, source.weight, part.tokens, mark) for source, part, mark in read)

@@ -1,7 +1,7 @@
-"""What is known of every start of a run: `starts/001.json` and so on, and the tokenizer's copy; nothing is overwritten.
+"""Records every start of a run: `starts/001.json` and so on, and a copy of the tokenizer. Nothing is overwritten.
 
-A start has its configuration in `starts/NNN.yaml` and what the code had changed since its commit in `starts/NNN.diff`;
-`config.yaml` is the configuration of the first one.
+The configuration of a start is in `starts/NNN.yaml`, and how its code differed from the commit in `starts/NNN.diff`.
+`config.yaml` is the configuration of the first start.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def record_start(folder: Path, config: Config, devices: Sequence[tuple[str, str]], progress: Progress) -> Path:
-    """Leave the record of this start in the run folder `folder`; its path. Raises OSError and InputError.
+    """Write the record of this start into the run folder `folder`. Returns its path. Raises OSError and InputError.
 
     devices: host and device of every rank. progress: where the run goes on.
     """
@@ -71,13 +71,13 @@ def record_start(folder: Path, config: Config, devices: Sequence[tuple[str, str]
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """What decides how a job runs, and is no secret."""
+    """The environment variables that decide how a job runs, without secrets."""
     names = sorted(name for name in environment if name.startswith(VARIABLES))
     return {name: environment[name] for name in names if not any(secret in name.upper() for secret in SECRETS)}
 
 
 def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
-    """Copy a tokenizer and its settings into the run folder `run`, or where that has another to the folder `later`."""
+    """Copy a tokenizer and its settings into the run folder `run`, or if that has another into the folder `later`."""
     if (kept := kept_tokenizer(run)) is not None and tokenizer_hash(kept) == tokenizer_hash(tokenizer):
         return
     folder = run / "tokenizer" if kept is None else later
@@ -91,7 +91,7 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
 
 
 def kept_tokenizer(folder: Path) -> Path | None:
-    """The copy in the run folder `folder` of the tokenizer that its last start was given."""
+    """The run folder's copy of the tokenizer that the last start was given."""
     later = sorted((folder / "starts").glob("*.tokenizer"), key=lambda path: (len(path.name), path.name))
     return next(filter(None, map(_tokenizer_in, [*reversed(later), folder / "tokenizer"])), None)
 
@@ -104,7 +104,7 @@ def _tokenizer_in(folder: Path) -> Path | None:
 
 
 def _create(folder: Path, text: str) -> Path:
-    """A file in `folder` whose name is a number that no file had; whole, or not there."""
+    """Make a file in `folder` whose name is a number that no file has had. It is whole, or not there."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = {path.name.partition(".")[0] for path in folder.iterdir()}
     path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
@@ -143,14 +143,14 @@ def _driver() -> str | None:
 
 
 def _changes() -> bytes:
-    """What the code that runs has changed since its commit."""
+    """The changes to the code that runs, since its commit."""
     changes = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", "megalite", "kernels")
     cut = f"\n… cut off here: {len(changes):,} bytes in all\n".encode()
     return changes if len(changes) <= DIFF_LIMIT else changes[:DIFF_LIMIT] + cut
 
 
 def _git(*arguments: str) -> bytes:
-    """What git says about the source tree that runs; nothing outside a checkout."""
+    """The output of git for the source tree that runs; empty outside a checkout."""
     if not (SOURCE / ".git").exists():
         return b""
     try:

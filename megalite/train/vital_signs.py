@@ -1,4 +1,4 @@
-"""The vital signs of an optimizer step: a small vector, summed over all ranks by the one all-reduce of the norm."""
+"""The vital signs of an optimizer step: a small vector, summed over all ranks by the same all-reduce as the norm."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Signs:
-    """The vital signs of one step on the device, and on their way to the host."""
+    """The vital signs of one step: on the device, and on their way to the host."""
 
     values: Tensor  # float64: square of the norm, loss, and for each signal how many ranks were sent it
     names: list[str]  # parameters whose gradients this rank counts
@@ -47,11 +47,11 @@ class Signs:
 
     @property
     def bad(self) -> Tensor:
-        """1 where loss or norm is not finite, else 0: what fused optimizers take as `found_inf`."""
+        """1 if loss or norm is not finite, else 0. Fused optimizers take this as `found_inf`."""
         return 1 - self.values[:2].isfinite().all().float()
 
     def read(self) -> Reading:
-        """Waits for the device to finish the step."""
+        """The numbers. Waits until the device has finished the step."""
         if self.arrived is not None:
             self.arrived.synchronize()
         square, loss, *asked = self.host.tolist()
@@ -65,9 +65,9 @@ class Signs:
 
 @torch.no_grad()
 def take_signs(mesh: Mesh, names: list[str], norms: Tensor, loss: Tensor | None, asked: Collection[int]) -> Signs:
-    """Sum the vital signs of all ranks; nothing waits for the device.
+    """Sum the vital signs over all ranks; nothing waits for the device.
 
-    loss: this rank's part of the mean loss; None: another rank counts it. asked: signals that this rank was sent.
+    loss: this rank's part of the mean loss; None if another rank counts it. asked: signals that this rank has received.
     """
     values = torch.zeros(2 + len(STOP), dtype=torch.float64, device=mesh.device)
     values[0] += norms.square().sum()

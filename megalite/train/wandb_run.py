@@ -1,4 +1,4 @@
-"""Weights & Biases, served by a thread of its own: no network, disk or server of it holds up training."""
+"""Weights & Biases, served by a thread of its own, so that its network, disk and server do not delay training."""
 
 import importlib
 import logging
@@ -23,10 +23,10 @@ log = logging.getLogger("megalite")
 
 
 class WandbRun:
-    """A run of the project `config.log.wandb`: the same one whenever the run in `folder` goes on.
+    """A run of the project `config.log.wandb`. When the run in `folder` goes on, it is the same one.
 
-    What Weights & Biases raises is told once. Methods raise TimeoutError where it falls behind. The curves' x axis is
-    a value named `step`, because wandb's own step never goes back.
+    An error that Weights & Biases raises is told once. Methods raise TimeoutError if it falls behind. The x axis of the
+    curves is a value named `step`, because wandb's own step never goes back.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -45,7 +45,7 @@ class WandbRun:
             self._calls.put(lambda run: run.log(point))
 
     def event(self, step: int, name: str, text: str) -> None:
-        """Add words."""
+        """Add a text."""
         self.scalars(step, {f"event/{name}": text})
 
     def close(self, code: int, patience: float) -> None:
@@ -84,7 +84,7 @@ class WandbRun:
 
 
 def run_id(path: Path, project: str | None) -> str:
-    """The id in the file `path`, or a new one where there is none of this project. Raises InputError."""
+    """The id in the file `path`, or a new one if the file has none of this project. Raises InputError."""
     if exists(path):
         found = read_object(path, 4096)
         known = found.get("id")
@@ -100,5 +100,5 @@ def run_id(path: Path, project: str | None) -> str:
 
 
 def _let_go() -> None:
-    """Have wandb not wait for its server when this process ends."""
+    """Keep wandb from waiting for its server when this process ends."""
     importlib.import_module("wandb").teardown()

@@ -54,10 +54,9 @@ log = logging.getLogger("megalite")
 
 
 def run(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]) -> int:
-    """Train as the rank `rank_info`, in a run folder that is there; the exit code.
+    """Train as the rank `rank_info`, in a run folder that exists. Returns the exit code.
 
-    check_owner: called before checkpoints and records change; does not return where the folder has become another
-    job's.
+    check_owner: called before checkpoints and records change; does not return if the folder has become another job's.
     """
     return run_rank(lambda: _watched(rank_info, config, check_owner), rank_info)
 
@@ -140,7 +139,7 @@ def _train(
 
 
 def check_and_keep(config: Config, folder: Folder, tick: Callable[[], None]) -> Checked:
-    """`check_data` of a run, in whose folder it leaves what it had to read the data for. Raises InputError."""
+    """Run `check_data`, and keep the results of its scans in the run folder. Raises InputError."""
     scans = Scans(folder.data)
     checked = check_data(config.data, config.model.vocab_size, scans, tick)
     scans.keep()
@@ -148,14 +147,14 @@ def check_and_keep(config: Config, folder: Folder, tick: Callable[[], None]) -> 
 
 
 def outcome(steps: int, first: int) -> str:
-    """What a run that ended well has done, which stood at step `first` when it was started."""
+    """The last message of a run that ended well. first: the step at which this start began."""
     if first < steps:
         return f"done: {steps} steps"
     return f"nothing to do: the run stands at step {first} and train.steps = {steps}; raise train.steps to go on"
 
 
 def check_attention(config: Config, device: torch.device) -> None:
-    """Raises InputError where attention in blocks has no kernel: on CUDA, FlashAttention is all there is."""
+    """Raises InputError if attention in blocks has no kernel: on CUDA, only FlashAttention can do it."""
     cp, method = config.parallel.cp, config.parallel.context.method
     if cp > 1 and method != "ulysses":
         key, value = "parallel.context.method", f"{method} with parallel.cp = {cp}"
@@ -171,12 +170,12 @@ def check_attention(config: Config, device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes for tensors on the smallest GPU of the job, None on CPU. Collective over all ranks."""
+    """Bytes for tensors on the smallest GPU of the job; None on CPUs. Collective over all ranks."""
     return int(smallest_memory(device)[0] * FOR_TENSORS) if device.type == "cuda" else None
 
 
 def smallest_memory(device: torch.device) -> tuple[int, str, int | None]:
-    """Bytes of the smallest memory of the job, what has them, and how many ranks share them; None: it is a GPU's.
+    """The smallest memory of the job: its bytes, its name, and how many ranks share it, which is None for a GPU.
 
     Collective over all ranks.
     """
@@ -206,7 +205,7 @@ def begin(config: Config, restorer: Restorer, reload: Callable[..., Progress | N
 
 
 def open_data(job: Job) -> Batches:
-    """Loaders of this rank's share of the training and validation data."""
+    """The loaders of this rank's share of the training and validation data."""
 
     def loader(sources: list[Source]) -> Loader:
         config, mesh = job.config, job.mesh
@@ -219,7 +218,7 @@ def open_data(job: Job) -> Batches:
 
 
 def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> None:
-    """Say what is about to be trained, on what."""
+    """Tell what is about to be trained, and on what."""
     config = job.config
     schedule, micro = config.parallel.pipeline.schedule, config.batch.micro
     report.say(f"{config.run.name}: {config.parallel.layout}, schedule {schedule}, micro-batches of {micro}")
@@ -238,7 +237,7 @@ def _parameters_here(job: Job) -> int:
 
 
 def gather_devices(mesh: Mesh) -> list[tuple[str, str]]:
-    """Host and device of every rank. Collective."""
+    """The host and device of every rank. Collective."""
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     devices = [("", "")] * mesh.layout.world_size
     dist.all_gather_object(devices, (socket.gethostname(), device), group=mesh.world)

@@ -1,4 +1,4 @@
-"""Where `torch.save` has put the elements of a tensor: its files are ZIP archives, whose records lie as they are."""
+"""Finds the elements of a tensor that `torch.save` has written: its files are ZIP archives of uncompressed records."""
 
 import io
 import os
@@ -32,14 +32,14 @@ class Archive:
         return name in self._records
 
     def read(self, name: str) -> bytes:
-        """A small record."""
+        """The content of a small record."""
         position, size = self.locate(name)
         if size > LARGEST:
             raise ValueError(f"has a record {name} of {size} bytes")
         return os.pread(self._descriptor, size, position)
 
     def locate(self, name: str) -> tuple[int, int]:
-        """Position in the file and size of a record that is not compressed."""
+        """The position in the file and the size of a record that is not compressed."""
         record = self._records.get(name)
         if (
             record is None
@@ -58,7 +58,7 @@ class Archive:
 
 
 class _Section(io.RawIOBase):
-    """A part of a file, as a file of which little is read at a time."""
+    """A part of a file, to be read as a file of its own, little at a time."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0

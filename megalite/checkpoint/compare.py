@@ -1,4 +1,4 @@
-"""What must be the same in a checkpoint and in the run that loads it. Imports no torch."""
+"""Compares a checkpoint with the run that loads it: what must be the same in both. Imports no torch."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ def refuse_other_model(path: Path, there: Config, here: Config) -> None:
 
 
 def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
-    """Raises InputError unless sample i is the same for both: a position in the data would mean nothing else.
+    """Raises InputError unless sample i is the same for both: else a position in the data would mean other samples.
 
     Batch sizes, ramp-up, curriculum and layout may differ: the position counts samples.
     """
@@ -56,6 +56,6 @@ def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[
 
 
 def _mixture(data: tuple[Source, ...]) -> str:
-    """The sources' weights in the order that they are listed in, as smallest whole numbers."""
+    """The weights of the sources, in the order in which they are listed, as smallest whole numbers."""
     weights = integer_weights([source.weight for source in data]) if data else ()
     return f"{len(data)} sources weighted {' : '.join(map(str, weights))}"

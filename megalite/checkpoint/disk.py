@@ -1,7 +1,7 @@
-"""The files of a checkpoint on the disk: opened, measured, hashed, synchronized. Imports no torch.
+"""The files of a checkpoint on the disk: opening, measuring, hashing, synchronizing. Imports no torch.
 
-A file is opened only where it is a plain file of its folder: links, pipes and devices are damage, and so is whatever
-the system refuses.
+Only a plain file in the checkpoint's own folder is opened. Links, pipes and devices count as damage, and so does
+anything that the system refuses.
 """
 
 import errno
@@ -21,7 +21,7 @@ FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class DamagedError(InputError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is not as it was written."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path}: {what}")
@@ -33,7 +33,7 @@ class DamagedError(InputError):
 
 @dataclass(frozen=True)
 class File:
-    """What a file held when it was written."""
+    """The size and hash of a file when it was written."""
 
     bytes: int
     xxh128: str  # as xxh128sum prints it. Against decay, not malice: who changes files can change their hashes
@@ -41,7 +41,7 @@ class File:
 
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[int]:
-    """A descriptor of the file `name` of the checkpoint `path`. Raises DamagedError, in the block as well."""
+    """A descriptor of the file `name` of the checkpoint `path`. Raises DamagedError, also for errors in the block."""
     with _readable(path, name):
         with damage_of(path, name):
             descriptor = os.open(path / name, FLAGS)  # a name may have a null byte
@@ -53,7 +53,7 @@ def opened(path: Path, name: str) -> Iterator[int]:
 
 
 def check_size(path: Path, name: str, file: File) -> None:
-    """Raises DamagedError unless the checkpoint `path` has the file `name` in full."""
+    """Raises DamagedError unless the checkpoint `path` has the file `name`, in its full size."""
     with _readable(path, name):
         found = os.lstat(path / name)
     _check_plain(path, name, found)
@@ -71,7 +71,7 @@ def check_hashes(path: Path, files: dict[str, File], advanced: Callable[[int], N
 
 
 def measure(path: Path, name: str, advanced: Callable[[int], None] = lambda _: None) -> File:
-    """Size and hash of a file as it is now; `advanced` is called with the number of bytes read. Raises DamagedError."""
+    """The size and hash of a file as it is now; `advanced` is called with the bytes read. Raises DamagedError."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path, name) as descriptor:
         block = memoryview(bytearray(min(BLOCK, os.fstat(descriptor).st_size + 1)))
@@ -83,7 +83,7 @@ def measure(path: Path, name: str, advanced: Callable[[int], None] = lambda _: N
 
 
 def read_whole(path: Path, name: str, limit: int, file: File | None = None) -> bytes:
-    """The content of a file of at most `limit` bytes. Raises DamagedError, also where it is not `file`."""
+    """The content of a file of at most `limit` bytes. Raises DamagedError, also if it differs from `file`."""
     with opened(path, name) as descriptor:
         if (size := os.fstat(descriptor).st_size) > limit:
             raise DamagedError(path, f"{name} has {size} bytes; at most {limit} are read")
@@ -95,7 +95,7 @@ def read_whole(path: Path, name: str, limit: int, file: File | None = None) -> b
 
 
 def read_at(path: Path, name: str, descriptor: int, target: memoryview, position: int) -> None:
-    """Fill `target` with the bytes that begin at `position`. Raises DamagedError where they end early."""
+    """Fill `target` with the bytes that begin at `position`. Raises DamagedError if the file ends too early."""
     while target:
         if not (count := os.preadv(descriptor, [target], position)):
             raise DamagedError(path, f"{name} ends early, at byte {position}")
@@ -103,7 +103,7 @@ def read_at(path: Path, name: str, descriptor: int, target: memoryview, position
 
 
 def share_of(files: dict[str, File], rank: int, ranks: int) -> dict[str, File]:
-    """The files that one of `ranks` readers takes, about as many bytes as any other."""
+    """The files that one of `ranks` readers takes: about as many bytes as any other reader."""
     loads, shares = [0] * ranks, [dict[str, File]() for _ in range(ranks)]
     for name, file in sorted(files.items(), key=lambda item: -item[1].bytes):
         least = loads.index(min(loads))
@@ -117,7 +117,7 @@ def total_bytes(files: Iterable[File]) -> int:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file that is on the disk afterwards; its name is, once its folder is synchronized."""
+    """Write a file, which is then on the disk. Its name is there once its folder is synchronized."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -125,7 +125,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def synchronize(folder: Path) -> None:
-    """Put the names in `folder` on the disk."""
+    """Flush the names in `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -135,7 +135,7 @@ def synchronize(folder: Path) -> None:
 
 @contextmanager
 def damage_of(path: Path, name: str) -> Iterator[None]:
-    """Makes DamagedError of a ValueError, which says what is wrong with the file `name`."""
+    """Turn a ValueError, which says what is wrong with the file `name`, into a DamagedError."""
     try:
         yield
     except DamagedError:
@@ -146,7 +146,7 @@ def damage_of(path: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def _readable(path: Path, name: str) -> Iterator[None]:
-    """Makes DamagedError of what the system says."""
+    """Turn errors of the system into DamagedError."""
     try:
         yield
     except FileNotFoundError:

@@ -29,9 +29,9 @@ METADATA = ".metadata"  # DCP's own index
 
 
 class HashedFile(io.RawIOBase):
-    """A file being written from its beginning to its end, hashed on the way.
+    """A file that is written from its beginning to its end, and hashed on the way.
 
-    A thread of `beside` keeps the disk busy meanwhile.
+    Meanwhile a thread of `beside` flushes it, to keep the disk busy.
     """
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor, advanced: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class HashedFile(io.RawIOBase):
         return self._file.fileno()
 
     def finish(self) -> File:
-        """Put it on the disk."""
+        """Flush the file to the disk. Returns its size and hash."""
         self._file.flush()
         self._wait()
         os.fsync(self._file.fileno())
@@ -78,7 +78,7 @@ class HashedFile(io.RawIOBase):
 
 
 class HashingFileSystem(FileSystem):
-    """Keeps size and hash of every file written; `advanced` is called as bytes reach the system."""
+    """Notes the size and hash of every file that is written; `advanced` is called as bytes reach the system."""
 
     def __init__(self, beside: ThreadPoolExecutor, advanced: Callable[[], None]) -> None:
         self.written: dict[str, File] = {}
@@ -98,7 +98,7 @@ class HashingFileSystem(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """One rank's file of a checkpoint, and both indexes on the first rank. Flushing runs in a thread of `beside`."""
+    """Writes one rank's file of a checkpoint, and on the first rank both indexes. A thread of `beside` flushes."""
 
     def __init__(self, path: Path, beside: ThreadPoolExecutor, advanced: Callable[[], None]) -> None:
         # The file system below syncs. Copying ahead would wait for the current device, not for that of the tensors.
@@ -108,11 +108,11 @@ class Writer(FileSystemWriter):
 
     @property
     def written(self) -> dict[str, File]:
-        """By name, what this rank has written so far."""
+        """By name: the files that this rank has written so far."""
         return self._hashing.written
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Index]:
-        """Write what is planned for this rank; where its elements lie."""
+        """Write what is planned for this rank. Returns where its elements lie, too."""
         results = self.write_data(plan, planner).value()
         planned = {item.index: cast(TensorWriteData, item.tensor_data) for item in plan.items}
         return results, Index.of(self._chunk(planned[result.index], result) for result in results)

@@ -1,4 +1,4 @@
-"""Whether tensors can be those of a run: finite, squares not negative. One pass over them where they are."""
+"""Checks whether tensors can be those of a run: all finite, and no negative squares. Healthy ones are read once."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ class PoisonedError(ValueError):
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors with a NaN or an infinity; of a DTensor, this rank's part is looked at.
+    """The names of tensors that have a NaN or an infinity. Of a DTensor, only this rank's part is looked at.
 
-    A tensor's L2 norm takes as long as reading it, and tells of both. It tells of squares that overflow as well, so
-    what it points to is looked at again.
+    A tensor's L2 norm takes as long as reading the tensor, and shows both. As it shows squares that overflow as well, a
+    tensor that it points to is looked at again.
     """
     parts = {name: _part(tensor) for name, tensor in tensors.items()}
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
@@ -40,7 +40,7 @@ def refuse_poisoned(tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_negative_squares(tensors: Mapping[str, Tensor]) -> None:
-    """Raises PoisonedError with the names of second moments that are negative here: the next step would make NaN."""
+    """Raises PoisonedError with the second moments that are negative here, of which the next step would make NaN."""
     squares = {name: _part(tensor) for name, tensor in tensors.items() if name.startswith(SQUARES)}
     _refuse("negative squares in", [name for name, part in squares.items() if (part < 0).any()])
 

@@ -1,6 +1,6 @@
-"""What all ranks of a job decide together on the host, over a process group that nothing else uses.
+"""All ranks of a job as a process group on the host, which nothing else uses: for what they must agree on.
 
-Its collectives may run in a thread beside training, whose own are then not disturbed.
+Its collectives may run in a thread beside training without disturbing those of training.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class ElsewhereError(RuntimeError):
 
 
 class HostGroup:
-    """Collective over all ranks, as are its methods."""
+    """All ranks of the job. It is made on all of them at once, and its methods are collective."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(timeout=WRITING, backend="gloo", group_desc="checkpoints")
@@ -28,23 +28,23 @@ class HostGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the one that acts for all."""
+        """Whether this is the first rank, which acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T] | None:
-        """The values of all ranks, on the first."""
+        """The values of all ranks, on the first rank; None on the others."""
         values: list[Any] | None = [None] * self.ranks if self.leads else None
         dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
     def tell(self, value: T) -> T:
-        """The first rank's value."""
+        """The first rank's value, on every rank."""
         told = [value]
         dist.broadcast_object_list(told, src=0, group=self.group)
         return told[0]
 
     def scatter(self, values: list[T] | None) -> T:
-        """This rank's one of the first rank's values."""
+        """This rank's one of `values`, which the first rank has."""
         taken: list[Any] = [None]
         dist.scatter_object_list(taken, values, src=0, group=self.group)
         return taken[0]

@@ -15,7 +15,7 @@ NAMES = {  # of our modules, in transformers
 
 
 def sizes(model: Model) -> dict[str, Any]:
-    """What a configuration of transformers calls them."""
+    """The sizes of a model, by the names that they have in a configuration of transformers."""
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.width,
@@ -31,6 +31,6 @@ def sizes(model: Model) -> dict[str, Any]:
 
 
 def their_name(name: str) -> str:
-    """`layers.0.attention.q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
+    """Our name in transformers: `layers.0.attention.q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
     name = name.replace("head.norm.", "model.norm.").replace("head.output.", "lm_head.")
     return ".".join(NAMES.get(part, part) for part in name.split("."))

@@ -44,7 +44,7 @@ Table = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in files. An empty one has no chunks."""
+    """A tensor and where it lies in files. An empty tensor has no chunks."""
 
     dtype: str  # a name in torch
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class Index:
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> "Index":
-        """The index of `chunks`. Raises ValueError where they cannot be those of tensors in a checkpoint."""
+        """The index of `chunks`. Raises ValueError if they cannot be those of tensors in a checkpoint."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         rows: dict[str, list[list[int]]] = {}
@@ -120,7 +120,7 @@ class Index:
 
     @staticmethod
     def decode(data: bytes) -> "Index":
-        """The inverse of `encode`. Raises ValueError where `data` has not this form; `check` looks at the rows."""
+        """The inverse of `encode`. Raises ValueError if `data` has another form; the rows are checked by `check`."""
         try:
             (length,) = LENGTH.unpack_from(data)
             position = LENGTH.size + length
@@ -144,7 +144,7 @@ class Index:
         return Index(tuple(files), tensors)
 
     def check(self, sizes: Mapping[str, int], names: Iterable[str]) -> None:
-        """Raises ValueError unless the chunks of the tensors `names` cover each exactly, and lie apart in files.
+        """Raises ValueError unless the chunks of the tensors `names` cover each exactly, and do not overlap in files.
 
         sizes: of the files of the checkpoint, in bytes.
         """
@@ -170,7 +170,7 @@ class Index:
 
 
 def merged(parts: Iterable[Index]) -> Index:
-    """One index of what several ranks have written, each into files of its own."""
+    """One index of the parts that several ranks have written, each into files of its own."""
     files: list[str] = []
     found: dict[str, list[Stored]] = {}
     for part in parts:
@@ -207,10 +207,10 @@ def _described(name: str, dtype: str, shape: list[int], chunks: int) -> tuple[st
 
 
 def _tiles(tensor: Stored) -> bool:
-    """Whether chunks cover a tensor exactly, each element by one of them.
+    """Whether chunks cover a tensor exactly: each element is in one of them.
 
-    The number of chunks over a point, as a function of the point, jumps at corners of chunks only; so it is 1 inside of
-    the tensor and 0 outside if its jumps, signed and added up, are those of the tensor itself. Time grows as n log n.
+    The number of chunks over a point, as a function of the point, jumps only at corners of chunks. So it is 1 inside of
+    the tensor and 0 outside, if its jumps, signed and added up, are those of the tensor itself. Time grows as n log n.
     """
     shape, offsets, sizes = np.array(tensor.shape, np.int64), tensor.offsets, tensor.sizes
     if not ((offsets >= 0) & (sizes > 0) & (offsets < shape) & (sizes <= shape - offsets)).all():

@@ -1,4 +1,4 @@
-"""Loading: every rank reads its part of a checkpoint of any layout, while all together check every file's hash."""
+"""Loading: every rank reads its part of a checkpoint of any layout; together they check every file's hash."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ class Restorer:
     """Fills `state` from checkpoints. Its methods are collective.
 
     data: the sources that the run reads. advanced: called as reading proceeds. check_owner: called on the first rank
-    before a checkpoint is set aside; does not return where the folder has become another job's.
+    before a checkpoint is set aside; does not return if the folder has become another job's.
     """
 
     def __init__(
@@ -44,12 +44,13 @@ class Restorer:
         self._group, self._advanced, self._check_owner = group, advanced, check_owner
 
     def newest(self, folder: Path, warn: Say, before: int | None = None) -> Progress | None:
-        """Continue from the newest checkpoint in `folder` that is intact; None: there never was one.
+        """Continue from the newest intact checkpoint in `folder`. Returns its progress, or None if there never was one.
 
-        `warn` hears, on the first rank, of damaged ones, which are set aside. Raises InputError where only such are
-        left, and for a checkpoint of another model or other data.
+        Damaged checkpoints are set aside; `warn` is told of them on the first rank. Raises InputError if only damaged
+        ones are left, and for a checkpoint of another model or other data.
 
-        before: go on from one of an earlier step; those that are not are set aside, unless there is none (None).
+        before: continue from one of an earlier step than this. The others are set aside, unless there is no such
+        checkpoint: then they stay, and None is returned.
         """
         passed_over: set[Path] = set()  # known on the first rank
 
@@ -84,14 +85,14 @@ class Restorer:
         return progress
 
     def weights(self, path: Path) -> None:
-        """Take the weights alone. Raises DamagedError, and InputError if they are of another model."""
+        """Load only the weights. Raises DamagedError, and InputError if they are of another model."""
         manifest = self._group.once(lambda: check_sizes(path))
         refuse_other_model(path, manifest.configuration, self.config)
         self._fill(path, manifest, self.state.weights(), progress=False)
         self.state.loaded_weights()
 
     def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
-        """Read into `tensors`; with `progress`, into tensors for it too, which are added."""
+        """Read into `tensors`. With `progress`, tensors of the progress are added and read too."""
         mine = share_of(manifest.files, self._group.rank, self._group.ranks)
         with ThreadPoolExecutor(1, "hash") as beside:
             hashing = beside.submit(check_hashes, path, mine if self.config.checkpoint.verify else {}, self._hashed)
@@ -127,7 +128,7 @@ class Restorer:
 def _newest(
     folder: Path, passed_over: set[Path], pass_over: Callable[[DamagedError], None], before: int | None
 ) -> Path | None:
-    """The newest checkpoint in `folder`, of a step `before`, whose files are there in full; others are set aside."""
+    """The newest checkpoint in `folder` of a step below `before` all of whose files are there. Sets others aside."""
     for path in reversed(complete(folder)):
         if path in passed_over or (before is not None and step_of(path) >= before):
             continue
@@ -147,7 +148,7 @@ def _newest(
 
 
 def _pass_over(error: DamagedError, passed_over: set[Path], warn: Say) -> None:
-    """Set a damaged checkpoint aside, or where its name cannot be changed, remember it."""
+    """Set a damaged checkpoint aside, or remember it if its name cannot be changed."""
     try:
         done = f"it is set aside as {set_aside(error.path).name}"
     except OSError as refused:
@@ -157,7 +158,7 @@ def _pass_over(error: DamagedError, passed_over: set[Path], warn: Say) -> None:
 
 
 def checked_progress(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> Progress:
-    """`progress_from` what was read of a checkpoint. Raises DamagedError where that is not of its manifest's step."""
+    """The progress in `tensors`, as read of a checkpoint. Raises DamagedError if its step is not the manifest's."""
     with damage_of(path, INDEX):
         progress = progress_from(tensors)
         if (progress.step, progress.tokens) != (manifest.step, manifest.tokens):

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: what it is, and every file's size and hash. Imports no torch.
+"""The manifest of a checkpoint: what the checkpoint is, and every file's size and hash. Imports no torch.
 
-A checkpoint is a folder named `step-XXXXXXXX`. It is written under another name and renamed when its manifest, the
-last of its files, is on the disk: a folder of that name was complete once, and its manifest tells whether it still is.
+A checkpoint is a folder named `step-XXXXXXXX`. It is written under another name, and renamed when its manifest, the
+last of its files, is on the disk. So a folder of that name was complete once, and its manifest tells whether it still
+is.
 """
 
 import json
@@ -38,7 +39,7 @@ SHOWN = 5  # names in a message
 
 
 class OldFormatError(InputError):
-    """A checkpoint has a format that this megalite reads only to bring it up to date."""
+    """A checkpoint has a format that this megalite reads only to bring the checkpoint up to date."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Manifest:
-    """None stands for what is not known of a checkpoint that another program has saved."""
+    """The fields of a manifest. None stands for what is unknown of a checkpoint that another program has saved."""
 
     step: int
     tokens: int | None  # trained on so far
@@ -74,13 +75,13 @@ class Manifest:
     def read(path: Path, format: int = FORMAT) -> "Manifest":
         """The manifest of the checkpoint `path`, all of it valid.
 
-        Raises DamagedError where it is not as it was written or makes no sense, InputError for another format.
+        Raises DamagedError if it is not as it was written or makes no sense, InputError for another format.
         """
         return Manifest.parse(path, read_whole(path, MANIFEST, LIMIT), format)
 
     @staticmethod
     def parse(path: Path, text: bytes, format: int = FORMAT) -> "Manifest":
-        """The manifest that reads `text`; as `read`."""
+        """The manifest that has the text `text`; as `read`."""
         fields = _intact(path, text)
         _refuse_other_format(path, fields, format)
         if problem := next(misfits(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
@@ -93,7 +94,7 @@ class Manifest:
 
     @property
     def foreign(self) -> bool:
-        """Whether another program has saved: then there are weights, but no state of a run."""
+        """Whether another program has saved the checkpoint: then it has weights, but no state of a run."""
         return self.layout is None
 
     @property
@@ -103,7 +104,7 @@ class Manifest:
 
 
 def complete(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint in `folder`, oldest first. Raises InputError for what is no folder."""
+    """The paths in `folder` with the name of a checkpoint, oldest first. Raises InputError if `folder` is no folder."""
     try:
         return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
     except FileNotFoundError:
@@ -113,12 +114,12 @@ def complete(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that the name of a checkpoint tells."""
+    """The step in the name of a checkpoint."""
     return int(path.absolute().name.removeprefix("step-"))
 
 
 def check_sizes(path: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files are there, in full. Raises DamagedError."""
+    """The manifest of a checkpoint, after a check that all files are there in full size. Raises DamagedError."""
     manifest = Manifest.read(path)
     for name, file in manifest.files.items():
         check_size(path, name, file)
@@ -126,7 +127,7 @@ def check_sizes(path: Path) -> Manifest:
 
 
 def is_plain(name: str) -> bool:
-    """Whether `name` can be a file of a checkpoint: it is in its folder, whatever the system."""
+    """Whether `name` can be a file of a checkpoint: on every system, it lies in the checkpoint's folder."""
     return FILE_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 
@@ -145,7 +146,7 @@ def _intact(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _refuse_other_format(path: Path, fields: dict[str, Any], format: int) -> None:
-    """Takes the format out of `fields`. Raises InputError for another one, and for fields that came later."""
+    """Take the format out of `fields`. Raises InputError for another format, and for fields of a later one."""
     if type(found := fields.pop("format", None)) is not int or found < 1:
         raise DamagedError(path, f"{MANIFEST} has no format")
     unknown = [shortened(key) for key in fields if key not in FIELDS][:SHOWN]
@@ -181,7 +182,7 @@ FIELDS = {  # beside `format`
 
 
 def _unfit(fields: dict[str, Any], format: int) -> str | None:
-    """What is wrong between fields that are well-formed."""
+    """A contradiction between fields each of which is well-formed."""
     for name in fields["files"]:
         if not is_plain(name) or name == MANIFEST:
             return f"{MANIFEST}: files: {shortened(name)} is no name of a file of a checkpoint"
@@ -195,7 +196,7 @@ def _unfit(fields: dict[str, Any], format: int) -> str | None:
 
 
 def config_problems(plain: dict[str, Any]) -> Iterator[Problem]:
-    """What is wrong with the types of a configuration, or else with its model."""
+    """Problems of a configuration's types, or if there are none of its model."""
     config, problems = from_plain(_known(plain))
     yield from problems
     if not problems:

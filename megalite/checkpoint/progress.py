@@ -1,11 +1,11 @@
-"""How far a run has come: all of its state that is not a weight or a moment."""
+"""How far a run has come: all of its state but weights and moments."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands between two steps. Its random numbers are functions of `run.seed` and of these."""
+    """The state of a run between two steps. Random numbers are functions of `run.seed` and of these fields."""
 
     step: int = 0  # optimizer steps taken, those that changed nothing included
     updates: int = 0  # of them, those that changed the weights: AdamW's own count

@@ -1,4 +1,4 @@
-"""Reading tensors: plain bytes, from where the index tells, into whatever part of a tensor is wanted."""
+"""Reading tensors: bytes from where the index says, into whatever part of a tensor is wanted."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
 
 class Reader:
-    """The tensors of the checkpoint `path`. Raises DamagedError where it is not as it was written.
+    """The tensors of the checkpoint `path`. Raises DamagedError if it is not as it was written.
 
     Only the hash of the index is checked.
     """
@@ -33,12 +33,12 @@ class Reader:
             self.index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
 
     def check(self, names: Iterable[str]) -> None:
-        """Look whether the tensors `names` lie where they can lie."""
+        """Check that the positions of the tensors `names` are possible."""
         with damage_of(self.path, INDEX):
             self.index.check({name: file.bytes for name, file in self.manifest.files.items()}, names)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill `tensors`; of a DTensor this rank's part."""
+        """Fill `tensors`; of a DTensor, this rank's part."""
         self.check(tensors)
         for name, tensor in tensors.items():
             if (there := self.index.tensors[name].shape) != tuple(tensor.shape):
@@ -68,12 +68,12 @@ class Piece:
 
     @property
     def row_bytes(self) -> int:
-        """Of all that has one position in the first dimension."""
+        """The bytes of all elements with the same position in the first dimension."""
         return math.prod(self.sizes[1:]) * self.dtype.itemsize
 
     @torch.no_grad()
     def read(self, scratch: Tensor, read: Callable[[memoryview, int], None]) -> None:
-        """Fill `target`, whole rows at a time."""
+        """Fill `target`, one or more whole rows at a time."""
         inner = tuple(
             slice(first, first + size) for first, size in zip(self.first[1:], self.target.shape[1:], strict=True)
         )
@@ -86,7 +86,7 @@ class Piece:
 
 
 def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU for what is read of `path`. Raises InputError where there is no memory for it."""
+    """A tensor on the CPU, to read into from `path`. Raises InputError if there is no memory for it."""
     try:
         return torch.empty(shape, dtype=dtype)
     except RuntimeError:
@@ -95,7 +95,7 @@ def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _pieces(stored: Stored, tensor: Tensor) -> Iterator[Piece]:
-    """What this rank's part of `tensor` takes from the chunks of `stored`."""
+    """The pieces of the chunks of `stored` that make up this rank's part of `tensor`."""
     offset, part = [0] * tensor.ndim, tensor
     if isinstance(tensor, DTensor):
         part = tensor.to_local()

@@ -1,4 +1,4 @@
-"""Whether a run can begin as `checkpoint.resume` says, answered before any rank is started. Imports no torch."""
+"""Checks, before any rank is started, whether a run can begin as `checkpoint.resume` says. Imports no torch."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megalite.config.schema import Config
 def check_start(config: Config, folder: Path) -> None:
     """Raises InputError for a checkpoint of another model, and for one that is not the newest in `folder`.
 
-    A run that went on from an older one would write under the names of those that are there.
+    A run that continued from an older one would save under names that exist already.
     """
     found, wanted, weights = complete(folder), config.checkpoint.resume, config.checkpoint.weights
     if wanted == "never" and found:
@@ -33,9 +33,9 @@ def check_start(config: Config, folder: Path) -> None:
 
 
 def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> int:
-    """The step from which a run goes on, as `checkpoint.resume` says and `folder` allows; 0: from the beginning.
+    """The step from which a run goes on, as `checkpoint.resume` and the content of `folder` say; 0: from the beginning.
 
-    data: the sources that the run reads. Raises InputError if the checkpoint there is of another model or other data.
+    data: the sources that the run reads. Raises InputError if that checkpoint is of another model or other data.
     """
     wanted = config.checkpoint.resume
     candidates = {"auto": complete(folder)[::-1], "never": []}.get(wanted, [Path(wanted)])

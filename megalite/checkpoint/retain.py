@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and how the others go. Links are left alone: what they name is not the run's."""
+"""Keeps the wanted checkpoints of a run, deletes the others. Leaves links alone: their targets are not the run's."""
 
 import os
 import re
@@ -18,11 +18,10 @@ LEFT = re.compile(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})(\
 
 
 def retain(folder: Path, newest: int, keep: int, every: int) -> list[str]:
-    """Delete all but the newest `keep` checkpoints and those of every `every`-th step; what was left half-done too.
+    """Delete all checkpoints but the newest `keep` and those of every `every`-th step, and what was left half-done.
 
-    Returns what could not be deleted, and why. newest: the step that is durable now; what has a later one is not of
-    this run's doing, and stays. keep: 0 keeps all. every: 0 keeps none forever. Raises InputError where `folder` cannot
-    be read.
+    Returns what could not be deleted, and why. newest: the step that is durable now; checkpoints of later steps are not
+    this run's, and stay. keep: 0 keeps all. every: 0 keeps none forever. Raises InputError if `folder` cannot be read.
     """
     problems = []
     own = [path for path in complete(folder) if _is_folder(path) and step_of(path) <= newest]
@@ -33,13 +32,13 @@ def retain(folder: Path, newest: int, keep: int, every: int) -> list[str]:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Delete what interrupted saves and deletions have left; what could not be deleted, and why."""
+    """Delete what interrupted saves and deletions have left. Returns what could not be deleted, and why."""
     left = [path for path in folder.glob("step-*") if LEFT.fullmatch(path.name) and _is_folder(path)]
     return [problem for path in sorted(left) for problem in _refused(path, shutil.rmtree)]
 
 
 def new_partial(final: Path) -> Path:
-    """Make the folder in which the checkpoint `final` is written. No other process ever has the same one."""
+    """Make the folder in which the checkpoint `final` is written. No other process ever gets the same one."""
     partial = final.with_name(f"{final.name}{PARTIAL}.{secrets.randbits(48)}")
     partial.mkdir(parents=True)
     return partial
@@ -56,13 +55,13 @@ def _refused(path: Path, delete: Callable[[Path], object]) -> list[str]:
 
 
 def check_own(path: Path) -> Manifest:
-    """`check_sizes` of a run's own checkpoint, which is a folder itself. Raises DamagedError."""
+    """As `check_sizes`, of a checkpoint of the run's own, which must be no link. Raises DamagedError."""
     check_folder(path)
     return check_sizes(path)
 
 
 def check_folder(path: Path) -> None:
-    """Raises DamagedError for a link to a folder, too."""
+    """Raises DamagedError unless `path` is a folder itself; a link to one is not."""
     if not _is_folder(path):
         raise DamagedError(
             path, "is a link or a file instead of a folder; checkpoint.resume takes paths from elsewhere"
@@ -70,14 +69,14 @@ def check_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that no run takes it; its new name. Raises OSError where that is refused."""
+    """Rename a damaged checkpoint so that no run takes it. Returns the new path. Raises OSError if that is refused."""
     aside = _rename(path, DAMAGED)
     synchronize(path.parent)
     return aside
 
 
 def _rename(path: Path, suffix: str) -> Path:
-    """Rename at once, so that no half of it looks whole; to the suffix, with a number where that is taken."""
+    """Rename in one operation, so that no half of it looks whole; a number is added if the new name is taken."""
     renamed, count = path.with_name(path.name + suffix), 1
     while os.path.lexists(renamed):
         count += 1

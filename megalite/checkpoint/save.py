@@ -1,4 +1,4 @@
-"""Saving: staged to the host, written in the background, published by one rename when all of it is on the disk."""
+"""Saving: the state is staged to the host, written in the background, and published by one rename when on the disk."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ class Failed:
 
 @dataclass
 class Plan:
-    """Who writes what. It is made once: a run's tensors keep their names and shapes."""
+    """Which rank writes what. It is made once, as a run's tensors keep their names and shapes."""
 
     planner: "Planner"
     mine: SavePlan
@@ -73,7 +73,7 @@ class Plan:
 
 
 class Planner(DefaultSavePlanner):
-    """Plans with DTensors, and writes what is staged of them."""
+    """Plans with DTensors, and writes the tensors that are staged for them."""
 
     staged: Mapping[str, Tensor]
 
@@ -82,17 +82,17 @@ class Planner(DefaultSavePlanner):
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank has of the weights and moments: a save copies all of it, whichever rank writes it."""
+    """This rank's part of weights and moments. A save copies all of it, whichever rank writes it."""
     return {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
 class Saver:
-    """Writes the checkpoints of a run into `folder`, one at a time.
+    """Writes the checkpoints of a run into `folder`, one at a time. Its methods are collective.
 
-    A context manager: what is under way when it ends is durable afterwards, unless the job is failing.
-    Its methods are collective. data: the sources that `Progress.samples` counts in. advanced: called as a write
-    proceeds, from its thread. check_owner: called there on the first rank before anything in `folder` is renamed or
-    deleted; does not return where the folder has become another job's.
+    It is a context manager: a save that is under way when it ends is durable afterwards, unless the job is failing.
+    data: the sources that `Progress.samples` counts in. advanced: called as a write proceeds, from its thread.
+    check_owner: called in that thread on the first rank, before anything in `folder` is renamed or deleted; does not
+    return if the folder has become another job's.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Saver:
         self._memory.close()
 
     def _rehearse(self) -> None:
-        """Raises InputError where a checkpoint could not hold what the configuration says, or not be read again."""
+        """Raises InputError if a checkpoint could not hold this configuration, or not be read again."""
         try:
             progress_tensors(Progress(), 0.0, self.config.run.seed)
             Manifest.parse(
@@ -141,9 +141,9 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Stage the state, and write it: in the background, or at once without `checkpoint.async`.
 
-        Waits for the save before. Raises Unhealthy when more than `checkpoint.max_failures` in a row have failed, and
-        where weights or moments are not finite. On a GPU they are looked at first, which takes a moment there; those in
-        host memory when they are about to be written, so that training does not wait: `settle` then tells.
+        Waits for the save before. Raises Unhealthy if more than `checkpoint.max_failures` saves in a row have failed,
+        or if weights or moments are not finite. Those on a GPU are checked first, which takes a moment. Those in host
+        memory are checked when they are about to be written, so that training does not wait; then `settle` raises.
         """
         self.settle()
         if len(self._failed) > self.config.checkpoint.max_failures:
@@ -175,19 +175,19 @@ class Saver:
         return ended
 
     def finish(self) -> None:
-        """Wait until what is under way is durable. Raises Unhealthy if the latest save has failed."""
+        """Wait until the save that is under way is durable. Raises Unhealthy if the latest save has failed."""
         self.settle()
         if self._failed:
             raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}; {MEND}")
 
     def settle(self) -> None:
-        """Wait until nothing is under way. Raises Unhealthy where what was to be saved is not finite."""
+        """Wait until no save is under way. Raises Unhealthy if what was to be saved is not finite."""
         self.wait()
         if self._failed and (latest := self._failed[-1]).poisoned:
             raise Unhealthy(f"step {latest.step}: {latest.error}; it is not saved")
 
     def wait(self) -> None:
-        """Wait until nothing is under way, whatever becomes of it."""
+        """Wait until no save is under way, whatever its outcome."""
         if self._pending is not None:
             outcome = self._pending.result()
             self._pending = None
@@ -208,7 +208,7 @@ class Saver:
         return Plan(planner, planner.finish_plan(group.scatter(plans)), metadata)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts as they are now, in host memory that the next save uses again."""
+        """Copies of this rank's parts, in host memory that the next save uses again."""
         parts = local_parts(tensors)
         if not self.config.checkpoint.async_:
             return parts  # they stay as they are until all is written
@@ -221,7 +221,7 @@ class Saver:
         return self._staged
 
     def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str]) -> Saved | Failed:
-        """In the writer's thread, on all ranks: what became of it. unseen: what is yet to be looked at for NaN."""
+        """Write a checkpoint, in the writer's thread on all ranks; the outcome. unseen: still to check for NaN."""
         began = monotonic()
         final = self.folder / f"step-{progress.step:08d}"
         partial: Path | None = None
@@ -244,7 +244,7 @@ class Saver:
         return Writer(folder, self._beside, self._advanced)
 
     def _make_way(self, final: Path) -> Path:
-        """Make room for a checkpoint, and the folder in which it is written."""
+        """Make room for a checkpoint. Returns the new folder in which it is to be written."""
         self._check_owner()
         if os.path.lexists(final):
             raise FileExistsError(f"{final} is there already")
@@ -273,7 +273,7 @@ class Saver:
         written: list[tuple[list[WriteResult], Index, dict[str, File]]],
         final: Path,
     ) -> tuple[int, tuple[str, ...]]:
-        """On the first rank, when all have written: the checkpoint's size in bytes, and what failed afterwards."""
+        """Publish a checkpoint, on the first rank, when all have written. Returns its bytes and later failures."""
         assert plan.metadata is not None
         partial = Path(writer.path)
         writer.finish(plan.metadata, [results for results, _, _ in written])
@@ -295,7 +295,7 @@ class Saver:
         return total_bytes(files.values()), tuple(problems)
 
     def _after_publishing(self, final: Path, step: int) -> list[str]:
-        """Flush the name of a checkpoint, which is complete whatever fails, and delete older ones; what failed."""
+        """Flush the name of a checkpoint, which is complete by now, and delete older ones. Returns what has failed."""
         try:
             synchronize(self.folder)
         except OSError as error:

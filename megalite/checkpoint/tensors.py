@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of any layout, one at a time and whole, without a process group."""
+"""The tensors of a checkpoint of any layout: each one whole, one at a time, without a process group."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from megalite.checkpoint.state import empty_progress
 
 
 class Checkpoint:
-    """The tensors of a checkpoint of any layout. Raises InputError where it cannot be read.
+    """The tensors of a checkpoint of any layout. Raises InputError if it cannot be read.
 
-    Sizes are checked, and the hash of the index, which tells where tensors are; of another file when a tensor is read.
+    At once, sizes of files are checked and the hash of the index, which says where tensors lie. The hash of another
+    file is checked when a tensor is read from it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +28,7 @@ class Checkpoint:
         self._hashed: set[str] = set()
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor. Takes memory for it alone."""
+        """A whole tensor. Needs memory for this tensor only."""
         self._check(name)
         stored = self.tensors[name]
         tensor = allocated(self.path, stored.shape, getattr(torch, stored.dtype))
@@ -47,7 +48,7 @@ class Checkpoint:
         return f"{kind['dtype']} {kind['shape']}" if kind else "absent"
 
     def progress(self) -> tuple[Progress, float] | None:
-        """And the learning rate; None: another program has saved. No hash is checked for so little."""
+        """The progress and the learning rate; None if another program has saved. For so little, no hash is checked."""
         if self.manifest.foreign:
             return None
         with damage_of(self.path, INDEX):
@@ -57,7 +58,7 @@ class Checkpoint:
         return checked_progress(self.path, self.manifest, tensors), rate.item()
 
     def check_locations(self) -> None:
-        """Look whether all tensors lie where they can lie."""
+        """Check that the positions of all tensors are possible."""
         self._reader.check(self.tensors)
 
     def _check(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the tensors that are wanted. Imports no torch."""
+"""Checks whether a checkpoint holds the tensors that are wanted. Imports no torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -12,12 +12,12 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")  # of weights that other 
 
 
 def differences(index: Index, shapes: Mapping[str, Sequence[int]], dtypes: Collection[str]) -> str:
-    """Which of the tensors `shapes` are missing, or of another shape, or of none of `dtypes`; empty: none."""
+    """The tensors of `shapes` that are missing, of another shape, or of none of `dtypes`, as text; empty if none is."""
     return _listed(_differing(index, shapes, dtypes))
 
 
 def differences_from(index: Index, model: Model) -> str:
-    """How the tensors `model.*` differ from the weights of `model`; empty: in nothing."""
+    """How the tensors `model.*` differ from the weights of `model`, as text; empty if they do not."""
     shapes = {f"model.{name}": weight.shape for name, weight in weights(model).items()}
     more = [name for name in index.tensors if name.startswith("model.") and name not in shapes]
     return _listed(_differing(index, shapes, FLOATS) + [f"{name} is no weight of it" for name in more])

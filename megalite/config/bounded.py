@@ -7,7 +7,7 @@ VALUES = 1 << 20  # in one document; the manifest of 16,384 ranks has 50,000
 
 
 def parse(text: bytes) -> Any:
-    """What `text` holds. Raises ValueError where it is no JSON, is nested too deep, or has more than VALUES values.
+    """The content of the JSON `text`. Raises ValueError for no JSON, for deep nesting, and for more than VALUES values.
 
     A list of two bytes takes 64 bytes of memory, so a bound on the length of `text` alone is not enough.
     """

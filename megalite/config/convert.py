@@ -1,4 +1,4 @@
-"""Between plain containers, as YAML gives them, and the dataclasses of the schema."""
+"""Converts between plain containers, as YAML gives them, and the dataclasses of the schema."""
 
 import re
 import sys
@@ -22,20 +22,20 @@ KINDS = {int: "a whole number", float: "a finite number", bool: "true or false",
 def from_plain(plain: dict[Any, Any]) -> tuple[Config, list[Problem]]:
     """The configuration that nested dictionaries and lists describe; keys left out keep their defaults.
 
-    Beside it every unknown key and every value of a wrong type; where there are any, the configuration is
-    not fit for use.
+    Returned with it are all unknown keys and all values of a wrong type. If there are any, the configuration is not fit
+    for use.
     """
     problems: list[Problem] = []
     return _section(plain, Config, "", problems), problems
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Nested dictionaries and lists under the names that YAML uses; `from_plain` is the inverse."""
+    """Nested dictionaries and lists under the names that YAML has; `from_plain` is the inverse."""
     return asdict(config, dict_factory=lambda pairs: {yaml_name(name): value for name, value in pairs})
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value inside of plain containers, with its dotted key."""
+    """All values inside of plain containers that are no containers, with their dotted keys."""
     if not isinstance(value, dict | list):
         yield key, value
     for name, inner in inside(value, key):
@@ -43,7 +43,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """What a dictionary or a list at `key` holds, under dotted keys; nothing for a value of another type."""
+    """The items of a dictionary or a list at `key`, with their dotted keys; nothing for a value of another type."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}" if key else name, inner) for name, inner in value.items())
     if isinstance(value, list):
@@ -51,7 +51,7 @@ def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def same_everywhere(config: Config) -> dict[str, Any]:
-    """What all ranks must have in common: every key but the paths of which each node may have a copy of its own."""
+    """The keys that all ranks must have in common: all but paths of which each node may have a copy of its own."""
     return {key: value for key, value in leaves(to_plain(config)) if not OF_A_NODE.fullmatch(key)}
 
 
@@ -63,7 +63,7 @@ def yaml_name(field_name: str) -> str:
 
 @cache
 def keys() -> MappingProxyType[str, Any]:
-    """Type hint of every dotted key, sections included; an item of a list is spelled `data.train[].path`."""
+    """The type hint of every dotted key, sections included; an item of a list has a key such as `data.train[].path`."""
     return MappingProxyType(dict(_keys(Config, "")))
 
 
@@ -126,7 +126,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The types that a value may have by its hint."""
+    """The types that a hint allows."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
@@ -141,7 +141,7 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def kind(option: Any) -> str:
-    """What a value of a type is called."""
+    """The name of a type in messages."""
     if is_dataclass(option):
         return f"a section with keys from {listing([yaml_name(field.name) for field in fields(option)])}"
     if get_origin(option) is Literal:
@@ -153,7 +153,7 @@ def kind(option: Any) -> str:
 
 
 def _hint(key: str) -> str:
-    """What to say about an unknown key: the same name elsewhere or the nearest one, of the same section if possible."""
+    """Advice for an unknown key: the same name elsewhere, or the nearest name, from the same section if possible."""
     section, _, leaf = key.rpartition(".")
     within = re.sub(r"\[\d+\]", "[]", section)
     if f"{within}.{leaf}" in keys():  # spelled with dots inside of a file

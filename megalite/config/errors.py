@@ -1,4 +1,4 @@
-"""What stops a command with a message instead of a traceback."""
+"""Errors that stop a command with a message instead of a traceback."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -31,15 +31,15 @@ def _shortened(text: str) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """`text` with escapes in place of what could disturb a terminal; the characters of `kept` stay."""
+    """`text` with escapes instead of characters that could disturb a terminal, except for those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class InputError(ValueError):
     """Bad input from the user: shown as one message, exit code BAD_INPUT.
 
-    Made from a message, or from all the problems of a configuration. Names and values of files may stand in it as they
-    are: what could disturb a terminal is escaped here.
+    It is made from a message, or from all the problems of a configuration. Either may have names and values of files as
+    they are: characters that could disturb a terminal are escaped here.
     """
 
     def __init__(self, what: str | Sequence[Problem]) -> None:
@@ -58,13 +58,13 @@ def _listed(problems: Sequence[Problem]) -> str:
 
 
 def listing(items: Sequence[object], last: str = "or") -> str:
-    """The items as words: `1, 2 or 3`."""
+    """The items in words: `1, 2 or 3`."""
     words = [str(item) for item in items]
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
 
 
 def number_ranges(numbers: Iterable[int], each: int = 1) -> str:
-    """Ascending numbers as words, neighbours joined: `0-3, 8`. Every one stands for `each` neighbours."""
+    """Ascending numbers in words, neighbours joined: `0-3, 8`. Each number stands for `each` neighbours."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
@@ -76,6 +76,6 @@ def number_ranges(numbers: Iterable[int], each: int = 1) -> str:
 
 
 def counted(number: float, one: str, several: str = "") -> str:
-    """A number and what it counts, `1 rank` or `1,024 ranks`; `several` where an s is not enough."""
+    """A number and what it counts, `1 rank` or `1,024 ranks`; `several` is the plural, if that does not end in s."""
     shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{shown} {one if number == 1 else several or one + 's'}"

@@ -1,4 +1,4 @@
-"""Paths that people give, and small files of text: written whole or not at all, read with a bound on their size."""
+"""Paths that people give, and small text files: written whole or not at all, read with a bound on their size."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ FIXES = {
 
 
 class UnreachableError(InputError):
-    """The system does not tell whether there is anything at a path."""
+    """The system refuses to tell whether there is anything at a path."""
 
     def __init__(self, path: str | Path, rule: str, fix: str = "") -> None:
         super().__init__(f"{path!s:.400}: {rule}" + (f"; {fix}" if fix else ""))
@@ -31,11 +31,11 @@ class UnreachableError(InputError):
 
 
 def look(path: str | Path, follow: bool = True) -> os.stat_result | None:
-    """What is at `path`; None: nothing. Raises UnreachableError where the system does not tell.
+    """The status of what is at `path`; None if nothing is. Raises UnreachableError if the system refuses to tell.
 
-    `Path.exists` and its like raise OSError there, or say that nothing is there.
+    In that case `Path.exists` and its like raise OSError, or say that nothing is there.
 
-    follow: look at what a link leads to, not at the link.
+    follow: look at the target of a link, not at the link.
     """
     try:
         return os.stat(path, follow_symlinks=follow)
@@ -49,18 +49,18 @@ def look(path: str | Path, follow: bool = True) -> os.stat_result | None:
 
 
 def exists(path: str | Path, follow: bool = True) -> bool:
-    """Whether there is anything; as `look`."""
+    """Whether there is anything at `path`; as `look`."""
     return look(path, follow) is not None
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a regular file, or a link to one; as `look`."""
+    """Whether there is a regular file at `path`, or a link to one; as `look`."""
     found = look(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | Path, follow: bool = True) -> bool:
-    """Whether there is a folder, or a link to one; as `look`."""
+    """Whether there is a folder at `path`, or a link to one; as `look`."""
     found = look(path, follow)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
@@ -68,8 +68,8 @@ def is_folder(path: str | Path, follow: bool = True) -> bool:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a whole file or none, and the folder that it lies in. Stop signals wait meanwhile.
 
-    Raises InputError where that cannot be, and where there is what is no regular file: a folder, a device, or a link,
-    which would be one no more.
+    Raises InputError if that cannot be done, or if there is something at `path` that is no regular file: a folder, a
+    device, or a link, which would be replaced.
     """
     check_output(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -101,17 +101,17 @@ def check_output(path: Path) -> None:
 
 
 def write_object(path: Path, value: Any) -> None:
-    """Write an object as a file of JSON; as `write_whole`."""
+    """Write an object as a JSON file; as `write_whole`."""
     write_whole(path, as_json(value))
 
 
 def as_json(value: Any) -> str:
-    """The text of a file of JSON that people read too."""
+    """The text of a JSON file that people read too."""
     return json.dumps(value, indent=2) + "\n"
 
 
 def read_object(path: Path, most: int) -> dict[str, Any]:
-    """The JSON object that a file of at most `most` bytes holds. Raises InputError for anything else."""
+    """The object in a JSON file of at most `most` bytes. Raises InputError for anything else."""
     if not is_file(path):
         raise InputError(f"{path}: is missing, or is not a regular file")
     try:

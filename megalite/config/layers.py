@@ -1,4 +1,4 @@
-"""What every layer of a model is. All who look at layers read it from here, so layers may differ."""
+"""The kinds of a model's layers. All code that looks at layers reads them here, so layers may differ."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer is. Layers of equal kind differ in nothing but their weights."""
+    """What a layer is made of. Layers of equal kind differ in nothing but their weights."""
 
     feed_forward: FeedForward
 

@@ -1,6 +1,6 @@
 """The five-dimensional layout of ranks, as pure arithmetic.
 
-Runtime, planner and tests all use the one map between a rank and its coordinates that is written here.
+The map between a rank and its coordinates is written only here; runtime, planner and tests all use it.
 """
 
 import math
@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Layout:
-    """Degree of every parallel axis, outermost first.
+    """The degree of every parallel axis, outermost first.
 
-    The order is the order of ranks: neighbouring ranks differ in `tp`, so tensor parallelism stays on
-    the fastest links, and `pp` crosses nodes.
+    The order is that of ranks: neighbouring ranks differ in `tp`, so tensor parallelism stays on the fastest links, and
+    `pp` crosses nodes.
     """
 
     pp: int = 1
@@ -31,11 +31,11 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Number of ranks that see different samples."""
+        """The number of ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` along every axis."""
+        """The coordinates of `rank` along every axis."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         found = {}
@@ -44,7 +44,7 @@ class Layout:
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
-        """Inverse of `coordinates`; an axis left out is at 0."""
+        """The inverse of `coordinates`; the coordinate along an axis that is left out is 0."""
         rank = 0
         for axis in AXES:
             size, position = getattr(self, axis), coordinates.pop(axis, 0)
@@ -56,7 +56,7 @@ class Layout:
         return rank
 
     def dp_rank(self, rank: int) -> int:
-        """Which slice of the global batch `rank` reads: 0 to dp − 1."""
+        """The number of the slice of the global batch that `rank` reads: 0 to dp − 1."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 

@@ -1,4 +1,4 @@
-"""YAML files with `include:`, merged and overridden, as a typed configuration."""
+"""Reads YAML files with `include:`, merges and overrides them, and makes a typed configuration of them."""
 
 import re
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ def is_override(argument: str) -> bool:
 
 
 def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any]:
-    """The content of one file merged over its includes; `includers` led here, outermost first."""
+    """The content of one file merged over its includes. `includers` are the files that led here, outermost first."""
     chain, real = (*includers, path), realpath(path)
     if real in map(realpath, includers):
         raise InputError(f"{' includes '.join(map(str, chain))}: files must not include each other in a circle")
@@ -90,7 +90,7 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
 
 
 def _advice(path: Path, includers: tuple[Path, ...]) -> str:
-    """What else to say of a file that is not there, or that is no YAML."""
+    """Further advice about a file that is not there, or that is no YAML."""
     if includers:
         return f" (included by {includers[-1]})"
     key = re.split(r"[=:]", str(path), maxsplit=1)[0].strip()
@@ -102,7 +102,7 @@ def _advice(path: Path, includers: tuple[Path, ...]) -> str:
 
 
 def _merge(base: dict[Any, Any], over: dict[Any, Any], prefix: str = "") -> dict[Any, Any]:
-    """`over` laid on `base`, section by section; everything else, lists too, is replaced whole."""
+    """`over` laid on `base`, section by section; everything but sections is replaced whole, lists too."""
     merged = dict(base)
     for name, value in over.items():
         key = f"{prefix}{name}"
@@ -114,12 +114,12 @@ def _merge(base: dict[Any, Any], over: dict[Any, Any], prefix: str = "") -> dict
 
 
 def _spelled_out(kernels: Any) -> Any:
-    """A word for all kernels as a section, of which one can be changed."""
+    """The section that a word for all kernels stands for, so that single ones can be changed."""
     return {field.name: kernels for field in fields(Kernels)} if isinstance(kernels, str) else kernels
 
 
 def _overridden(plain: dict[str, Any], override: str) -> dict[str, Any]:
-    """`plain` with one override applied. Raises InputError with the problem, where it cannot be."""
+    """`plain` with one override applied. Raises InputError with the problem if it cannot be applied."""
     key, _, text = override.partition("=")
     steps = re.findall(r"\w+", key)
     if not is_override(override) or len(steps) > DEEPEST:
@@ -134,7 +134,7 @@ def _overridden(plain: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def _set(plain: dict[str, Any], steps: list[str], value: Any, key: str) -> dict[str, Any]:
-    """`plain` with `value` at the end of `steps`, merged over what is there."""
+    """`plain` with `value` at the end of the path `steps`, merged over what is there."""
     path, at = [], plain
     for number, step in enumerate(steps):
         inner: Any = at.get(step)

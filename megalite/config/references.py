@@ -1,7 +1,7 @@
-"""References in values: `${model.width}` to another value, `${oc.env:HOME}` to the environment, as OmegaConf has them.
+"""References in values, as OmegaConf has them: `${model.width}` to another value, `${oc.env:HOME}` to the environment.
 
-They are filled in here, each value once, in a time that grows with the number of references and not with what they
-lead to. Nothing can be run by one, and the result is not endless.
+They are filled in here, each value once, in a time that grows with the number of references and not with the size of
+what they refer to. A reference can run nothing, and the result is bounded.
 """
 
 import os
@@ -25,7 +25,7 @@ SHOWN = 4  # keys of a chain in a message
 def fill_in(plain: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """A configuration, as nested dictionaries and lists, with its references filled in.
 
-    Beside it what is wrong with them; a value that has such a reference is UNRESOLVED.
+    Returned with it are the problems of references; a value that has such a reference is UNRESOLVED.
     """
     filling = _Filling(plain)
     filled = filling.at("", plain)
@@ -52,7 +52,7 @@ class _Filling:
         self.too_far = False
 
     def at(self, key: str, value: Any) -> _Filled:
-        """What is at a key."""
+        """The value of a key."""
         found = self.done.get(key)
         if len(self.open) + (found.height if found else 0) > STEPS:
             return self._too_far(key)
@@ -82,7 +82,7 @@ class _Filling:
         return _Filled("".join(str(part.value) for part in parts), size, height)
 
     def _parts(self, key: str, text: str) -> Iterator[_Filled]:
-        """What stands between references of a text, and what they lead to."""
+        """The parts of a text: what is between references, and the values of these."""
         position = 0
         for start in START.finditer(text):
             slashes = len(start[1])

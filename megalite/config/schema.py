@@ -60,7 +60,7 @@ class Pipeline:
 
     @property
     def stages_per_rank(self) -> int:
-        """Virtual stages, once the schedule has had its say."""
+        """The number of virtual stages per rank: as configured, or else the schedule's own."""
         return self.virtual_stages or SCHEDULES.get(self.schedule, 1)
 
 
@@ -92,7 +92,7 @@ class DataParallel:
 
     @property
     def sharded(self) -> bool:
-        """Whether data-parallel ranks share out parameters."""
+        """Whether parameters are divided among data-parallel ranks."""
         return self.mode != "ddp"
 
 
@@ -263,5 +263,5 @@ class Config:
 
     @property
     def kernels_by_operation(self) -> Kernels:
-        """`kernels`, spelled out."""
+        """`kernels` as a section, with every operation."""
         return self.kernels if isinstance(self.kernels, Kernels) else Kernels(*[self.kernels] * len(fields(Kernels)))

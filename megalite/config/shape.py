@@ -1,4 +1,4 @@
-"""The shape that JSON from a file must have, and where it has another."""
+"""Checks the shape of JSON from a file, and says where it has another one."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Each:
-    """An object whose values all are of one shape."""
+    """An object all of whose values have one shape."""
 
     shape: Any
 
@@ -36,7 +36,7 @@ def whole(least: int, power: int) -> Kind:
 
 
 def digits(count: int) -> Kind:
-    """A hash as text."""
+    """A hash, as text."""
     pattern = re.compile(f"[0-9a-f]{{{count}}}")
     return Kind(f"{count} digits from 0 to f", lambda value: isinstance(value, str) and bool(pattern.fullmatch(value)))
 
@@ -47,9 +47,10 @@ SECTION = Kind("a section", lambda value: isinstance(value, dict))
 
 
 def misfits(value: Any, shape: Any, where: str) -> Iterator[str]:
-    """How `value`, found at `where`, is not of `shape`.
+    """Everything in `value`, found at `where`, that is not of `shape`.
 
-    A shape is a Kind, an OrNull, an Each, an object of shapes by name, or a list of the one shape of all items.
+    A shape is a Kind, an OrNull, an Each, a dictionary of shapes by name, or a list of the one shape that all items
+    have.
     """
     if isinstance(shape, OrNull):
         if value is not None:

@@ -1,4 +1,4 @@
-"""Rules between configuration values: every broken one is found and comes with a fix."""
+"""Rules between configuration values. All broken ones are found, and each comes with a fix."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def check(config: Config, world_size: int | None = None) -> Config:
 def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every broken rule of a configuration, for a job of `world_size` ranks (None: no launcher gives one).
 
-    Looks at no file: see `validate_files`.
+    No file is looked at: see `validate_files`.
     """
     model, parallel = config.model, config.parallel
     dp = parallel.dp_replicate * shards(parallel, world_size)

@@ -1,7 +1,7 @@
-"""YAML text as plain dictionaries, lists and values, whatever the text, in bounded time and memory.
+"""Reads YAML as plain dictionaries, lists and values. Any text is read in bounded time and memory.
 
 A part of YAML 1.1: no dates, no numbers in base 60 or 8, no tags of programs. 1e-4 is a number, as in YAML 1.2. Keys
-are texts, each once. Merge keys (`<<: *name`) and aliases are counted with all they stand for.
+are texts, each once. Merge keys (`<<: *name`) and aliases count as all that they stand for.
 """
 
 import re
@@ -25,7 +25,7 @@ DECIMAL = re.compile(
 
 
 def read_mapping(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The mapping that the file `path` holds, of at most `most_bytes`. Raises InputError, naming the file."""
+    """The mapping in the file `path`, of at most `most_bytes`. Raises InputError with the name of the file."""
     try:
         text = read_text(path, most_bytes)
     except OSError as error:
@@ -44,7 +44,7 @@ def read_mapping(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """A file of text that is not endless. Raises OSError, and ValueError with what is wrong with it."""
+    """The text of a file that is not endless. Raises OSError, and ValueError with what is wrong with the text."""
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # every rank reads it, so it can be no pipe
         raise ValueError("is no regular file")
     with path.open("rb") as file:
@@ -58,7 +58,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse(text: str) -> Any:
-    """What `text` says. Raises ValueError with the place and what is wrong there."""
+    """The content of the YAML `text`. Raises ValueError, which says what is wrong and where."""
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
@@ -71,7 +71,7 @@ def parse(text: str) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's, with limits, and without what nobody means."""
+    """PyYAML's loader, with limits, and without features that nobody means to use."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
     yaml_constructors: ClassVar[dict[str | None, Any]] = {}
@@ -98,7 +98,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
-        """A dictionary. Merged keys are no duplicates: those of the mapping itself win."""
+        """A dictionary. A key that is merged in is no duplicate: the mapping's own value wins."""
         if not isinstance(node, yaml.MappingNode):
             raise self.wrong("expected a mapping", node.start_mark)
         seen = set()
@@ -111,7 +111,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def text(self, node: Any) -> str:
-        """A string, of characters that files and terminals can have."""
+        """A string, if it has only characters that files and terminals can have."""
         value = str(self.construct_scalar(node))
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
             raise self.wrong("a text cannot have this character", node.start_mark)

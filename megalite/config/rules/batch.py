@@ -1,4 +1,4 @@
-"""Rules of the batch section: every batch is whole micro-batches, every shorter sequence a part of a sample."""
+"""Rules of the batch section: batches are whole numbers of micro-batches, shorter sequences are parts of a sample."""
 
 from collections.abc import Iterator
 

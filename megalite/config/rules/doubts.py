@@ -1,6 +1,6 @@
-"""What can be, but has no effect, or is meant at most in a trial: told, not refused.
+"""Settings that are valid but have no effect, or make sense in a trial at most: the user is told, and not refused.
 
-A value that is the default may not have been asked for, and is never told.
+A value that is the default may not have been asked for; it is never told.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ DEFAULTS = dict(leaves(to_plain(Config())))
 
 
 def doubts(config: Config) -> Iterator[Problem]:
-    """Everything in a valid configuration that should be looked at once more."""
+    """Everything in a valid configuration that deserves a second look."""
     schedule, steps = config.schedule, config.train.steps
     if schedule.warmup >= steps > 1:
         rule = f"lasts all of train.steps = {steps}, so the learning rate does not reach optim.lr"
@@ -28,7 +28,7 @@ def doubts(config: Config) -> Iterator[Problem]:
 
 
 def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
-    """Keys that may have no effect: whether that is so, why, and what to do."""
+    """Keys that may have no effect, each with whether that is so, why, and what to do."""
     train, batch, checkpoint, name = config.train, config.batch, config.checkpoint, config.schedule.name
     bad_steps, spikes = train.on_bad_step, train.on_spike
     rolls_back = "rollback" in (bad_steps, spikes)

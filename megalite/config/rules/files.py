@@ -1,4 +1,4 @@
-"""Which files and packages training needs."""
+"""Checks that the files and packages that training needs are there."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ from megalite.config.schema import SCHEDULES, Config, Source
 
 
 def validate_files(config: Config) -> list[Problem]:
-    """Every file and package that training needs and does not find; relative paths start at the working directory."""
+    """All files and packages that training needs and that are missing. Relative paths start at the working folder."""
     data, resume = config.data, config.checkpoint.resume
     problems = [*_stores("data.train", data.train), *_stores("data.valid", data.valid)]
     if not data.train:
@@ -36,13 +36,13 @@ def validate_files(config: Config) -> list[Problem]:
 
 
 def _installed(package: str) -> bool:
-    """Whether there is a package, and not merely a folder of its name, which Python takes for a package as well."""
+    """Whether there is a package. A mere folder of its name, which Python would take for one, does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 
 
 def _missing(key: str, path: str, there: Callable[[str], bool], rule: str, fix: str) -> Iterator[Problem]:
-    """What is wrong with the path that a key has, unless what it names is there."""
+    """The problem with the path in a key, unless what it names is there."""
     try:
         if not there(path):
             yield Problem(key, rule, fix, path)

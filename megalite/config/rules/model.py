@@ -1,4 +1,4 @@
-"""Rules of the model section: heads that share out a width, and what tensor parallelism shares out."""
+"""Rules of the model section: heads that divide a width, and what tensor parallelism divides."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a number must divide by, and which ones near it would do."""
+"""Divisibility of numbers, and numbers nearby that would do."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +13,7 @@ SEARCHED = 1 << 17  # divisors beyond this are not suggested
 def divisible(key: str, value: int, by_key: str, by: int, otherwise: str = "") -> Iterator[Problem]:
     """A problem unless `by` divides `value`; `otherwise` ends the fix.
 
-    Numbers outside of their own bounds are passed over: that is told already, and nothing near them would do.
+    Numbers outside of their own bounds are passed over: that problem is told already, and no number nearby would do.
     """
     if not 1 <= value <= most(key) or not 1 <= by <= most(by_key) or value % by == 0:
         return
@@ -29,7 +29,7 @@ def multiples(value: int, by: int, bound: float) -> list[int]:
 
 
 def divisors(value: int, near: int, unit: int = 1) -> list[int]:
-    """The divisors of `value` nearest to `near` that are multiples of `unit`, four at most."""
+    """Up to four divisors of `value` that are multiples of `unit`: those nearest to `near`."""
     candidates = range(unit, min(value, 2 * max(near, unit), SEARCHED) + 1, unit)
     found = [number for number in candidates if value % number == 0]
     return sorted(sorted(found, key=lambda number: abs(number - near))[:4])

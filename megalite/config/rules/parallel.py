@@ -21,7 +21,7 @@ def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def shards(parallel: Parallel, world_size: int | None) -> int:
-    """The size of dp_shard; 0 where the other axes leave nothing."""
+    """The size of dp_shard; 0 if the other axes leave no ranks for it."""
     if isinstance(parallel.dp_shard, int):
         return parallel.dp_shard
     return 1 if world_size is None else world_size // max(1, _without_dp_shard(parallel))

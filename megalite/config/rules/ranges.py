@@ -1,4 +1,4 @@
-"""How small and how large the number of a key may be."""
+"""Lower and upper bounds of every numeric key."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -108,7 +108,7 @@ OTHERS = 10**12, ANY_RUN
 
 
 def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
-    """Every number of a configuration, as nested dictionaries, that is outside of its bounds."""
+    """Every number that is outside of its bounds, in a configuration of nested dictionaries."""
     for key, bound in LEAST.items():
         value, (least, reason) = _at(plain, key), bound if isinstance(bound, tuple) else (bound, "")
         if isinstance(value, int | float) and not value >= least:
@@ -120,13 +120,13 @@ def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
 
 
 def most(key: str) -> float:
-    """The largest number that a key may have."""
+    """The upper bound of a key."""
     return MOST.get(key, OTHERS)[0]
 
 
 @cache
 def _bounded() -> tuple[str, ...]:
-    """Keys of numbers that have an upper bound: all whole ones, and those of MOST."""
+    """Keys that have an upper bound: those of all whole numbers, and those of MOST."""
     return tuple(key for key, hint in keys().items() if "[]" not in key and (key in MOST or int in options(hint)))
 
 

@@ -56,10 +56,11 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class ToyStage(nn.Module):
-    """Two matrices, whose gradients a schedule may put off, and a vector."""
+    """Two matrices, whose gradients a schedule may put off, and a vector. penalty: of large outputs, in the loss."""
 
-    def __init__(self, number: int, tp: DeviceMesh) -> None:
+    def __init__(self, number: int, tp: DeviceMesh, penalty: float = 0.0) -> None:
         super().__init__()
+        self.penalty = penalty
         self.first, self.second = ColumnLinear(WIDTH, WIDTH, tp, UP), RowLinear(WIDTH, WIDTH, tp, DOWN)
         self.bias = parameter((WIDTH,), tp, torch.distributed.tensor.Replicate())
         self.group = tp.get_group()
@@ -70,10 +71,13 @@ class ToyStage(nn.Module):
     def weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
         return self.first.weight, self.second.weight, self.bias
 
-    def forward(self, x: Tensor, positions: object = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: object = None, targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         (y,) = columns(x, (self.first,), self.group)
         y = self.second(torch.tanh(y)) + whole(self.bias)
-        return y if targets is None else loss(y, targets)
+        result = y if targets is None else loss(y, targets)
+        return (result, self.penalty * y.square().sum()) if self.penalty else result
 
 
 class PlainStage(nn.Module):
@@ -96,10 +100,10 @@ def step(m: int, scale: float = SCALE) -> Step:
     return Step(micro_batches(m, 1), micro_batches(m, 2), [None] * m, scale)
 
 
-def runner(mesh: Mesh, table: Table) -> tuple[Pipeline, dict[int, ToyStage]]:
+def runner(mesh: Mesh, table: Table, penalty: float = 0.0) -> tuple[Pipeline, dict[int, ToyStage]]:
     activation = Activation((ROWS, WIDTH), torch.float64, CPU)
     rank = mesh.coordinates["pp"]
-    stages = {number: ToyStage(number, mesh.tp) for number in table.stages_of(rank)}
+    stages = {number: ToyStage(number, mesh.tp, penalty) for number in table.stages_of(rank)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()}
     return Pipeline(table, stages, gradients, rank, mesh.group("pp"), activation, "zero3", Activity()), stages
 
@@ -109,8 +113,8 @@ def result(total: Tensor, params: Iterable[nn.Parameter]) -> Result:
     return [total.detach(), *grads]  # type: ignore[list-item]
 
 
-def by_megalite(mesh: Mesh, table: Table) -> Result:
-    pipeline, stages = runner(mesh, table)
+def by_megalite(mesh: Mesh, table: Table, penalty: float = 0.0) -> Result:
+    pipeline, stages = runner(mesh, table, penalty)
     total = pipeline.run(step(table.micro_batches))
     return result(total, [param for stage in stages.values() for param in stage.weights()])
 
@@ -135,28 +139,34 @@ def by_torch(mesh: Mesh, table: Table) -> Result:
     return result(total, [param for toy in toys.values() for param in toy.parameters()])
 
 
-def by_one_process(mesh: Mesh, table: Table) -> Result:
+def by_one_process(mesh: Mesh, table: Table, penalty: float = 0.0) -> Result:
     stages = [PlainStage(number) for number in range(table.stages)]
-    total = torch.zeros((), dtype=torch.float64)
+    totals = torch.zeros(table.stages, dtype=torch.float64)
     for x, target in zip(micro_batches(table.micro_batches, 1), micro_batches(table.micro_batches, 2), strict=True):
+        losses = []
         for stage in stages:
             x = stage(x)
-        value = loss(x, target)
-        (value * SCALE).backward()
-        total += value.detach()
-    mine = table.stages_of(mesh.coordinates["pp"])
-    seen = total if table.stages - 1 in mine else torch.zeros_like(total)
-    return result(seen, [param for number in mine for param in stages[number].parameters()])
+            losses.append(penalty * x.square().sum())
+        losses[-1] = losses[-1] + loss(x, target)
+        (sum(losses) * SCALE).backward()
+        totals += torch.stack(losses).detach()
+    mine = list(table.stages_of(mesh.coordinates["pp"]))
+    return result(totals[mine].sum(), [param for number in mine for param in stages[number].parameters()])
 
 
-def disagreement(pp: int, schedule: str, m: int, v: int | None, with_torch: bool) -> dict[str, float]:
-    """By oracle: the largest difference on this rank, relative to the largest value of the loss or a gradient."""
+def disagreement(
+    pp: int, schedule: str, m: int, v: int | None, with_torch: bool, penalty: float = 0.0
+) -> dict[str, float]:
+    """By oracle: the largest difference on this rank, relative to the largest value of the loss or a gradient.
+
+    penalty: what every stage adds to the loss for large outputs.
+    """
     mesh = Mesh.build(Layout(pp=pp), CPU)
     if mesh is None:
         return {}
     table = build(schedule, pp, m, v)
-    ours = by_megalite(mesh, table)
-    oracles = {"one process": by_one_process(mesh, table)}
+    ours = by_megalite(mesh, table, penalty)
+    oracles = {"one process": by_one_process(mesh, table, penalty)}
     if with_torch:
         oracles["torch"] = by_torch(mesh, table)
 

@@ -47,6 +47,12 @@ def test_one_rank_is_the_same_runner(schedule: str, ranks: Ranks) -> None:
     assert ranks.run(disagreement, 1, schedule, 3, None, False)[0] == pytest.approx({"one process": 0.0}, abs=1e-12)
 
 
+@pytest.mark.parametrize("schedule", STAGES)
+def test_every_stage_may_add_to_the_loss(schedule: str, ranks: Ranks) -> None:
+    for told in ranks.run(disagreement, 2, schedule, 4, None, False, 0.3)[:2]:
+        assert told == pytest.approx({"one process": 0.0}, abs=1e-12)
+
+
 @CASES
 def test_a_step_keeps_its_promises(pp: int, schedule: str, m: int, v: int | None, ranks: Ranks) -> None:
     programs = build(schedule, pp, m, v).programs

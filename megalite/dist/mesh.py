@@ -28,15 +28,21 @@ class Mesh:
     world: dist.ProcessGroup
     rank: int
     cp: dist.ProcessGroup | None  # the ranks that share this rank's sequences; None: it has them whole
+    stage: dist.ProcessGroup | None = None  # all ranks with this rank's position along pp; None: nobody asked for it
 
     @staticmethod
     def build(
-        layout: Layout, device: torch.device, sharded: bool = True, timeout: timedelta | None = None
+        layout: Layout,
+        device: torch.device,
+        sharded: bool = True,
+        timeout: timedelta | None = None,
+        with_stage: bool = False,
     ) -> "Mesh | None":
         """The mesh over the first `layout.world_size` processes; None on the others.
 
         Collective over all processes of the job. On CUDA, all connections between ranks exist when this returns.
         timeout: of one collective of the mesh's groups; None: PyTorch's own.
+        with_stage: make `stage`. Where no other group has these ranks it is one more, for which NCCL takes memory.
         """
         replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
         data = (replicas, shards) if sharded else (replicas * shards, 1)
@@ -46,8 +52,9 @@ class Mesh:
         world = dist.new_group(ranks.tolist())
         lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
         cp = dist.new_subgroups_by_enumeration(lines)[0] if layout.cp > 1 else None
+        stage = _stage(root, world) if with_stage else None
         rank = dist.get_rank()
-        mesh = Mesh(layout, device, root, world, rank, cp) if rank < layout.world_size else None
+        mesh = Mesh(layout, device, root, world, rank, cp, stage) if rank < layout.world_size else None
         if mesh is not None and timeout is not None:
             for group in mesh.groups:
                 _set_pg_timeout(timeout, group)
@@ -59,7 +66,8 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """Every group in which this rank communicates, in an order that is the same on all ranks."""
         axes = [self.group(axis) for axis in self.root.mesh_dim_names or ()]
-        return list(dict.fromkeys([self.world, *axes, *([self.cp] if self.cp is not None else [])]))
+        others = [group for group in (self.cp, self.stage) if group is not None]
+        return list(dict.fromkeys([self.world, *axes, *others]))
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -85,6 +93,20 @@ class Mesh:
     def along(self, axis: str, position: int) -> int:
         """The global rank at `position` along `axis` that has this rank's other coordinates."""
         return self.layout.rank(**{**self.coordinates, axis: position})
+
+
+def _stage(root: DeviceMesh, world: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The ranks with this one's position along pp: a group that is there, or a new one; None for other processes.
+
+    Collective over all processes of the job.
+    """
+    pp, *inner = root.mesh.shape
+    if pp == 1:
+        return world
+    used = [axis for axis, size in enumerate(inner, 1) if size > 1]
+    if len(used) > 1:
+        return dist.new_subgroups_by_enumeration(root.mesh.flatten(1).tolist())[0]
+    return None if root.get_coordinate() is None else root.get_group(used[0] if used else 1)
 
 
 def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:

@@ -1,0 +1,83 @@
+"""Pieces of matrices on their way between ranks: what `plan.muon` has laid down, in one all-to-all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.plan.muon import Box, Piece, moves
+
+Views = dict[int, list[tuple[Box, Tensor]]]  # by matrix: boxes, and where in a buffer they are
+
+
+class Exchange:
+    """What one rank sends to and receives from each of `ranks` ranks.
+
+    A buffer is ordered by peer, and for each in the order of `pieces`, which is the same on both sides.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], rank: int, ranks: int) -> None:
+        self.sent = sorted((piece for piece in pieces if piece.source == rank), key=lambda piece: piece.target)
+        self.received = sorted((piece for piece in pieces if piece.target == rank), key=lambda piece: piece.source)
+        self.to, self.of = [0] * ranks, [0] * ranks  # elements, by peer
+        for piece in self.sent:
+            self.to[piece.target] += piece.elements
+        for piece in self.received:
+            self.of[piece.source] += piece.elements
+        self.moves = moves(pieces)  # the same on all ranks, as all of them take part or none
+
+    def begin(self, dtype: torch.dtype, device: torch.device) -> "Outgoing":
+        """A buffer to be filled."""
+        buffer = torch.empty(sum(self.to), dtype=dtype, device=device)
+        return Outgoing(self, buffer, _views(buffer, self.sent))
+
+
+@dataclass
+class Outgoing:
+    """A buffer of what is to be sent."""
+
+    exchange: Exchange
+    buffer: Tensor
+    views: Views
+
+    def put(self, matrix: int, value: Tensor, held: Box) -> None:
+        """Copy in the pieces of `matrix` that are to be sent; `value` is what lies in the box `held` of it."""
+        rows, columns = held
+        for (lines, across), view in self.views.get(matrix, ()):
+            first, left = lines.start - rows.start, across.start - columns.start
+            view.copy_(value[first : first + len(lines), left : left + len(across)])
+
+    def send(self, group: dist.ProcessGroup | None) -> "Arriving":
+        """Start the exchange. Collective over `group`, unless nothing goes to another rank."""
+        exchange, buffer = self.exchange, self.buffer
+        if group is None or not exchange.moves:
+            return Arriving(exchange, buffer, buffer, None)
+        arriving = buffer.new_empty(sum(exchange.of))
+        work = dist.all_to_all_single(arriving, buffer, exchange.of, exchange.to, group, async_op=True)
+        return Arriving(exchange, arriving, buffer, work)
+
+
+@dataclass
+class Arriving:
+    """An exchange that is under way."""
+
+    exchange: Exchange
+    buffer: Tensor
+    sent: Tensor | None  # has to stay until it has left
+    work: dist.Work | None
+
+    def wait(self) -> Views:
+        """What has come, by matrix; on CUDA the stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.sent = None
+        return _views(self.buffer, self.exchange.received)
+
+
+def _views(buffer: Tensor, pieces: Sequence[Piece]) -> Views:
+    found: Views = {}
+    for piece, flat in zip(pieces, buffer.split([piece.elements for piece in pieces]), strict=True):
+        found.setdefault(piece.matrix, []).append((piece.box, flat.view(len(piece.box[0]), len(piece.box[1]))))
+    return found

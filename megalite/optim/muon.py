@@ -1,0 +1,225 @@
+"""Muon over matrices that are sharded in any way (Jordan 2024, kellerjordan.github.io/posts/muon).
+
+    m = μ·m + (1 − μ)·g        u = (1 − μ)·g + μ·m with Nesterov, else m
+    w = (1 − lr·λ)·w − lr·s·NS(u)                       (NS: see `newton_schulz`; s: `newton_schulz.scale`)
+
+The momentum is an average, as in torch.optim.Muon, whose state it equals; a sum would be 1/(1 − μ) times as large and
+give the same directions. NS needs the whole matrix: that of a shard is another direction. So every matrix has an owner
+among the ranks that hold its parts (`plan.muon`), which does it for all. The arithmetic thus is the same in every
+layout, and given the same gradients, the bits are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalite.optim.exchange import Arriving, Exchange, Views
+from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
+from megalite.plan.muon import Box, Matrix, Plan, boxes
+from megalite_kernels import FusedAdamW
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Matrices that are exchanged together, by their index, and those of them that this rank owns."""
+
+    matrices: list[int]
+    owned: list[int]
+    held: dict[int, Box]  # this rank's parts
+    gather: Exchange
+    scatter: Exchange
+
+
+Params = Sequence[tuple[Tensor, dict[str, Any]]]  # each with its group
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized by Newton–Schulz, for matrices.
+
+    params: of two dimensions and one data type, plain tensors that all ranks of `stage` hold alike or DTensors over
+    just these ranks, counted row-major; in the same order on all ranks. stage: `Mesh.stage`; None: there is one rank.
+    scale: `newton_schulz.scale`, with which AdamW's learning rate and weight decay carry over unless it is "spectral".
+
+    As of `FusedAdamW`, a training loop may set before a step: found_inf, float32 of one element (where it is not 0,
+    nothing changes) and clip, 0-dimensional (what gradients are multiplied by). `state` has `momentum_buffer`, placed
+    as its parameter and of its data type. A step is collective over `stage`. Raises ValueError for other parameters
+    and settings.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        stage: dist.ProcessGroup | None = None,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        steps: int = 5,
+        weight_decay: float = 0.1,
+        scale: str = "match_rms_adamw",
+        coefficients: tuple[float, float, float] = COEFFICIENTS,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
+        self.stage = stage
+        self.found_inf: Tensor | None = None
+        self.clip: Tensor | None = None
+        self._planned: dict[tuple[int, ...], list[_Bucket]] = {}
+        for group in self.param_groups:
+            if group["scale"] not in SCALES:
+                raise ValueError(f"scale {group['scale']!r} is none of {', '.join(SCALES)}")
+            if not 0 <= group["momentum"] < 1 or group["steps"] < 1:
+                raise ValueError(f"momentum {group['momentum']} is not in [0, 1), or steps {group['steps']} is below 1")
+        everything = [param for group in self.param_groups for param in group["params"]]
+        if any(param.ndim != 2 for param in everything) or len({param.dtype for param in everything}) > 1:
+            raise ValueError("the parameters are not all matrices of one data type")
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if not params:
+            return
+        buckets = self._buckets(params)
+        arriving: Arriving | None = self._gather(buckets[0], params)
+        returning: Arriving | None = None
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            coming = None if following is None else self._gather(following, params)
+            assert arriving is not None
+            leaving = self._orthogonalize(bucket, arriving.wait(), params)
+            if returning is not None:
+                self._apply(returning.wait(), params)
+            arriving, returning = coming, leaving
+        assert returning is not None
+        self._apply(returning.wait(), params)
+
+    def _gather(self, bucket: _Bucket, params: Params) -> Arriving:
+        """Take gradients into the momentum, and start to send owners the update."""
+        outgoing = bucket.gather.begin(working_dtype(params[0][0]), params[0][0].device)
+        for index in bucket.matrices:
+            param, group = params[index]
+            outgoing.put(index, self._direction(param, group), bucket.held[index])
+        return outgoing.send(self.stage)
+
+    def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """This rank's part of u, with its momentum updated."""
+        assert param.grad is not None
+        grad, average = local(param.grad), local(self._momentum(param))
+        if self.clip is not None:
+            grad = grad * self.clip.to(grad.dtype)
+        new = average.lerp(grad, 1 - group["momentum"])
+        self._replace(average, new)
+        return grad.lerp(new, group["momentum"]) if group["nesterov"] else new
+
+    def _orthogonalize(self, bucket: _Bucket, arrived: Views, params: Params) -> Arriving:
+        """Do so with the matrices that this rank owns, and start to send everybody the parts of the results."""
+        outgoing = bucket.scatter.begin(working_dtype(params[0][0]), params[0][0].device)
+        for index in bucket.owned:
+            param, group = params[index]
+            rows, columns = param.shape
+            update = newton_schulz(_whole(rows, columns, arrived[index]), group["steps"], group["coefficients"])
+            outgoing.put(index, update, (range(rows), range(columns)))
+            del update  # makes room for the next
+        return outgoing.send(self.stage)
+
+    def _apply(self, updates: Views, params: Params) -> None:
+        for index, parts in updates.items():
+            param, group = params[index]
+            rate = group["lr"] * scale(group["scale"], *param.shape)
+            weight = local(param)
+            for _, update in parts:  # there is one: the part that this rank holds
+                new = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+                self._replace(weight, new)
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf == 0, new, old))
+
+    def _momentum(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            zeros = torch.zeros_like(local(param))
+            if isinstance(param, DTensor):
+                zeros = DTensor(zeros, param._spec, requires_grad=False)
+            state["momentum_buffer"] = zeros
+        return state["momentum_buffer"]
+
+    def _buckets(self, params: Params) -> list[_Bucket]:
+        """What is exchanged for `params`: worked out once, since mostly all parameters have gradients."""
+        key = tuple(id(param) for param, _ in params)
+        if key not in self._planned:
+            self._planned[key] = self._plan(params)
+        return self._planned[key]
+
+    def _plan(self, params: Params) -> list[_Bucket]:
+        rank, ranks = (0, 1) if self.stage is None else (self.stage.rank(), self.stage.size())
+        matrices = [Matrix(_shape(param), held_by(param, rank, ranks), group["steps"]) for param, group in params]
+        plan = Plan(matrices, working_dtype(params[0][0]).itemsize)
+        return [
+            _Bucket(
+                indices,
+                [index for index in indices if plan.owners[index] == rank],
+                {index: matrices[index].boxes[rank] for index in indices},
+                Exchange(plan.gathered(indices), rank, ranks),
+                Exchange(plan.returned(indices), rank, ranks),
+            )
+            for indices in plan.buckets
+        ]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Two optimizers that a training loop and checkpoints see as one: all groups, and the states of all parameters."""
+
+    def __init__(self, muon: Muon, adamw: FusedAdamW) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.found_inf: Tensor | None = None
+        self.clip: Tensor | None = None
+        self.optimizers = muon, adamw
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state  # groups are shared, too: those of `param_groups` are the same dictionaries
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for optimizer in self.optimizers:
+            optimizer.found_inf, optimizer.clip = self.found_inf, self.clip
+            optimizer.step()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_by(param: Tensor, rank: int, ranks: int) -> tuple[Box, ...]:
+    """The box of a matrix that each of `ranks` ranks holds. Raises ValueError where that cannot be told."""
+    if not isinstance(param, DTensor):
+        return boxes(_shape(param), (ranks,), ())
+    mesh, placements = param.device_mesh, param.placements
+    # FSDP2 shards, "strided" if it is the same dimension, what tensor parallelism has left.
+    order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
+    cuts = tuple((axis, dim) for axis in order if (dim := getattr(placements[axis], "dim", None)) is not None)
+    found = boxes(_shape(param), tuple(mesh.shape), cuts)
+    here = list(product(*map(range, mesh.shape))).index(tuple(mesh.get_coordinate() or ()))
+    if len(found) != ranks or here != rank or tuple(map(len, found[rank])) != tuple(param.to_local().shape):
+        raise ValueError(f"a matrix of shape {_shape(param)} on {mesh} as {placements} is not laid out over the stage")
+    return found
+
+
+def _shape(param: Tensor) -> tuple[int, int]:
+    rows, columns = param.shape
+    return rows, columns
+
+
+def _whole(rows: int, columns: int, pieces: Sequence[tuple[Box, Tensor]]) -> Tensor:
+    """A matrix put together from all of its boxes."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    whole = pieces[0][1].new_empty(rows, columns)
+    for (lines, across), piece in pieces:
+        whole[lines.start : lines.stop, across.start : across.stop] = piece
+    return whole

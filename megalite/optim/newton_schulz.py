@@ -1,0 +1,47 @@
+"""Orthogonalizing a matrix by Newton–Schulz, for Muon (Jordan 2024, kellerjordan.github.io/posts/muon)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values come near to 1 fast, and stay within 0.5 to 1.5
+EPS = 1e-7  # as in torch.optim.Muon: the least norm that is divided by
+SCALES = ("match_rms_adamw", "spectral")
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
+    """About U Vᵀ of a matrix U S Vᵀ `[rows, columns]`, of its shape and data type, in which all is computed.
+
+    Singular values are first divided by ‖matrix‖_F, which makes them at most 1. Every step then takes each of them to
+    a·s + b·s³ + c·s⁵. What lies in a buffer and what does not gives the same bits: products begin with a tensor of
+    their own, so they see the same alignment.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, gram, x, beta=a)
+    return x.T if tall else x
+
+
+def working_dtype(param: Tensor) -> torch.dtype:
+    """What the update of `param` is orthogonalized in: bfloat16 is enough for training and fastest on a GPU."""
+    if param.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if param.device.type == "cuda" else torch.float32
+
+
+def scale(rule: str, rows: int, columns: int) -> float:
+    """What a learning rate is multiplied by for a matrix `[rows, columns]`.
+
+    match_rms_adamw: 0.2·√max(rows, columns), with which an update is as large as AdamW's mostly is, so that its
+    learning rate and weight decay carry over (Moonlight: Liu et al. 2025, arXiv 2502.16982, §2.2). spectral: Jordan's
+    √max(1, rows/columns).
+    """
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

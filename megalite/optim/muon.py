@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.optim.exchange import Arriving, Exchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
-from megalite.plan.muon import Box, Matrix, Plan, boxes
+from megalite.plan.muon import BUCKET, Box, Matrix, Plan, boxes
 from megalite_kernels import FusedAdamW
 
 
@@ -45,6 +45,7 @@ class Muon(torch.optim.Optimizer):
     params: of two dimensions and one data type, plain tensors that all ranks of `stage` hold alike or DTensors over
     just these ranks, counted row-major; in the same order on all ranks. stage: `Mesh.stage`; None: there is one rank.
     scale: `newton_schulz.scale`, with which AdamW's learning rate and weight decay carry over unless it is "spectral".
+    bucket_bytes: see `Plan`.
 
     As of `FusedAdamW`, a training loop may set before a step: found_inf, float32 of one element (where it is not 0,
     nothing changes) and clip, 0-dimensional (what gradients are multiplied by). `state` has `momentum_buffer`, placed
@@ -63,10 +64,11 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         scale: str = "match_rms_adamw",
         coefficients: tuple[float, float, float] = COEFFICIENTS,
+        bucket_bytes: int = BUCKET,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
-        self.stage = stage
+        self.stage, self.bucket_bytes = stage, bucket_bytes
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], list[_Bucket]] = {}
@@ -158,7 +160,7 @@ class Muon(torch.optim.Optimizer):
     def _plan(self, params: Params) -> list[_Bucket]:
         rank, ranks = (0, 1) if self.stage is None else (self.stage.rank(), self.stage.size())
         matrices = [Matrix(_shape(param), held_by(param, rank, ranks), group["steps"]) for param, group in params]
-        plan = Plan(matrices, working_dtype(params[0][0]).itemsize)
+        plan = Plan(matrices, working_dtype(params[0][0]).itemsize, self.bucket_bytes)
         return [
             _Bucket(
                 indices,

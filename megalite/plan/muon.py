@@ -54,6 +54,18 @@ class Piece:
         return elements(self.box)
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of a rank's buffers in one exchange."""
+
+    packed: int  # while they are filled
+    under_way: int
+    arrived: int
+
+
+NONE = Buffers(0, 0, 0)
+
+
 def elements(box: Box) -> int:
     return len(box[0]) * len(box[1])
 
@@ -158,46 +170,55 @@ class Plan:
             for rank in ranks
         ]
 
-    def sent(self, rank: int) -> int:
-        """Bytes that `rank` sends to others in a step."""
-        return self.itemsize * sum(piece.elements for piece in self._moving() if piece.source == rank)
+    def sent(self) -> list[int]:
+        """Bytes that each rank sends to others in a step."""
+        return [self.itemsize * out for out, _ in self._sizes(self._moving())]
 
-    def received(self, rank: int) -> int:
-        """Bytes that `rank` receives from others in a step."""
-        return self.itemsize * sum(piece.elements for piece in self._moving() if piece.target == rank)
+    def received(self) -> list[int]:
+        """Bytes that each rank receives from others in a step."""
+        return [self.itemsize * into for _, into in self._sizes(self._moving())]
 
-    def flops(self, rank: int) -> int:
-        """Floating-point operations of `rank` in a step; elementwise ones are not counted."""
-        return sum(matrix.flops for matrix, owner in zip(self.matrices, self.owners, strict=True) if owner == rank)
+    def flops(self) -> list[int]:
+        """Floating-point operations of each rank in a step; elementwise ones are not counted."""
+        found = [0] * self.ranks
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            found[owner] += matrix.flops
+        return found
 
-    def temporaries(self, rank: int, parameter_bytes: int) -> int:
-        """Bytes that a step takes on `rank` at its peak, beside weights, gradients and momentum.
+    def temporaries(self, parameter_bytes: int) -> list[int]:
+        """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum.
 
         parameter_bytes: of an element of a parameter.
         """
-        there = [self._buffers(self.gathered(bucket), rank) for bucket in self.buckets] + [(0, 0)]
-        back = [self._buffers(self.returned(bucket), rank) for bucket in self.buckets] + [(0, 0)]
-        part = [self._largest_part(bucket, rank) * parameter_bytes for bucket in self.buckets] + [0]
-        peak = sum(there[0]) + 3 * part[0]
-        for number, bucket in enumerate(self.buckets):
-            before, now, following = sum(back[number - 1]), sum(back[number]), sum(there[number + 1])
-            to_owners, of_others = there[number]
-            packing = to_owners + of_others + before + following + 3 * part[number + 1]
-            computing = of_others + before + following + now + self._working(bucket, rank)
-            applying = of_others + back[number - 1][1] + following + now + 2 * part[number - 1]
-            peak = max(peak, packing, computing, applying)
-        return peak
+        there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
+        back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
+        found = []
+        for rank in range(self.ranks):
+            part = [parameter_bytes * self._largest_part(bucket, rank) for bucket in self.buckets] + [0]
+            working = [self._working(bucket, rank) for bucket in self.buckets]
+            to, of = [each[rank] for each in there], [each[rank] for each in back]
+            found.append(_peak(to, of, part, working))
+        return found
 
     def _moving(self) -> Iterator[Piece]:
         everything = range(len(self.matrices))
         pieces = chain(self.gathered(everything), self.returned(everything))
         return (piece for piece in pieces if piece.source != piece.target)
 
-    def _buffers(self, pieces: Sequence[Piece], rank: int) -> tuple[int, int]:
-        """Bytes of the buffers of one exchange; where nobody sends to another, what is sent is what is received."""
-        sent = sum(piece.elements for piece in pieces if piece.source == rank)
-        received = sum(piece.elements for piece in pieces if piece.target == rank)
-        return sent * self.itemsize, received * self.itemsize if moves(pieces) else 0
+    def _sizes(self, pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+        """Elements that each rank sends and receives."""
+        out, into = [0] * self.ranks, [0] * self.ranks
+        for piece in pieces:
+            out[piece.source] += piece.elements
+            into[piece.target] += piece.elements
+        return list(zip(out, into, strict=True))
+
+    def _buffers(self, pieces: Sequence[Piece]) -> list[Buffers]:
+        """Of one exchange, by rank; where nobody sends to another, what is packed is what arrives."""
+        sizes = [(self.itemsize * out, self.itemsize * into) for out, into in self._sizes(pieces)]
+        if moves(pieces):
+            return [Buffers(out, out + into, into) for out, into in sizes]
+        return [Buffers(out, out, out) for out, _ in sizes]
 
     def _largest_part(self, bucket: Iterable[int], rank: int) -> int:
         return max(elements(self.matrices[index].boxes[rank]) for index in bucket)
@@ -233,13 +254,29 @@ class Plan:
 
     def _load(self, bucket: Sequence[int]) -> list[int]:
         """Bytes of the buffers that a bucket needs on every rank."""
-        load = [0] * self.ranks
-        for piece in chain(self.gathered(bucket), self.returned(bucket)):
-            for rank in (piece.source, piece.target):
-                load[rank] += piece.elements * self.itemsize
-        return load
+        pieces = chain(self.gathered(bucket), self.returned(bucket))
+        return [self.itemsize * (out + into) for out, into in self._sizes(pieces)]
 
 
 def moves(pieces: Iterable[Piece]) -> bool:
     """Whether any rank sends to another."""
     return any(piece.source != piece.target for piece in pieces)
+
+
+def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int]) -> int:
+    """Bytes of one rank at their most, as `optim.muon` goes through the buckets; all but `working` end with nothing.
+
+    part: the largest part of a parameter in each bucket, of which three copies exist while its update is packed and two
+    while it is applied. working: what orthogonalizing takes.
+    """
+    peak = max(there[0].packed + 3 * part[0], there[0].under_way)
+    for k in range(len(working)):
+        packing = max(there[k + 1].packed + 3 * part[k + 1], there[k + 1].under_way)
+        computing = max(back[k].packed + working[k], back[k].under_way)
+        peak = max(
+            peak,
+            there[k].under_way + back[k - 1].under_way + packing,
+            there[k].arrived + back[k - 1].under_way + there[k + 1].under_way + computing,
+            there[k].arrived + back[k - 1].arrived + 2 * part[k - 1] + there[k + 1].under_way + back[k].under_way,
+        )
+    return max(peak, back[-2].arrived + 2 * part[-2])

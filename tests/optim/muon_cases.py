@@ -1,0 +1,168 @@
+"""What runs on the ranks in the tests of Muon over shards."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from megalite.config.layout import Layout
+from megalite.config.schema import Config
+from megalite.dist.mesh import Mesh
+from megalite.live_bytes import LiveBytes
+from megalite.optim.muon import Muon, MuonWithAdamW, held_by
+from megalite.parallel.parameter import parameter
+from megalite.plan.muon import Box
+from megalite.train.build import Job, build
+from megalite.train.step import train_step
+from megalite.verify import Part, random_batch
+from megalite_kernels import FusedAdamW
+
+CPU = torch.device("cpu")
+STEPS = 3
+BAD = 1  # the step that is skipped
+CLIP = 0.5
+
+
+class Weight(nn.Module):
+    """A matrix `[rows, columns]` of which tp splits dimension `split`."""
+
+    def __init__(self, shape: tuple[int, int], split: int, mesh: Mesh) -> None:
+        super().__init__()
+        self.weight = parameter(shape, mesh.tp, Shard(split))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank has in the end."""
+
+    weights: list[Part]
+    momenta: list[Part]
+    misplaced: list[int]  # parameters whose momentum is not placed as they are
+    boxes: list[tuple[Box, ...]]  # of all ranks, as this one sees them
+    sent: int  # bytes to other ranks, and from them, in the last step
+    received: int
+    exchanges: int
+    temporaries: int  # bytes at the peak of the last step
+
+
+def values(shape: Sequence[int], seed: int) -> Tensor:
+    """A whole matrix, the same wherever it is made."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights_of(shapes: Sequence[tuple[int, int]], pp: int) -> list[Tensor]:
+    return [values(shape, 1000 * pp + number) for number, shape in enumerate(shapes)]
+
+
+def gradients_of(shapes: Sequence[tuple[int, int]], pp: int, step: int) -> list[Tensor]:
+    return [values(shape, 1000 * pp + 100 * (step + 1) + number) for number, shape in enumerate(shapes)]
+
+
+def stepped(
+    layout: Layout, sharded: bool, shapes: Sequence[tuple[int, int]], splits: Sequence[int], bucket_bytes: int
+) -> Held | None:
+    """Three steps, of which one is skipped, on matrices and gradients that every rank knows whole."""
+    mesh = Mesh.build(layout, CPU, sharded, with_stage=True)
+    if mesh is None:
+        return None
+    pp = mesh.coordinates["pp"]
+    modules = [Weight(shape, split, mesh) for shape, split in zip(shapes, splits, strict=True)]
+    for module in modules:
+        if layout.dp * layout.cp > 1:
+            fully_shard(module, mesh=mesh.data)
+        module.double().to_empty(device=CPU)
+    params = [module.weight for module in modules]
+    for param, whole in zip(params, weights_of(shapes, pp), strict=True):
+        fill(param, whole)
+    optimizer = Muon(params, mesh.stage, lr=0.02, weight_decay=0.3, bucket_bytes=bucket_bytes)
+    for step in range(STEPS):
+        for param, whole in zip(params, gradients_of(shapes, pp, step), strict=True):
+            param.grad = torch.zeros_like(param)
+            fill(param.grad, whole if step != BAD else torch.full_like(whole, torch.nan))
+        optimizer.found_inf = torch.tensor([float(step == BAD)])
+        optimizer.clip = torch.tensor(CLIP)
+        live = LiveBytes()
+        for param in params:
+            live.add([param, param.grad, *optimizer.state[param].values()], "kept")
+        with counted_traffic() as traffic, live:
+            optimizer.step()
+    momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
+    pairs = enumerate(zip(params, momenta, strict=True))
+    return Held(
+        [Part.of(param) for param in params],
+        [Part.of(average) for average in momenta],
+        [number for number, (param, average) in pairs if param.placements != average.placements],
+        [held_by(param, mesh.stage.rank(), mesh.stage.size()) for param in params],
+        *traffic,
+        sum(size for kind, size in live.peak().items() if kind != "kept"),
+    )
+
+
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    part = Part.of(tensor)
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        tensor.to_local().copy_(whole[part.box])
+
+
+@contextmanager
+def counted_traffic() -> Iterator[list[int]]:
+    """Bytes sent to and received from other ranks, and the number of exchanges."""
+    counted = [0, 0, 0]
+    original = dist.all_to_all_single
+
+    def count(out: Tensor, x: Tensor, of: list[int], to: list[int], group: Any, async_op: bool) -> Any:
+        rank = group.rank()
+        assert (len(out), len(x)) == (sum(of), sum(to))
+        counted[0] += (sum(to) - to[rank]) * x.itemsize
+        counted[1] += (sum(of) - of[rank]) * x.itemsize
+        counted[2] += 1
+        return original(out, x, of, to, group, async_op)
+
+    with patch.object(dist, "all_to_all_single", count):
+        yield counted
+
+
+def with_muon(job: Job) -> MuonWithAdamW:
+    """An optimizer of the job's matrices inside of layers, and of all else."""
+    named = list(job.named_parameters())
+    hidden = [param for name, param in named if name.startswith("layers.") and param.ndim == 2]
+    others = [param for name, param in named if not (name.startswith("layers.") and param.ndim == 2)]
+    # A stage may have no layers.
+    first = Muon([{"params": hidden}], job.mesh.stage, weight_decay=0.1)
+    return MuonWithAdamW(first, FusedAdamW([{"params": others}], weight_decay=0.0))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training leaves on one rank."""
+
+    losses: list[float]
+    weights: list[tuple[str, Part]]
+    boxes: list[tuple[Box, ...]]  # of the matrices inside of layers
+
+
+def trained(config: Config) -> Trained | None:
+    """Train for three steps, on random tokens."""
+    mesh = Mesh.build(config.parallel.layout, CPU, config.parallel.data.sharded, with_stage=True)
+    if mesh is None:
+        return None
+    job = build(config, mesh)
+    job.optimizer = with_muon(job)
+    losses = [train_step(job, random_batch(job, step), step).read().loss for step in range(STEPS)]
+    params = job.optimizer.param_groups[0]["params"]
+    boxes = [held_by(param, mesh.stage.rank(), mesh.stage.size()) for param in params]
+    return Trained(losses, [(name, Part.of(param)) for name, param in job.named_parameters()], boxes)
+
+
+def alone(config: Config) -> Config:
+    """The same, on one rank without micro-batches."""
+    parallel = type(config.parallel)(dp_shard=1)
+    return replace(config, parallel=parallel, batch=replace(config.batch, micro=config.batch.global_))

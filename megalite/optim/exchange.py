@@ -1,4 +1,4 @@
-"""Pieces of matrices on their way between ranks: what `plan.muon` has laid down, in one all-to-all."""
+"""Exchanges of matrices' pieces between ranks, as `plan.muon` plans them, each in one all-to-all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Exchange:
             self.to[piece.target] += piece.elements
         for piece in self.received:
             self.of[piece.source] += piece.elements
-        self.moves = moves(pieces)  # the same on all ranks, as all of them take part or none
+        self.moves = moves(pieces)  # of all ranks' pieces: either all take part in the all-to-all, or none
 
     def begin(self, dtype: torch.dtype, device: torch.device) -> "Outgoing":
         """A buffer to be filled."""
@@ -43,7 +43,7 @@ class Outgoing:
     views: Views
 
     def put(self, matrix: int, value: Tensor, held: Box) -> None:
-        """Copy in the pieces of `matrix` that are to be sent; `value` is what lies in the box `held` of it."""
+        """Copy the pieces of `matrix` into the buffer. value: what lies in the box `held` of the matrix."""
         rows, columns = held
         for (lines, across), view in self.views.get(matrix, ()):
             first, left = lines.start - rows.start, across.start - columns.start

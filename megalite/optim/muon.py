@@ -3,10 +3,10 @@
     m = μ·m + (1 − μ)·g        u = (1 − μ)·g + μ·m with Nesterov, else m
     w = (1 − lr·λ)·w − lr·s·NS(u)                       (NS: see `newton_schulz`; s: `newton_schulz.scale`)
 
-The momentum is an average, as in torch.optim.Muon, whose state it equals; a sum would be 1/(1 − μ) times as large and
-give the same directions. NS needs the whole matrix: that of a shard is another direction. So every matrix has an owner
-among the ranks that hold its parts (`plan.muon`), which does it for all. The arithmetic thus is the same in every
-layout, and given the same gradients, the bits are.
+The momentum is an average, as in torch.optim.Muon, and equals its state. A sum would be 1/(1 − μ) times as large and
+give the same directions. NS needs the whole matrix, since a shard would be given another direction. So every matrix has
+an owner among the ranks that hold its parts, which computes for all of them (`plan.muon`). The arithmetic is the same
+in every layout. Equal gradients therefore give equal bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ from megalite_kernels import FusedAdamW
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Matrices that are exchanged together, by their index, and those of them that this rank owns."""
+    """Indices of matrices that are exchanged together, and of those among them that this rank owns."""
 
     matrices: list[int]
     owned: list[int]
@@ -40,17 +40,19 @@ Params = Sequence[tuple[Tensor, dict[str, Any]]]  # each with its group
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized by Newton–Schulz, for matrices.
+    """Muon for matrices, in groups with settings of their own.
 
-    params: of two dimensions and one data type, plain tensors that all ranks of `stage` hold alike or DTensors over
-    just these ranks, counted row-major; in the same order on all ranks. stage: `Mesh.stage`; None: there is one rank.
-    scale: `newton_schulz.scale`, with which AdamW's learning rate and weight decay carry over unless it is "spectral".
-    bucket_bytes: see `Plan`.
+    params: matrices of one data type, in the same order on all ranks. They are DTensors over exactly the ranks of
+    `stage`, or plain tensors, which all ranks hold alike; gradients are placed as they are. stage: `Mesh.stage`; None
+    means that there is one rank. steps: of Newton–Schulz. scale: a rule of `newton_schulz.scale`; with the default,
+    AdamW's learning rate and weight decay carry over. bucket_bytes: see `Plan`.
 
-    As of `FusedAdamW`, a training loop may set before a step: found_inf, float32 of one element (where it is not 0,
-    nothing changes) and clip, 0-dimensional (what gradients are multiplied by). `state` has `momentum_buffer`, placed
-    as its parameter and of its data type. A step is collective over `stage`. Raises ValueError for other parameters
-    and settings.
+    A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; where
+    it is not 0, nothing changes. clip is 0-dimensional and multiplies gradients, which are only read.
+
+    `state` has one tensor for each parameter, `momentum_buffer`, of its data type and placement. A step is collective
+    over `stage`; all ranks must have gradients of the same parameters. The constructor raises ValueError for settings
+    and shapes that cannot be, and the first step for parameters that are not laid out over `stage`.
     """
 
     def __init__(
@@ -88,17 +90,18 @@ class Muon(torch.optim.Optimizer):
         if not params:
             return
         buckets = self._buckets(params)
-        arriving: Arriving | None = self._gather(buckets[0], params)
+        coming = self._gather(buckets[0], params)
         returning: Arriving | None = None
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
-            coming = None if following is None else self._gather(following, params)
-            assert arriving is not None
+            arriving = coming
+            if following is not None:
+                coming = self._gather(following, params)
             leaving = self._orthogonalize(bucket, arriving.wait(), params)
             if returning is not None:
                 self._apply(returning.wait(), params)
-            arriving, returning = coming, leaving
-        assert returning is not None
-        self._apply(returning.wait(), params)
+            returning = leaving
+        if returning is not None:
+            self._apply(returning.wait(), params)
 
     def _gather(self, bucket: _Bucket, params: Params) -> Arriving:
         """Take gradients into the momentum, and start to send owners the update."""
@@ -174,7 +177,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers that a training loop and checkpoints see as one: all groups, and the states of all parameters."""
+    """Two optimizers that a training loop and checkpoints see as one, with the groups and states of both.
+
+    `found_inf` and `clip` are those of `Muon`.
+    """
 
     def __init__(self, muon: Muon, adamw: FusedAdamW) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -183,7 +189,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.optimizers = muon, adamw
         for optimizer in self.optimizers:
             self.state.update(optimizer.state)
-            optimizer.state = self.state  # groups are shared, too: those of `param_groups` are the same dictionaries
+            optimizer.state = self.state  # groups are shared already: `param_groups` has the same dictionaries
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -198,17 +204,22 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def held_by(param: Tensor, rank: int, ranks: int) -> tuple[Box, ...]:
-    """The box of a matrix that each of `ranks` ranks holds. Raises ValueError where that cannot be told."""
+    """The box of `param` that each of `ranks` ranks holds, as seen by `rank`.
+
+    Raises ValueError if the parameter is not laid out over these ranks, row-major.
+    """
     if not isinstance(param, DTensor):
         return boxes(_shape(param), (ranks,), ())
     mesh, placements = param.device_mesh, param.placements
-    # FSDP2 shards, "strided" if it is the same dimension, what tensor parallelism has left.
+    # FSDP2 comes after tensor parallelism, though its axis is first: a strided shard is cut from what is left.
     order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
     cuts = tuple((axis, dim) for axis in order if (dim := getattr(placements[axis], "dim", None)) is not None)
     found = boxes(_shape(param), tuple(mesh.shape), cuts)
     here = list(product(*map(range, mesh.shape))).index(tuple(mesh.get_coordinate() or ()))
     if len(found) != ranks or here != rank or tuple(map(len, found[rank])) != tuple(param.to_local().shape):
-        raise ValueError(f"a matrix of shape {_shape(param)} on {mesh} as {placements} is not laid out over the stage")
+        raise ValueError(
+            f"a matrix of shape {_shape(param)}, placed as {placements} on {mesh}, is not on the stage's ranks"
+        )
     return found
 
 

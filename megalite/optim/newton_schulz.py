@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values come near to 1 fast, and stay within 0.5 to 1.5
-EPS = 1e-7  # as in torch.optim.Muon: the least norm that is divided by
+EPS = 1e-7  # the least norm to divide by, as in torch.optim.Muon
 SCALES = ("match_rms_adamw", "spectral")
 
 
@@ -14,8 +14,8 @@ def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: tuple[float, flo
     """About U Vᵀ of a matrix U S Vᵀ `[rows, columns]`, of its shape and data type, in which all is computed.
 
     Singular values are first divided by ‖matrix‖_F, which makes them at most 1. Every step then takes each of them to
-    a·s + b·s³ + c·s⁵. What lies in a buffer and what does not gives the same bits: products begin with a tensor of
-    their own, so they see the same alignment.
+    a·s + b·s³ + c·s⁵. The first division makes a new tensor. So all products see the same alignment, and bits do not
+    depend on the buffer in which the matrix lies.
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
@@ -29,7 +29,10 @@ def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: tuple[float, flo
 
 
 def working_dtype(param: Tensor) -> torch.dtype:
-    """What the update of `param` is orthogonalized in: bfloat16 is enough for training and fastest on a GPU."""
+    """The data type in which the update of `param` is sent and orthogonalized.
+
+    bfloat16 is enough for training (Jordan 2024) and fast on a GPU.
+    """
     if param.dtype == torch.float64:
         return torch.float64
     return torch.bfloat16 if param.device.type == "cuda" else torch.float32

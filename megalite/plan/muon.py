@@ -1,11 +1,11 @@
 """Which rank orthogonalizes which matrix under Muon, and what that moves, takes and costs.
 
-The ranks of a pipeline stage, all those with one pp coordinate, share out its matrices. They are counted row-major over
-(dp_replicate, fsdp, tp). Every matrix has one owner. It gathers the whole update, orthogonalizes it, and sends every
-rank its box of the result. Nothing but the shapes and boxes of whole matrices decides, so all ranks find the same plan.
+All ranks with the same pp coordinate share out the matrices that they hold. These ranks are counted row-major over
+(dp_replicate, fsdp, tp). Every matrix has one owner. The owner gathers the whole update, orthogonalizes it, and sends
+every rank its box of the result. The plan depends on nothing but global shapes and boxes, so all ranks find the same.
 
-Matrices are handled in buckets. While the owners compute one bucket, the next one is gathered and the results of the
-one before return.
+Matrices are handled in buckets. While owners compute one bucket, the next one is gathered, and the results of the one
+before return.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ from megalite.plan.shapes import weight_shapes
 
 Box = tuple[range, range]  # rows and columns
 
-BUCKET = 256 << 20  # bytes of a bucket's buffers on a rank: 4 MiB for each of 64 peers fill a link; a GPU has 80 GB
-ROW_PARALLEL = ("attention.o.weight", "mlp.down.weight")  # matrices whose columns tp splits; of others it splits rows
+BUCKET = 256 << 20  # bytes of buffers on a rank: enough for messages of a MiB to 64 peers, and little beside 80 GB
+ROW_PARALLEL = ("attention.o.weight", "mlp.down.weight")  # tp splits their columns, and the rows of all other matrices
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,11 @@ def elements(box: Box) -> int:
 
 @lru_cache(maxsize=256)  # layers are alike
 def boxes(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> tuple[Box, ...]:
-    """The box of a matrix that each rank of a mesh holds, row-major.
+    """The box of a matrix that each rank of a mesh holds; ranks are counted row-major.
 
-    cuts: pairs (axis of the mesh, dimension), one after the other: the ranks along `axis` share out what the cuts
-    before have left of `dimension`, in equal parts but for the last ones, as FSDP2 and `torch.chunk` do.
+    cuts: pairs (axis of the mesh, dimension of the matrix), applied one after the other. Ranks along the axis share out
+    what earlier cuts have left of the dimension. Parts are equal but for the last ones, which are shorter or empty, as
+    with FSDP2 and `torch.chunk`.
     """
     return tuple(_box(shape, mesh, cuts, position) for position in product(*map(range, mesh)))
 
@@ -111,9 +112,10 @@ def stage_matrices(
 
 
 def owners(costs: Sequence[int], ranks: int) -> list[int]:
-    """The rank that each matrix goes to: the most costly first, to the one with the least so far (LPT, Graham 1969).
+    """The rank that owns each matrix.
 
-    No rank has more than the mean and one matrix.
+    The most costly matrix goes first, and each goes to the rank with the least so far (Graham 1969). So no rank has
+    more than the mean plus one matrix. Ties go to the first matrix and the first rank.
     """
     load, found = [0] * ranks, [0] * len(costs)
     for index in _descending(costs):
@@ -139,8 +141,9 @@ def _holders(boxes: tuple[Box, ...]) -> dict[Box, list[int]]:
 class Plan:
     """Owners and buckets of `matrices`, of which there is at least one.
 
-    itemsize: bytes of an element on the network and in Newton–Schulz. bucket_bytes: what the buffers of a bucket may
-    take on any rank. A bucket is not cut where some rank would have nothing to do, so a single round may take more.
+    itemsize: bytes of an element on the network and in Newton–Schulz. bucket_bytes: limit for the buffers of a bucket
+    on every rank. A bucket may exceed it only if no rank owns two of its matrices: smaller buckets would leave ranks
+    without work.
     """
 
     def __init__(self, matrices: Sequence[Matrix], itemsize: int, bucket_bytes: int = BUCKET) -> None:
@@ -149,9 +152,10 @@ class Plan:
         self.buckets = self._buckets(bucket_bytes)
 
     def gathered(self, bucket: Iterable[int]) -> list[Piece]:
-        """The pieces that owners put together.
+        """The pieces from which owners put their matrices together.
 
-        Of replicas, the one that the owner belongs to sends: replicas are the outermost axis, which crosses nodes.
+        Several replicas may hold the same box. The replica of the owner sends it, since replicas are the outermost axis
+        and other ones may be on other nodes.
         """
         found = []
         for index in bucket:
@@ -162,7 +166,7 @@ class Plan:
         return found
 
     def returned(self, bucket: Iterable[int]) -> list[Piece]:
-        """The pieces of results, for every rank that holds a box."""
+        """The pieces of results that owners send to every rank that holds a box."""
         return [
             Piece(index, self.owners[index], rank, held)
             for index in bucket
@@ -188,7 +192,7 @@ class Plan:
     def temporaries(self, parameter_bytes: int) -> list[int]:
         """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum.
 
-        parameter_bytes: of an element of a parameter.
+        parameter_bytes: of an element of a parameter. The step is one that clips gradients and may be skipped.
         """
         there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
         back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
@@ -214,7 +218,7 @@ class Plan:
         return list(zip(out, into, strict=True))
 
     def _buffers(self, pieces: Sequence[Piece]) -> list[Buffers]:
-        """Of one exchange, by rank; where nobody sends to another, what is packed is what arrives."""
+        """By rank, for one exchange. Where nobody sends to another rank, there is one buffer only."""
         sizes = [(self.itemsize * out, self.itemsize * into) for out, into in self._sizes(pieces)]
         if moves(pieces):
             return [Buffers(out, out + into, into) for out, into in sizes]
@@ -224,7 +228,9 @@ class Plan:
         return max(elements(self.matrices[index].boxes[rank]) for index in bucket)
 
     def _working(self, bucket: Iterable[int], rank: int) -> int:
-        """Bytes to orthogonalize the largest matrix of `rank`: X and X′, a Gram matrix, and the whole put together."""
+        """Bytes to orthogonalize the largest matrix that `rank` owns: X before and after a step, a Gram matrix, and the
+        whole update where it is put together from pieces.
+        """
         needed = [0]
         for index in bucket:
             m, n = sorted(self.matrices[index].shape)
@@ -233,7 +239,7 @@ class Plan:
         return max(needed) * self.itemsize
 
     def _buckets(self, bucket_bytes: int) -> list[list[int]]:
-        """Rounds, in which no rank owns two matrices, as many in a bucket as `bucket_bytes` allow."""
+        """In a round no rank owns two matrices. A bucket has as many rounds as `bucket_bytes` allow."""
         rounds: list[list[int]] = []
         for index in _descending([matrix.flops for matrix in self.matrices]):
             if not rounds or self.owners[index] in {self.owners[other] for other in rounds[-1]}:
@@ -264,10 +270,11 @@ def moves(pieces: Iterable[Piece]) -> bool:
 
 
 def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int]) -> int:
-    """Bytes of one rank at their most, as `optim.muon` goes through the buckets; all but `working` end with nothing.
+    """The most bytes of one rank while `optim.muon` goes through the buckets.
 
-    part: the largest part of a parameter in each bucket, of which three copies exist while its update is packed and two
-    while it is applied. working: what orthogonalizing takes.
+    part: the largest part of a parameter in each bucket. Three copies of it exist while its update is packed, and two
+    while it is applied. working: what orthogonalizing takes. All but `working` end with an entry of nothing, which
+    stands for what comes after the last bucket and, as index −1, for what comes before the first.
     """
     peak = max(there[0].packed + 3 * part[0], there[0].under_way)
     for k in range(len(working)):
@@ -279,4 +286,4 @@ def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int]
             there[k].arrived + back[k - 1].under_way + there[k + 1].under_way + computing,
             there[k].arrived + back[k - 1].arrived + 2 * part[k - 1] + there[k + 1].under_way + back[k].under_way,
         )
-    return max(peak, back[-2].arrived + 2 * part[-2])
+    return max(peak, there[-2].arrived + back[-2].arrived + 2 * part[-2])

@@ -55,6 +55,36 @@ def test_the_mesh_agrees_with_the_arithmetic_of_the_layout(layout: Layout, ranks
             assert other == neighbours(layout, rank, axis)[position]
 
 
+def stage_of(layout: Layout, sharded: bool) -> tuple[list[int], bool] | None:
+    """The ranks of the group of a stage, and whether it is a group of another use."""
+    mesh = Mesh.build(layout, torch.device("cpu"), sharded, with_stage=True)
+    if mesh is None:
+        return None
+    axes = [mesh.group(axis) for axis in ("dp_replicate", "fsdp", "tp")]
+    assert mesh.stage in mesh.groups
+    return dist.get_process_group_ranks(mesh.stage), mesh.stage in [mesh.world, *axes]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(pp=2, cp=2), Layout(pp=2, cp=2, tp=2)], ids=str)
+def test_a_stage_has_all_ranks_with_the_same_pp(layout: Layout, sharded: bool, ranks: Ranks) -> None:
+    told = ranks.run(stage_of, layout, sharded)
+    assert told[layout.world_size :] == [None] * (SIZE - layout.world_size)
+    for rank, (found, reused) in enumerate(told[: layout.world_size]):
+        assert found == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp", "tp")
+        split = [layout.dp_replicate, layout.dp_shard * layout.cp] if sharded else [layout.dp * layout.cp]
+        assert reused or (layout.pp > 1 and sum(size > 1 for size in (*split, layout.tp)) > 1)
+
+
+def test_nobody_asked_for_the_group_of_a_stage(ranks: Ranks) -> None:
+    assert ranks.run(has_stage, Layout(pp=2, dp_shard=2, tp=2)) == [False] * SIZE
+
+
+def has_stage(layout: Layout) -> bool:
+    mesh = Mesh.build(layout, torch.device("cpu"))
+    return mesh is not None and mesh.stage is not None
+
+
 def timeouts(layout: Layout, timeout: timedelta) -> set[timedelta] | None:
     """Of the groups of a mesh over which the ranks have met."""
     mesh = Mesh.build(layout, torch.device("cpu"), timeout=timeout)

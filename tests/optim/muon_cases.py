@@ -105,6 +105,21 @@ def stepped(
     )
 
 
+def refused(layout: Layout) -> str:
+    """What a step says that is to make do with the ranks of tp."""
+    mesh = Mesh.build(layout, CPU)
+    assert mesh is not None
+    module = Weight((8, 4), 0, mesh)
+    fully_shard(module, mesh=mesh.data)
+    module.to_empty(device=CPU)
+    module.weight.grad = torch.zeros_like(module.weight)
+    try:
+        Muon([module.weight], mesh.group("tp")).step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def fill(tensor: Tensor, whole: Tensor) -> None:
     part = Part.of(tensor)
     assert isinstance(tensor, DTensor)

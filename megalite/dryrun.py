@@ -55,7 +55,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     m = enough_micro_batches(plan, pp, full)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(layout.rank(pp=pp), layout.world_size):
-        mesh = Mesh.build(layout, CPU, config.parallel.data.sharded)
+        mesh = Mesh.build(layout, CPU, config.parallel.data.sharded, with_stage=config.optim.name == "muon")
         assert mesh is not None
         job = build(plan, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode
         with fake:
@@ -111,7 +111,7 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
     """The job, moved from the meta device to CPU tensors of the current fake mode."""
     for stage in job.stages.values():
         stage.to_empty(device=mesh.device)
-    return replace(job, mesh=mesh, optimizer=build_optimizer(job.stages.values(), job.config.optim))
+    return replace(job, mesh=mesh, optimizer=build_optimizer(job.stages.values(), job.config.optim, group=mesh.stage))
 
 
 @contextmanager

@@ -113,7 +113,8 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
-    mesh = Mesh.build(config.parallel.layout, CPU, config.parallel.data.sharded)
+    muon = config.optim.name == "muon"
+    mesh = Mesh.build(config.parallel.layout, CPU, config.parallel.data.sharded, with_stage=muon)
     found = None
     if mesh is not None and told[0] is not None:
         found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
@@ -300,6 +301,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         f"optim.lr {config.optim.lr:g} as {small.optim.lr:g}": config.optim.lr != small.optim.lr,
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
+        "bfloat16 in Newton–Schulz": config.optim.name == "muon" and config.run.device != "cpu",
         "apex": apex,
         "CUDA's kernels, streams and NCCL": config.run.device != "cpu",
         "your data, checkpoints and evaluation": True,

@@ -34,7 +34,7 @@ FEATURES = {
     "documents": ("packed", "masked", "reset"),
     "recompute": ("none", "selective", "full", "full of every second"),
     "offload": (False, True),  # of activations
-    "optim_offload": (False, True),
+    "optimizer": ("adamw", "muon", "adamw on the host"),
     "clip_norm": (0.0, 0.01),
 }
 # Only where one of the axes is used:
@@ -125,7 +125,7 @@ def configuration(layout: Layout, row: Row) -> Config:
         parallel=parallel,
         batch=Batch(row["micro"], row["micro"] * layout.dp * micro_batches[row["micro_batches"]]),
         train=train,
-        optim=Optim(clip_norm=row["clip_norm"], offload=row["optim_offload"]),
+        optim=Optim(str(row["optimizer"]).split()[0], clip_norm=row["clip_norm"], offload="host" in row["optimizer"]),
         data=Data(mask_documents=masked, reset_positions=row["documents"] == "reset", end_of_document=3),
     )
 

@@ -23,6 +23,15 @@ def refuse_other_model(path: Path, there: Config, here: Config) -> None:
         raise InputError(problems)
 
 
+def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:
+    """Raises InputError where the states of the optimizers have other names."""
+    old, new = there.optim.name, here.optim.name
+    if old != new:
+        rule = f"the checkpoint {path} has the states of {old}"
+        fix = f"use {old}, or begin a new run from its weights with checkpoint.weights={path}"
+        raise InputError([Problem("optim.name", rule, fix, new)])
+
+
 def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
     """Raises InputError unless sample i is the same for both: else a position in the data would mean other samples.
 

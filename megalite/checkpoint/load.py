@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
+from megalite.checkpoint.compare import refuse_other_data, refuse_other_model, refuse_other_optimizer
 from megalite.checkpoint.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.finite import refuse_negative_squares, refuse_poisoned
 from megalite.checkpoint.host_group import HostGroup
@@ -78,6 +78,7 @@ class Restorer:
         manifest = self._group.once(lambda: check_sizes(path))
         refuse_other_model(path, manifest.configuration, self.config)
         self._group.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
+        refuse_other_optimizer(path, manifest.configuration, self.config)
         tensors = self.state.tensors()
         self._fill(path, manifest, tensors, progress=True)
         progress = checked_progress(path, manifest, tensors)

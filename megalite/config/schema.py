@@ -187,14 +187,25 @@ class Kernels:
 
 
 @dataclass
+class Muon:
+    """Of `optim.name: muon`; see `megalite.optim.muon`."""
+
+    momentum: float = 0.95
+    nesterov: bool = True  # the gradient itself counts once more
+    steps: int = 5  # of the Newton–Schulz iteration that orthogonalizes an update
+    scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"  # with the first, AdamW's rate carries over
+
+
+@dataclass
 class Optim:
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"  # muon: of matrices inside of layers, AdamW of all else
     lr: float = 3e-4  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices only; norms and biases are not decayed
     clip_norm: float = 1.0  # 0: no clipping
     offload: bool = False  # keep the optimizer's states in host memory and update there
+    muon: Muon = field(default_factory=Muon)
 
 
 @dataclass

@@ -1,28 +1,44 @@
 """The optimizer of one rank's parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from megalite.config.schema import Optim
 from megalite.optim.interface import Optimizer
+from megalite.optim.muon import Muon, MuonWithAdamW
 from megalite.optim.offload import HostAdamW
 from megalite.parallel.parameter import Parameter, trainable
+from megalite.plan.states import uses_muon
 from megalite_kernels import FusedAdamW, adamw, apex, fused_adamw
 
 
-def build_optimizer(stages: Iterable[nn.Module], optim: Optim, kernel: str = "auto") -> Optimizer:
-    """The optimizer `optim.name` for what is trained of `stages`. kernel: `kernels.adamw`."""
-    groups = decayed_apart([found for stage in stages for found in trainable(stage)], optim.weight_decay)
+def build_optimizer(
+    stages: Iterable[nn.Module], optim: Optim, kernel: str = "auto", group: dist.ProcessGroup | None = None
+) -> Optimizer:
+    """The optimizer `optim.name` for what is trained of `stages`.
+
+    kernel: `kernels.adamw`. group: all ranks with parts of these stages, which Muon needs; None: this rank has them
+    whole.
+    """
+    parameters = [found for stage in stages for found in trainable(stage)]
+    matrices = [found.value for found in parameters if uses_muon(optim, found.role)]
+    groups = decayed_apart((found for found in parameters if not uses_muon(optim, found.role)), optim.weight_decay)
     first, second = optim.betas
-    match optim.name:
-        case "adamw" if optim.offload:
-            return HostAdamW(groups, optim.lr, (first, second), optim.eps)
-        case "adamw":
-            others = {"triton": partial(adamw, backend="triton"), "apex": apex.adamw}
-            return FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=others.get(kernel, fused_adamw))
+    if optim.offload:
+        return HostAdamW(groups, optim.lr, (first, second), optim.eps)
+    others: dict[str, Callable[..., None]] = {"triton": partial(adamw, backend="triton"), "apex": apex.adamw}
+    rest = FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=others.get(kernel, fused_adamw))
+    if not matrices:
+        return rest
+    options = optim.muon
+    muon = Muon(
+        matrices, group, optim.lr, options.momentum, options.nesterov, options.steps, optim.weight_decay, options.scale
+    )
+    return MuonWithAdamW(muon, rest)
 
 
 def decayed_apart(parameters: Iterable[Parameter], weight_decay: float) -> list[dict[str, Any]]:

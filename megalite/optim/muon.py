@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.optim.exchange import Arriving, Exchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
-from megalite.plan.muon import BUCKET, Box, Matrix, Plan, boxes
+from megalite.plan.muon import BUCKET, Box, Matrix, MuonPlan, boxes
 from megalite_kernels import FusedAdamW
 
 
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
     params: matrices of one data type, in the same order on all ranks. They are DTensors over exactly the ranks of
     `stage`, or plain tensors, which all ranks hold alike; gradients are placed as they are. stage: `Mesh.stage`; None
     means that there is one rank. steps: of Newton–Schulz. scale: a rule of `newton_schulz.scale`; with the default,
-    AdamW's learning rate and weight decay carry over. bucket_bytes: see `Plan`.
+    AdamW's learning rate and weight decay carry over. bucket_bytes: see `MuonPlan`.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; where
     it is not 0, nothing changes. clip is 0-dimensional and multiplies gradients, which are only read.
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
     def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of u, with its momentum updated."""
         assert param.grad is not None
-        grad, average = local(param.grad), local(self._momentum(param))
+        grad, average = local(param.grad), local(self.states_of(param)["momentum_buffer"])
         if self.clip is not None:
             grad = grad * self.clip.to(grad.dtype)
         new = average.lerp(grad, 1 - group["momentum"])
@@ -144,14 +144,19 @@ class Muon(torch.optim.Optimizer):
     def _replace(self, old: Tensor, new: Tensor) -> None:
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf == 0, new, old))
 
-    def _momentum(self, param: Tensor) -> Tensor:
+    def states_of(self, param: Tensor) -> dict[str, Tensor]:
+        """The momentum; made as zeros where there is none."""
         state = self.state[param]
         if not state:
             zeros = torch.zeros_like(local(param))
             if isinstance(param, DTensor):
                 zeros = DTensor(zeros, param._spec, requires_grad=False)
             state["momentum_buffer"] = zeros
-        return state["momentum_buffer"]
+        return state
+
+    def buffers(self) -> list[Tensor]:
+        """What is kept beside states: nothing. The buffers of exchanges live for a step."""
+        return []
 
     def _buckets(self, params: Params) -> list[_Bucket]:
         """What is exchanged for `params`: worked out once, since mostly all parameters have gradients."""
@@ -163,7 +168,7 @@ class Muon(torch.optim.Optimizer):
     def _plan(self, params: Params) -> list[_Bucket]:
         rank, ranks = (0, 1) if self.stage is None else (self.stage.rank(), self.stage.size())
         matrices = [Matrix(_shape(param), held_by(param, rank, ranks), group["steps"]) for param, group in params]
-        plan = Plan(matrices, working_dtype(params[0][0]).itemsize, self.bucket_bytes)
+        plan = MuonPlan(matrices, working_dtype(params[0][0]).itemsize, self.bucket_bytes)
         return [
             _Bucket(
                 indices,
@@ -187,6 +192,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self.optimizers = muon, adamw
+        self._muons = {param for group in muon.param_groups for param in group["params"]}
         for optimizer in self.optimizers:
             self.state.update(optimizer.state)
             optimizer.state = self.state  # groups are shared already: `param_groups` has the same dictionaries
@@ -197,6 +203,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.found_inf, optimizer.clip = self.found_inf, self.clip
             optimizer.step()
+
+    def states_of(self, param: Tensor) -> dict[str, Tensor]:
+        """Those of the optimizer that updates the parameter, made as zeros where there are none."""
+        muon, adamw = self.optimizers
+        return muon.states_of(param) if param in self._muons else adamw.states_of(param)
+
+    def buffers(self) -> list[Tensor]:
+        """What is kept beside states: nothing."""
+        return []
 
 
 def local(tensor: Tensor) -> Tensor:

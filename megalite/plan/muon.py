@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product
 
+from megalite.config.layers import layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.shapes import weight_shapes
+from megalite.plan.resolved import Plan
+from megalite.plan.roles import Kind
+from megalite.plan.weights import layer_weights
 
 Box = tuple[range, range]  # rows and columns
 
 BUCKET = 256 << 20  # bytes of buffers on a rank: enough for messages of a MiB to 64 peers, and little beside 80 GB
-ROW_PARALLEL = ("attention.o.weight", "mlp.down.weight")  # tp splits their columns, and the rows of all other matrices
+MOST_PIECES = 100_000  # of matrices on ranks, that are planned one by one; that takes a second
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,14 @@ def stage_matrices(
 
     shards: ranks over which parameters are sharded, dp_shard · cp, or 1 with mode ddp, where all are replicas.
     """
-    wanted = {str(layer) for layer in layers}
-    found = []
-    for name, shape in weight_shapes(model).items():
-        kind, _, rest = name.partition(".")
-        layer, _, weight = rest.partition(".")
-        if kind == "layers" and layer in wanted and len(shape) == 2:
-            split = 1 if weight in ROW_PARALLEL else 0
-            held = boxes(shape, (replicas, shards, tp), ((2, split), (1, 0)))
-            found.append(Matrix((shape[0], shape[1]), held, steps))
+    kinds, found = layer_kinds(model), []
+    for layer in layers:
+        for _, weight in layer_weights(model, kinds[layer]):
+            if weight.role.kind is Kind.MATRIX:
+                rows, columns = weight.shape
+                split = 1 if weight.role.into_stream else 0  # the dimension that tensor parallelism shares out
+                held = boxes((rows, columns), (replicas, shards, tp), ((2, split), (1, 0)))
+                found.append(Matrix((rows, columns), held, steps))
     return found
 
 
@@ -138,7 +140,7 @@ def _holders(boxes: tuple[Box, ...]) -> dict[Box, list[int]]:
     return found
 
 
-class Plan:
+class MuonPlan:
     """Owners and buckets of `matrices`, of which there is at least one.
 
     itemsize: bytes of an element on the network and in Newton–Schulz. bucket_bytes: limit for the buffers of a bucket
@@ -287,3 +289,29 @@ def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int]
             there[k].arrived + back[k - 1].arrived + 2 * part[k - 1] + there[k + 1].under_way + back[k].under_way,
         )
     return max(peak, there[-2].arrived + back[-2].arrived + 2 * part[-2])
+
+
+def step_temporaries(plan: Plan, pp: int) -> int:
+    """Bytes that the optimizer takes for a step on the fullest rank of pipeline rank `pp`; 0 with AdamW.
+
+    With very many pieces, to plan every exchange takes too long. Then it is a bound: buffers of three buckets, and what
+    the largest matrix takes.
+    """
+    config, layout = plan.config, plan.config.parallel.layout
+    if config.optim.name != "muon":
+        return 0
+    shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
+    replicas = layout.dp * layout.cp // shards
+    matrices = [
+        matrix
+        for stage in plan.stages_of(pp)
+        for matrix in stage_matrices(config.model, plan.layers[stage], replicas, shards, layout.tp)
+    ]
+    if not matrices:
+        return 0
+    wide = config.train.precision == "fp64"
+    itemsize = 8 if wide else 2 if config.run.device == "cuda" else 4
+    if len(matrices) * replicas * shards * layout.tp <= MOST_PIECES:
+        return max(MuonPlan(matrices, itemsize).temporaries(8 if wide else 4))
+    m, n = max(sorted(matrix.shape) for matrix in matrices)
+    return 3 * BUCKET + itemsize * (3 * m * n + m * m)

@@ -1,9 +1,10 @@
 """What an optimizer keeps of every parameter."""
 
 from megalite.config.schema import Optim
-from megalite.plan.roles import Role
+from megalite.plan.roles import Kind, Role
 
 ADAMW = ("exp_avg", "exp_avg_sq")
+MUON = ("momentum_buffer",)
 
 
 def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
@@ -11,6 +12,9 @@ def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
 
     Each has the size, the place and the data type of the parameter.
     """
-    match optim.name:
-        case "adamw":
-            return ADAMW
+    return MUON if uses_muon(optim, role) else ADAMW
+
+
+def uses_muon(optim: Optim, role: Role) -> bool:
+    """Whether Muon updates a parameter: a matrix inside of a layer. AdamW updates the others."""
+    return optim.name == "muon" and role.kind is Kind.MATRIX

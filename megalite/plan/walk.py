@@ -8,6 +8,7 @@ from functools import cached_property
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations, Item, Moment, Part
 from megalite.plan.condense import parts_of
+from megalite.plan.muon import step_temporaries
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
@@ -119,6 +120,7 @@ class Walk:
                     sign = 1 if item.kind is Kind.GATHER else -1
                     for part in self.parts[item.stage]:
                         self._hold_weights("gathered weights", part, sign * self.states.w)
+        self._see(step_temporaries(self.states.plan, self.pp))
         return {item: size for item, size in (self.peak | self.host_peak).items() if size}
 
     def _forward(self, action: Action) -> None:

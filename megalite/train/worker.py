@@ -103,7 +103,8 @@ def _train(
             warn(text)
     activity("connecting to the other ranks")
     patience = timedelta(seconds=PATIENCE * config.train.timeout)
-    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, patience)
+    muon = config.optim.name == "muon"
+    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, patience, with_stage=muon)
     assert mesh is not None, "validation has compared the layout with the world size"
     activity("building the model")
     plan = plan_for(config, mesh)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -16,13 +17,14 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
-from megalite.optim.muon import Muon, MuonWithAdamW, held_by
-from megalite.parallel.parameter import parameter
+from megalite.optim.muon import Muon, held_by
+from megalite.parallel.parameter import parameter, parameters
 from megalite.plan.muon import Box
-from megalite.train.build import Job, build
+from megalite.plan.resolved import resolve
+from megalite.plan.roles import Kind
+from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite.verify import Part, random_batch
-from megalite_kernels import FusedAdamW
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -145,16 +147,6 @@ def counted_traffic() -> Iterator[list[int]]:
         yield counted
 
 
-def with_muon(job: Job) -> MuonWithAdamW:
-    """An optimizer of the job's matrices inside of layers, and of all else."""
-    named = list(job.named_parameters())
-    hidden = [param for name, param in named if name.startswith("layers.") and param.ndim == 2]
-    others = [param for name, param in named if not (name.startswith("layers.") and param.ndim == 2)]
-    # A stage may have no layers.
-    first = Muon([{"params": hidden}], job.mesh.stage, weight_decay=0.1)
-    return MuonWithAdamW(first, FusedAdamW([{"params": others}], weight_decay=0.0))
-
-
 @dataclass(frozen=True)
 class Trained:
     """What training leaves on one rank."""
@@ -169,10 +161,10 @@ def trained(config: Config) -> Trained | None:
     mesh = Mesh.build(config.parallel.layout, CPU, config.parallel.data.sharded, with_stage=True)
     if mesh is None:
         return None
-    job = build(config, mesh)
-    job.optimizer = with_muon(job)
+    job = build(resolve(config), mesh)
     losses = [train_step(job, random_batch(job, step), step).read().loss for step in range(STEPS)]
-    params = job.optimizer.param_groups[0]["params"]
+    params = [param for _, param, role in chain(*map(parameters, job.stages.values())) if role.kind is Kind.MATRIX]
+    assert all([*job.optimizer.states_of(param)] == ["momentum_buffer"] for param in params)
     boxes = [held_by(param, mesh.stage.rank(), mesh.stage.size()) for param in params]
     return Trained(losses, [(name, Part.of(param)) for name, param in job.named_parameters()], boxes)
 

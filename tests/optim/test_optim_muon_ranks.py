@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Train
 from megalite.optim.muon import Muon
-from megalite.plan.muon import BUCKET, Matrix, Plan, boxes, moves, stage_matrices
+from megalite.plan.muon import BUCKET, Matrix, MuonPlan, boxes, moves, stage_matrices
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import layers_of, split_of
 
@@ -51,10 +51,10 @@ def mesh_of(layout: Layout, sharded: bool = True) -> tuple[int, int, int]:
     return (replicas, shards, layout.tp) if sharded else (replicas * shards, 1, layout.tp)
 
 
-def plan_of(layout: Layout, sharded: bool, given: Case, bucket_bytes: int) -> Plan:
+def plan_of(layout: Layout, sharded: bool, given: Case, bucket_bytes: int) -> MuonPlan:
     mesh = mesh_of(layout, sharded)
     matrices = [Matrix(shape, boxes(shape, mesh, ((2, split), (1, 0)))) for shape, split in zip(*given, strict=True)]
-    return Plan(matrices, 8, bucket_bytes)
+    return MuonPlan(matrices, 8, bucket_bytes)
 
 
 def on_one(shapes: Sequence[tuple[int, int]], pp: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -156,7 +156,7 @@ def test_training_is_that_of_one_process(name: str, ranks: Ranks) -> None:
         parallel=JOBS[name],
         batch=Batch(1, 8),
         train=Train(steps=5, precision="fp64"),
-        optim=Optim(lr=0.01),
+        optim=Optim("muon", lr=0.01),
     )
     layout = config.parallel.layout
     expected = ranks.run(trained, alone(config))[0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import Model
-from megalite.plan.muon import Box, Matrix, Plan, boxes, elements, owners, stage_matrices
+from megalite.plan.muon import Box, Matrix, MuonPlan, boxes, elements, owners, stage_matrices
 
 COSTS = st.lists(st.integers(1, 1000) | st.sampled_from([64, 64, 512]), min_size=1, max_size=40)
 
@@ -18,14 +18,14 @@ def cells(box: Box) -> set[tuple[int, int]]:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> MuonPlan:
     mesh = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 3, 2), (2, 5, 1), (1, 2, 3)]))
     matrices = []
     for _ in range(draw(st.integers(1, 8))):
         rows, columns, split = draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.integers(0, 1))
         shape = (rows * mesh[2], columns) if split == 0 else (rows, columns * mesh[2])
         matrices.append(Matrix(shape, boxes(shape, mesh, ((2, split), (1, 0)))))
-    return Plan(matrices, draw(st.sampled_from([2, 8])), draw(st.sampled_from([0, 500, 5000, 1 << 30])))
+    return MuonPlan(matrices, draw(st.sampled_from([2, 8])), draw(st.sampled_from([0, 500, 5000, 1 << 30])))
 
 
 @given(COSTS, st.integers(1, 9))
@@ -44,12 +44,12 @@ def test_equal_matrices_are_shared_out_equally(count: int, ranks: int) -> None:
 
 
 @given(plans())
-def test_a_bucket_has_every_matrix_once(plan: Plan) -> None:
+def test_a_bucket_has_every_matrix_once(plan: MuonPlan) -> None:
     assert sorted(index for bucket in plan.buckets for index in bucket) == list(range(len(plan.matrices)))
 
 
 @given(plans())
-def test_owners_gather_every_element_once_and_everybody_gets_his_box(plan: Plan) -> None:
+def test_owners_gather_every_element_once_and_everybody_gets_his_box(plan: MuonPlan) -> None:
     for index, matrix in enumerate(plan.matrices):
         gathered, returned = plan.gathered([index]), plan.returned([index])
         assert {piece.target for piece in gathered} == {piece.source for piece in returned} == {plan.owners[index]}
@@ -62,7 +62,7 @@ def test_owners_gather_every_element_once_and_everybody_gets_his_box(plan: Plan)
 
 
 @given(plans())
-def test_what_is_sent_is_received(plan: Plan) -> None:
+def test_what_is_sent_is_received(plan: MuonPlan) -> None:
     assert sum(plan.sent()) == sum(plan.received())
     assert sum(plan.flops()) == sum(matrix.flops for matrix in plan.matrices)
     if plan.ranks == 1:
@@ -70,8 +70,8 @@ def test_what_is_sent_is_received(plan: Plan) -> None:
 
 
 @given(plans())
-def test_smaller_buckets_move_as_much(plan: Plan) -> None:
-    whole = Plan(plan.matrices, plan.itemsize)
+def test_smaller_buckets_move_as_much(plan: MuonPlan) -> None:
+    whole = MuonPlan(plan.matrices, plan.itemsize)
     assert len(whole.buckets) == 1
     assert whole.owners == plan.owners
     assert whole.sent() == plan.sent()
@@ -80,7 +80,7 @@ def test_smaller_buckets_move_as_much(plan: Plan) -> None:
 def test_a_bucket_ends_where_its_bytes_do_and_gives_every_rank_work() -> None:
     matrix = Matrix((8, 8), boxes((8, 8), (1, 4, 1), ((1, 0),)))
     for bucket_bytes, rounds in ((0, 1), (2 * 512 + 2 * 512, 1), (2 * 4 * 512 - 1, 1), (2 * 4 * 512, 2), (1 << 20, 3)):
-        plan = Plan([matrix] * 12, 8, bucket_bytes)
+        plan = MuonPlan([matrix] * 12, 8, bucket_bytes)
         assert [len(bucket) for bucket in plan.buckets] == [4 * rounds] * (3 // rounds) + [4] * (3 % rounds)
         for bucket in plan.buckets:
             assert {plan.owners[index] for index in bucket} == {0, 1, 2, 3}
@@ -89,7 +89,7 @@ def test_a_bucket_ends_where_its_bytes_do_and_gives_every_rank_work() -> None:
 def test_a_replica_of_the_owner_sends() -> None:
     """Two replicas of three shards; the last shard is empty."""
     matrix = Matrix((2, 4), boxes((2, 4), (2, 3, 1), ((1, 0),)))
-    plan = Plan([matrix] * 6, 2)
+    plan = MuonPlan([matrix] * 6, 2)
     assert sorted(plan.owners) == list(range(6))
     for index, owner in enumerate(plan.owners):
         assert {piece.source // 3 for piece in plan.gathered([index])} == {owner // 3}
@@ -97,7 +97,7 @@ def test_a_replica_of_the_owner_sends() -> None:
 
 def test_traffic_worked_out_by_hand() -> None:
     """One matrix of 12 elements in 4 parts, owned by rank 0: three parts come, three go, of 3 elements each."""
-    plan = Plan([Matrix((4, 3), boxes((4, 3), (1, 4, 1), ((1, 0),)))], 2)
+    plan = MuonPlan([Matrix((4, 3), boxes((4, 3), (1, 4, 1), ((1, 0),)))], 2)
     assert plan.sent() == plan.received() == [18, 6, 6, 6]
     assert plan.flops() == [5 * (2 * 9 * 4 + 2 * 27 + 2 * 9 * 4), 0, 0, 0]
 
@@ -119,7 +119,7 @@ def test_llama_8b_moves_and_computes_as_published() -> None:
     """Of 64 ranks: 2 bytes in and 2 out per parameter of a rank; 0.33 % of a step of 4 million tokens."""
     model = Model(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, vocab_size=128256, sequence_length=8192)
     matrices = stage_matrices(model, range(32), 1, 64, 1)
-    plan = Plan(matrices, 2)
+    plan = MuonPlan(matrices, 2)
     parameters = sum(rows * columns for rows, columns in (matrix.shape for matrix in matrices))
     assert sum(plan.sent()) == pytest.approx(4 * parameters, rel=1 / 32)
     assert sum(plan.flops()) / (6 * 8.03e9 * 4e6) == pytest.approx(0.0033, rel=0.2)

@@ -141,7 +141,12 @@ def _count(config: Config) -> dict[str, int]:
 
 def _serve(rank: int, size: int, meeting: str, config: Config, pipe: Connection | None) -> None:
     dist.init_process_group("gloo", meeting, rank=rank, world_size=size)
-    mesh = Mesh.build(config.parallel.layout, torch.device("cpu"), config.parallel.data.sharded)
+    mesh = Mesh.build(
+        config.parallel.layout,
+        torch.device("cpu"),
+        config.parallel.data.sharded,
+        with_stage=config.optim.name == "muon",
+    )
     assert mesh is not None
     job = build(plan_for(config, mesh), mesh)
     found = count_step(job, random_batch(job, 0))

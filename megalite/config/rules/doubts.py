@@ -60,6 +60,9 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
             "set checkpoint.interval",
         ),
     }
+    if config.optim.name != "muon":
+        why, fix = f"with optim.name = {config.optim.name}", "set optim.name=muon"
+        found |= {f"optim.muon.{name}": (True, why, fix) for name in vars(config.optim.muon)}
     if checkpoint.keep == 0 and checkpoint.interval:
         found["checkpoint.keep_every"] = (True, "with checkpoint.keep = 0, which keeps all", "use one of them")
     if batch.rampup is not None:

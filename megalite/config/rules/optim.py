@@ -14,6 +14,9 @@ def optim_rules(config: Config) -> Iterator[Problem]:
     yield from _betas(config.optim.betas)
     yield from _kernels(config)
     yield from _schedule(config.schedule, config.train.steps)
+    if config.optim.offload and config.optim.name == "muon":
+        rule = "updates on the host, where optim.name = muon does not run"
+        yield Problem("optim.offload", rule, "use optim.name=adamw, or no optim.offload", True)
     if 0 < config.optim.clip_norm < LEAST_NORM:
         rule = f"must be 0 or at least {LEAST_NORM}: closer to 0, optim.eps drowns all gradients"
         yield Problem("optim.clip_norm", rule, "0 clips nothing", config.optim.clip_norm)

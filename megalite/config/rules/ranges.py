@@ -54,6 +54,8 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "optim.eps": (1e-30, f"{SINGLE}, and divides by 0"),
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
+    "optim.muon.momentum": 0,
+    "optim.muon.steps": 1,
     "schedule.warmup": 0,
     "schedule.decay": 1,
     "schedule.floor": 0,
@@ -102,6 +104,8 @@ MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not he
     "optim.eps": (1, "it would drown the gradients that it is added to"),
     "optim.weight_decay": (1e38, "float32 knows no larger number"),
     "optim.clip_norm": (1e38, "float32 knows no larger number; 0 clips nothing"),
+    "optim.muon.momentum": (0.9999, "closer to 1, a gradient takes thousands of steps to count"),
+    "optim.muon.steps": (100, "singular values come no nearer to 1"),
     "schedule.floor": (1, "it is a share of optim.lr"),
 }
 OTHERS = 10**12, ANY_RUN

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "activations offloaded": ({"train.offload_activations": True, "batch.micro": 4}, 0),
     "offloaded and recomputed": ({"train.offload_activations": True, "train.recompute": "full", **PIPELINE}, 1),
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
+    "muon": ({"optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
+    "muon, ddp": ({"optim.name": "muon", "parallel.data.mode": "ddp", "train.precision": "fp64", **SHARDED}, 0),
     "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
     "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
     "norms of heads made again, ring": ({**NORMED, "parallel.cp": 4}, 0),

@@ -8,14 +8,14 @@ keep activations from forward to backward, gradients accumulate or are reduced, 
     w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
 
     parameters          pP/D
-    optimizer states    pP/D for each that the optimizer has, AdamW two
+    optimizer states    pP/D for each that the optimizer has: AdamW two, Muon one of a matrix inside of a layer
     gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); 0 where a single
                         data-parallel rank computes in the precision of its parameters
     gradients           pP/D once they are reduced, which is after every micro-batch (zero2, zero3) or the last one
                         (ddp, zero1); until then rP. Of the newest part to be reduced another rN, until the next is
     activations         see plan.activations
     temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3); activations
-                        made again or brought back
+                        made again or brought back; those of a step of Muon (plan.muon)
     host memory         what is offloaded; the copy of parameters and optimizer states that `checkpoint.async` stages
 
 Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,

@@ -20,7 +20,6 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
 from megalite.dist.mesh import Mesh
 from megalite.plan.resolved import resolve
-from megalite.plan.states import ADAMW
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
 from megalite.verify import Part, random_batch
@@ -56,7 +55,7 @@ def one_rank() -> Iterator[None]:
 
 
 def make(config: Config) -> Job:
-    mesh = Mesh.build(config.parallel.layout, CPU)
+    mesh = Mesh.build(config.parallel.layout, CPU, with_stage=config.optim.name == "muon")
     assert mesh is not None, "checkpoints are collective over all ranks, so the layout must take them all"
     return build(resolve(config), mesh)
 
@@ -67,11 +66,11 @@ def advance(job: Job, first: int, last: int) -> list[float]:
 
 
 def parts(job: Job) -> Parts:
-    """This rank's parts of all weights and moments."""
+    """This rank's parts of all weights and optimizer states."""
     found: Parts = {}
     for name, param in job.named_parameters():
-        state = job.optimizer.state[param]
-        here = {name: param, **{f"{name} {moment}": state[moment] for moment in ADAMW}}
+        states = job.optimizer.states_of(param).items()
+        here = {name: param, **{f"{name} {state}": tensor for state, tensor in states if state != "step"}}
         for key, tensor in here.items():
             part = Part.of(tensor)
             assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"
@@ -130,8 +129,8 @@ def load_each(config: Config, paths: Sequence[Path], steps: int) -> list[Loaded]
     for path in paths:
         progress = restorer(job, config).all(path)
         loaded = parts(job)
-        counts = {job.optimizer.state[param]["step"].item() for _, param in job.named_parameters()}
-        assert counts == {progress.updates}
+        states = [job.optimizer.states_of(param) for _, param in job.named_parameters()]
+        assert {state["step"].item() for state in states if "step" in state} == {progress.updates}
         losses = advance(job, progress.step, steps)
         results.append((progress, loaded, losses, parts(job)))
     return results

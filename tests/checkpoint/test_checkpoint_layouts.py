@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import SIZE, Ranks
 from toy_jobs import (
     MODEL,
@@ -15,13 +16,17 @@ from toy_jobs import (
     load_and_train,
     load_each,
     load_weights,
+    make,
     one_rank,
+    restorer,
+    save,
     staged_bytes,
     train_and_save,
 )
 
 from megalite.checkpoint.manifest import complete
 from megalite.checkpoint.progress import Progress
+from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Kernels, Train
 from megalite.plan.memory import rank_memory
@@ -73,6 +78,36 @@ def test_any_layout_loads_any_other(shape: str, written: Callable, ranks: Ranks)
         assert all(expected[name].equal(found[name]) for name in expected)
         assert all(tensor.any() for tensor in expected.values()), "zeros would compare equal to nothing loaded"
         assert assemble([there for _, _, _, there in loads]).keys() == expected.keys()
+
+
+def with_muon(config: Config) -> Config:
+    return replace(config, optim=replace(config.optim, name="muon"))
+
+
+def test_muon_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    wrote = ranks.run(train_and_save, with_muon(config_of(FLAT, TIED)), tmp_path, 2)
+    expected = assemble([there for _, there in wrote])
+    assert {name.split()[1] for name in expected if name.endswith("q.weight momentum_buffer")} == {"momentum_buffer"}
+    goes_on = {}
+    for shape in ("flat", "deep", "V"):
+        layout, schedule = SHAPES[shape]
+        read = ranks.run(load_and_train, with_muon(config_of(layout, TIED, schedule)), complete(tmp_path)[-1], 4)
+        found = assemble([there for _, there, _, _ in read])
+        assert expected.keys() == found.keys()
+        assert all(expected[name].equal(found[name]) for name in expected)
+        goes_on[shape] = assemble([there for _, _, _, there in read])
+    for shape, after in goes_on.items():
+        for name, tensor in after.items():
+            torch.testing.assert_close(tensor, goes_on["flat"][name], rtol=0, atol=1e-11, msg=f"{shape}: {name}")
+
+
+def test_the_states_of_another_optimizer_are_refused_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    with one_rank():
+        path = save(make(config_of(Layout())), tmp_path, 2)
+        other = with_muon(config_of(Layout()))
+        with pytest.raises(InputError, match=r'optim.name = "muon": the checkpoint .* has the states of adamw'):
+            restorer(make(other), other).newest(tmp_path, lambda _: None)
+    assert complete(tmp_path) == [path]
 
 
 @pytest.mark.parametrize("shape", ["hybrid", "V"])

@@ -17,6 +17,7 @@ from megalite.plan.recompute_modes import (
     Cost,
     Costs,
     Mode,
+    _choose_mixed,
     choose,
     choose_for_all,
     every_nth,
@@ -62,6 +63,27 @@ def test_the_choice_fits_and_none_that_fits_is_cheaper(costs: dict[Mode, Cost], 
     assert chosen is not None
     assert kept_bytes(costs, held, chosen) <= limit
     assert seconds(costs, tuple(chosen)) == min(seconds(costs, modes) for modes in fitting)
+
+
+@given(st.lists(st.tuples(costs, st.integers(0, 5)), min_size=1, max_size=5), st.integers(0, 200))
+def test_of_layers_that_differ_no_choice_that_keeps_as_little_is_faster(
+    layers: list[tuple[dict[Mode, Cost], int]], limit: int
+) -> None:
+    each, held = [cost for cost, _ in layers], [count for _, count in layers]
+
+    def kept(modes: Sequence[Mode]) -> int:
+        return sum(count * cost[mode].bytes for (cost, count), mode in zip(layers, modes, strict=True))
+
+    def took(modes: Sequence[Mode]) -> float:
+        return sum(cost[mode].seconds for cost, mode in zip(each, modes, strict=True))
+
+    everything = list(product(MODES, repeat=len(layers)))
+    chosen = _choose_mixed(each, held, limit)
+    if chosen is None:
+        assert min(map(kept, everything)) > limit
+        return
+    assert kept(chosen) <= limit
+    assert took(chosen) == min(took(modes) for modes in everything if kept(modes) <= kept(chosen))
 
 
 @pytest.mark.parametrize(

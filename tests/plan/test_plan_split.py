@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import Config, Model
-from megalite.plan.size import head_forward_flops
-from megalite.plan.split import balance, layer_costs, layers_of, split_of
+from megalite.plan.size import by_stage, head_forward_flops
+from megalite.plan.split import _uneven, balance, layer_costs, layers_of, split_of
 
 
 def costs(model: Model, split: list[int]) -> list[int]:
@@ -85,3 +85,26 @@ def test_layers_go_one_by_one_to_the_stage_that_is_cheapest_so_far(case: tuple[M
         costs[-1] += head_forward_flops(model)
         split[min(range(stages), key=lambda stage: (costs[stage], -stage))] += 1
     assert balance(model, stages) == split
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 20), st.integers(2, 4))
+def test_layers_that_differ_are_split_such_that_the_slowest_stage_is_as_fast_as_can_be(
+    costs: list[int], head: int, stages: int
+) -> None:
+    stages = min(stages, len(costs))
+    if stages < 2:
+        return
+
+    def slowest(split: list[int]) -> int:
+        each = [sum(part) for part in by_stage(costs, split)]
+        each[-1] += head
+        return max(each)
+
+    possible = [
+        list(split)
+        for split in product(range(len(costs) + 1), repeat=stages)
+        if sum(split) == len(costs) and 0 not in split[:-1]
+    ]
+    found = _uneven(costs, head, stages)
+    assert found in possible
+    assert slowest(found) == min(map(slowest, possible))

@@ -6,6 +6,22 @@ from megalite.config.schema import Model
 
 
 @dataclass(frozen=True)
+class AttentionKind:
+    """Which of the tokens before it a query attends to, and how large scores can be.
+
+    window: so many keys, the query's own included, as in Mistral 7B (arXiv 2310.06825, §2); None: all.
+    softcap: scores become softcap · tanh(score / softcap), as in Gemma 2 (arXiv 2408.00118, §2); None: they stay.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+
+    def window_in(self, length: int) -> int | None:
+        """The window where a sequence of `length` is longer than that; else every query attends to all before it."""
+        return self.window if self.window is not None and self.window < length else None
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """SwiGLU (arXiv 2002.05202) with a hidden width."""
 

@@ -3,40 +3,38 @@
 The softmax of a row over all its keys is the mean of its softmaxes over blocks of keys, weighted by the blocks'
 sums of exponentials (Milakov & Gimelshein 2018, arXiv 1805.02867; Liu et al. 2023, arXiv 2310.01889). Backward
 needs each row's final output and log-sum-exp, and is then exact for every block by itself (Dao et al. 2022,
-arXiv 2205.14135). On the CPU and on CUDA flash-attention kernels do the work; no mask is ever made.
+arXiv 2205.14135). Flash-attention kernels do the work where they can, on the CPU and on CUDA; a mask of all
+pairs is never made.
 
     s  positions at hand     h  query heads          e  width of a head
     b  micro-batch           k  key-value heads      n  queries of a block, m  keys of a block
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalite.parallel import explicit
+from megalite.parallel.blocks import Block, triangles
+
 ops = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Rows of queries and the rows of keys that they attend to, in some samples of a micro-batch.
+class Kernels(NamedTuple):
+    """What computes the attention of blocks.
 
-    Without `documents` every query attends to every key. With them both sides are the same rows, and attention is
-    causal within each document: (0, …, number of rows) are the places where documents begin and end.
+    forward: q, k, v and the block to the output `[n, b, h, e]` and the log-sum-exp `[b, h, n]`.
+    backward: gradient of the output, final output and log-sum-exp, q, k, v and the block to the gradients of q, k, v.
+    parts: the blocks that these take in place of one.
     """
 
-    samples: slice
-    queries: slice
-    keys: slice
-    documents: tuple[int, ...] = ()
-    offsets: Tensor | None = None  # `documents` on the device, int32, where it is a GPU and they are several
-
-    @property
-    def pieces(self) -> list[tuple[slice, bool]]:
-        """Ranges that attend to their counterparts, and whether causally."""
-        return [(slice(*ends), True) for ends in pairwise(self.documents)] or [(slice(None), False)]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    parts: Callable[[Block], list[Block]]
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +44,13 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q, dtype=wide), q.new_full((b, h, s), -torch.inf, dtype=wide)
 
 
-def attend(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block]) -> None:
+def attend(
+    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], softcap: float | None = None
+) -> None:
     """Add what q `[s, b, h, e]` find in kv `[s', 2, b, k, e]` to the result `out`, `lse`, in place."""
-    for block in blocks:
-        queries, keys, values = _cut(q, kv, block)
-        forward = _forward_cuda if q.is_cuda else _forward_cpu
-        found, found_lse = forward(queries, keys, values, block)  # n b h e, b h n
+    kernels = _kernels(q, softcap)
+    for block in chain.from_iterable(map(kernels.parts, blocks)):
+        found, found_lse = kernels.forward(*_cut(q, kv, block), block)  # n b h e, b h n
         seen_lse = lse[block.samples, :, block.queries]
         share = torch.sigmoid(found_lse - seen_lse).permute(2, 0, 1)[..., None]
         out[block.queries, block.samples].lerp_(found.to(out.dtype), share)
@@ -59,16 +58,38 @@ def attend(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Blo
 
 
 def attend_backward(
-    dq: Tensor, dkv: Tensor, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, blocks: Iterable[Block]
+    dq: Tensor,
+    dkv: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: Iterable[Block],
+    softcap: float | None = None,
 ) -> None:
     """Add to `dq` and `dkv`, in place, what `blocks` owe to the gradient of the final `out`; lse is final too."""
-    for block in blocks:
+    kernels = _kernels(q, softcap)
+    for block in chain.from_iterable(map(kernels.parts, blocks)):
         rows = block.queries, block.samples
-        backward = _backward_cuda if q.is_cuda else _backward_cpu
         result = grad[rows], out[rows], lse[block.samples, :, block.queries].contiguous()
-        found = backward(*result, *_cut(q, kv, block), block)
+        found = kernels.backward(*result, *_cut(q, kv, block), block)
         for total, part in zip(_cut(dq, dkv, block), found, strict=True):
             total += part
+
+
+def _kernels(q: Tensor, softcap: float | None) -> Kernels:
+    """FlashAttention's where these do what is asked: they cap no scores, and on CUDA take numbers of 16 bits only."""
+    if softcap is not None or (q.is_cuda and q.element_size() > 2):
+        forward, backward = partial(explicit.forward, softcap=softcap), partial(explicit.backward, softcap=softcap)
+        return Kernels(forward, backward, _as_it_is)
+    if q.is_cuda:
+        return Kernels(_forward_cuda, _backward_cuda, _as_it_is)
+    return Kernels(_forward_cpu, _backward_cpu, triangles)
+
+
+def _as_it_is(block: Block) -> list[Block]:
+    return [block]
 
 
 def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,8 +100,8 @@ def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     outs, sums = [], []
     for rows, causal in block.pieces:
-        heads = _grouped(q[rows], k[rows], v[rows])
-        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(*heads, is_causal=causal)
+        heads = _grouped(*_mirror(block, q[rows], k[rows], v[rows]))
+        out, lse = _mirror(block, *ops._scaled_dot_product_flash_attention_for_cpu(*heads, is_causal=causal), dim=2)
         outs.append(out)
         sums.append(lse)
     out = torch.cat(outs, dim=2).permute(2, 0, 1, 3).reshape(q.shape)
@@ -93,11 +114,18 @@ def _backward_cpu(
     found = []
     lse = lse.view(-1, q.shape[2] // k.shape[2], len(q))  # b·k g n
     for rows, causal in block.pieces:
-        given = *_grouped(q[rows], k[rows], v[rows]), *_grouped(out[rows], k[rows])[:1], lse[..., rows]
-        given_grad = _grouped(grad[rows], k[rows])[0]
-        found.append(ops._scaled_dot_product_flash_attention_for_cpu_backward(given_grad, *given, 0.0, causal))
+        shared = _mirror(block, k[rows], v[rows])
+        queries, result, given_grad = (_grouped(x, *shared) for x in _mirror(block, q[rows], out[rows], grad[rows]))
+        given = given_grad[0], *queries, result[0], *_mirror(block, lse[..., rows], dim=2)
+        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
+        found.append(_mirror(block, *grads, dim=2))
     dq, dk, dv = (torch.cat(parts, dim=2).permute(2, 0, 1, 3) for parts in zip(*found, strict=True))  # n b·k g e
     return dq.reshape(q.shape), dk.sum(2).reshape(k.shape), dv.sum(2).reshape(v.shape)
+
+
+def _mirror(block: Block, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """Rows in reverse where the block is mirrored: an anti-causal triangle is then a causal one."""
+    return tuple(x.flip(dim) for x in tensors) if block.mirrored else tensors
 
 
 def _grouped(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
@@ -110,7 +138,8 @@ def _grouped(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
 
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     q, k, v = (_packed(x, block) for x in (q, k, v))
-    out, lse, *_ = ops._flash_attention_forward(q, k, v, *_ends(q, k, block), 0.0, bool(block.documents), False)
+    causal, window = bool(block.documents), _window(block)
+    out, lse, *_ = ops._flash_attention_forward(q, k, v, *_ends(q, k, block), 0.0, causal, False, **window)
     if block.offsets is None:
         return out.transpose(0, 1), lse
     return out[:, None], lse[None]
@@ -123,13 +152,20 @@ def _backward_cuda(
     lse = lse if block.offsets is None else lse[0]
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     given = grad, q, k, v, out, lse, *_ends(q, k, block), 0.0, bool(block.documents), *no_dropout
-    grads = ops._flash_attention_backward(*given)
+    grads = ops._flash_attention_backward(*given, **_window(block))
     return tuple(x.transpose(0, 1) if block.offsets is None else x[:, None] for x in grads)
 
 
 def _packed(x: Tensor, block: Block) -> Tensor:
     """As the CUDA kernels want it: `[b, n, h, e]`, or `[n, h, e]` for several documents of one sample."""
     return x.transpose(0, 1) if block.offsets is None else x[:, 0]
+
+
+def _window(block: Block) -> dict[str, int]:
+    """How many keys a query attends to on its left and, but for itself, on its right; −1: all."""
+    if block.left is None:
+        return {}
+    return {"window_size_left": block.left, "window_size_right": 0 if block.documents else -1}
 
 
 def _ends(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor | None, Tensor | None, int, int]:

@@ -7,6 +7,8 @@ Three methods with one meaning, that of the unsplit sequence:
 * all_gather: every rank gathers all keys and values (Llama 3, arXiv 2407.21783, §3.3.2), on the same chunks;
 * ulysses: positions are exchanged for heads (Jacobs et al. 2023, arXiv 2309.14509).
 
+With a window, ring and all_gather are the same: a rank gets those keys and values that its windows reach.
+
     s  positions of this rank     h  query heads          e  width of a head
     b  micro-batch                k  key-value heads      c  ranks of the group
 """
@@ -21,12 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megalite.dist.collectives import start_gather, start_reduce_scatter
-from megalite.parallel.attention import Block, attend, attend_backward, empty_result
-from megalite.parallel.sequence import Documents, Method, Sequences, gaps, own_blocks, ring_steps, rows, split, unsplit
+from megalite.config.layers import AttentionKind
+from megalite.parallel.attention import attend, attend_backward, empty_result
+from megalite.parallel.blocks import Block
+from megalite.parallel.exchange import AllGather, Exchange, Halo
+from megalite.parallel.flex import Flex
+from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missing, own_blocks, place, ring_steps, rows
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [s, b, h, e], k and v [s, b, k, e] → [s, b, h, e]
 Gaps = Sequence[tuple[slice, Sequence[Block]]]
+FULL = AttentionKind()
 
 
 def attention(
@@ -35,6 +41,7 @@ def attention(
     length: int,
     device: torch.device,
     documents: Sequence[Documents] | None = None,
+    kind: AttentionKind = FULL,
 ) -> Attention:
     """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
 
@@ -45,14 +52,26 @@ def attention(
     else:
         sequences = [Sequences(slice(i, i + 1), bounds) for i, bounds in enumerate(documents)]
     if group is None or method == "ulysses":
-        whole = causal if documents is None else Ring([own_blocks((range(length),), sequences, device)], None)
+        plain = documents is None and kind.window_in(length) is None and kind.softcap is None
+        whole = causal if plain else _whole(length, device, sequences, kind)
         return whole if group is None else Ulysses(whole, group)
-    cp, rank = group.size(), group.rank()
+    cp, rank, window = group.size(), group.rank(), kind.window_in(length)
     mine = rows(method, cp, rank, length)
-    own = own_blocks(mine, sequences, device)
-    if method == "ring":
-        return Ring([own, *ring_steps(cp, rank, length, sequences)], group)
-    return AllGather(own, gaps(mine, sequences), group)
+    own = own_blocks(mine, sequences, device, window)
+    if window is None and method == "ring":
+        return Ring([own, *ring_steps(cp, rank, length, sequences)], group, kind.softcap)
+    held = (range(length),) if window is None else missing(mine, window)
+    far = [(place(held, gap), blocks) for gap, blocks in gaps(mine, sequences, window)]
+    exchange = AllGather(group) if window is None else Halo.over(group, length, window)
+    return Fetching(own, far, exchange, kind.softcap)
+
+
+def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], kind: AttentionKind) -> Attention:
+    """Attention in documents, in a window or with capped scores over whole sequences at hand."""
+    window = kind.window_in(length)
+    if kind.softcap is not None and device.type == "cuda":
+        return Flex([sequence.documents for sequence in sequences], window, kind.softcap, device)
+    return Ring([own_blocks((range(length),), sequences, device, window)], None, kind.softcap)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,23 +99,25 @@ class Ring:
 
     steps: Sequence[Sequence[Block]]
     group: dist.ProcessGroup | None
+    softcap: float | None = None
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group)
+        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group, self.softcap)
 
 
 @dataclass(eq=False)
-class AllGather:
-    """A rank attends to its own keys and values while those of all ranks are gathered, then to the gaps between."""
+class Fetching:
+    """A rank attends to its own keys and values while those of others arrive, then to these."""
 
     own: Sequence[Block]
     far: Gaps
-    group: dist.ProcessGroup
+    exchange: Exchange
+    softcap: float | None = None
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _AllGather.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.group)
+        return _Fetching.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.exchange, self.softcap)
 
 
 @dataclass(eq=False)
@@ -124,16 +145,18 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, softcap: float | None
+    ) -> Tensor:
         out, lse = empty_result(q)
         held = kv
         for step, blocks in enumerate(steps):
             arriving = _pass_on(held, group) if step < len(steps) - 1 else None
-            attend(out, lse, q, held, blocks)
+            attend(out, lse, q, held, blocks, softcap)
             held = arriving() if arriving else held
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.steps, ctx.group = steps, group
+        ctx.steps, ctx.group, ctx.softcap = steps, group, softcap
         return out
 
     @staticmethod
@@ -144,7 +167,7 @@ class _Ring(torch.autograd.Function):
         for step, blocks in enumerate(ctx.steps):
             arriving = _pass_on(held, ctx.group) if step < len(ctx.steps) - 1 else None
             theirs = _zeros(held) if step else dkv
-            attend_backward(dq, theirs, grad, q, held, out, lse, blocks)
+            attend_backward(dq, theirs, grad, q, held, out, lse, blocks, ctx.softcap)
             if returning:
                 theirs += returning()
             if step:
@@ -152,7 +175,7 @@ class _Ring(torch.autograd.Function):
             held = arriving() if arriving else held
         if returning:
             dkv += returning()
-        return dq.to(q.dtype), dkv.to(q.dtype), None, None
+        return dq.to(q.dtype), dkv.to(q.dtype), None, None, None
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
@@ -175,38 +198,44 @@ def _pass_on(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]
     return wait
 
 
-class _AllGather(torch.autograd.Function):
-    """What was gathered is not kept: backward gathers it again."""
+class _Fetching(torch.autograd.Function):
+    """What was fetched is not kept: backward fetches it again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, own: Any, far: Gaps, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        own: Sequence[Block],
+        far: Gaps,
+        exchange: Exchange,
+        softcap: float | None,
+    ) -> Tensor:
         out, lse = empty_result(q)
-        arriving = start_gather(kv, group)
-        attend(out, lse, q, kv, own)
-        whole = unsplit(arriving.wait().chunk(group.size()), "all_gather")
-        del arriving  # its result is in another order, and large
+        arriving = exchange.fetch(kv)
+        attend(out, lse, q, kv, own, softcap)
+        fetched = arriving()
+        del arriving  # it has a copy, which is large
         for gap, blocks in far:
-            attend(out, lse, q, whole[gap], blocks)
+            attend(out, lse, q, fetched[gap], blocks, softcap)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.own, ctx.far, ctx.group = own, far, group
+        ctx.own, ctx.far, ctx.exchange, ctx.softcap = own, far, exchange, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse = ctx.saved_tensors
         dq, dkv = _zeros(q), _zeros(kv)
-        cp = ctx.group.size()
-        arriving = start_gather(kv, ctx.group)
-        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own)
-        whole = unsplit(arriving.wait().chunk(cp), "all_gather")
+        arriving = ctx.exchange.fetch(kv)
+        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own, ctx.softcap)
+        fetched = arriving()
         del arriving
-        dwhole = _zeros(whole)
+        dfetched = _zeros(fetched)
         for gap, blocks in ctx.far:
-            attend_backward(dq, dwhole[gap], grad, q, whole[gap], out, lse, blocks)
-        by_rank = torch.cat([split(dwhole, rows("all_gather", cp, rank, len(whole))) for rank in range(cp)])
-        dkv += start_reduce_scatter(by_rank, ctx.group).wait()
-        return dq.to(q.dtype), dkv.to(q.dtype), None, None, None
+            attend_backward(dq, dfetched[gap], grad, q, fetched[gap], out, lse, blocks, ctx.softcap)
+        ctx.exchange.give_back(dfetched, dkv)
+        return dq.to(q.dtype), dkv.to(q.dtype), None, None, None, None
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -2,17 +2,21 @@
 
 A rank's rows are its positions in ascending order, so a document, an interval of positions, is an interval of rows
 too. Where all keys come before all queries, only the document of the last key reaches over: one rectangle, no mask.
+
+With a window, a query attends to so many positions up to its own. Rows that are neighbours on a rank can be far from
+each other in the sequence, so blocks are then made for each pair of a rank's parts.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megalite.parallel.attention import Block
+from megalite.parallel.blocks import Block
 
 Method = Literal["ring", "ulysses", "all_gather"]
 Rows = tuple[range, ...]  # positions, ascending
@@ -51,16 +55,34 @@ def unsplit(parts: Sequence[Tensor], method: Method) -> Tensor:
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])])
 
 
-def own_blocks(mine: Rows, sequences: Sequence[Sequences], device: torch.device) -> list[Block]:
+def own_blocks(
+    mine: Rows, sequences: Sequence[Sequences], device: torch.device, window: int | None = None
+) -> list[Block]:
     """The rows of a rank over each other: causal, document by document."""
+    if window is None:
+        return _own(mine, mine, sequences, device)
+    return [
+        block
+        for i, part in enumerate(mine)
+        for block in (
+            *_own(mine, (part,), sequences, device, window - 1),
+            *_past_in_window(mine, (part,), mine[:i], sequences, window),
+        )
+    ]
+
+
+def _own(
+    mine: Rows, parts: Rows, sequences: Sequence[Sequences], device: torch.device, left: int | None = None
+) -> list[Block]:
+    """The rows of these neighbouring `parts` of a rank over each other."""
+    first, last = _below(mine, parts[0].start), _below(mine, parts[-1].stop)
     found = []
-    everything = slice(0, _below(mine, mine[-1].stop))
     for sequence in sequences:
-        cuts = tuple(sorted({_below(mine, begin) for begin in sequence.documents}))
+        cuts = tuple(sorted({_below(parts, begin) for begin in sequence.documents}))
         offsets = None
         if len(cuts) > 2 and device.type == "cuda":
             offsets = torch.tensor(cuts, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
-        found.append(Block(sequence.samples, everything, everything, cuts, offsets))
+        found.append(Block(sequence.samples, slice(first, last), slice(first, last), cuts, offsets, left))
     return found
 
 
@@ -71,11 +93,31 @@ def ring_steps(cp: int, rank: int, length: int, sequences: Sequence[Sequences]) 
     return [list(_past(mine, theirs, sequences)) for theirs in others]
 
 
-def gaps(mine: Rows, sequences: Sequence[Sequences]) -> list[tuple[slice, list[Block]]]:
-    """The positions before and between the rows of a rank, and the blocks over the keys there."""
+def gaps(mine: Rows, sequences: Sequence[Sequences], window: int | None = None) -> list[tuple[range, list[Block]]]:
+    """The positions before and between the rows of a rank that these attend to, and the blocks over the keys there."""
+    between = missing(mine, window)
+    if window is None:
+        return [(gap, list(_past(mine, (gap,), sequences))) for gap in between]
+    return [(gap, list(_past_in_window(mine, mine, (gap,), sequences, window))) for gap in between]
+
+
+def missing(mine: Rows, window: int | None = None) -> Rows:
+    """The positions before and between the rows of a rank; with a window, those that any of the rows attends to."""
     starts = [0, *(part.stop for part in mine[:-1])]
-    between = [range(start, part.start) for start, part in zip(starts, mine, strict=True)]
-    return [(slice(gap.start, gap.stop), list(_past(mine, (gap,), sequences))) for gap in between if gap]
+    if window is not None:
+        starts = [max(start, part.start - window + 1) for start, part in zip(starts, mine, strict=True)]
+    return tuple(range(start, part.start) for start, part in zip(starts, mine, strict=True) if start < part.start)
+
+
+def overlaps(wanted: Rows, held: Rows) -> list[range]:
+    """The positions in both, in one order for whoever wants them and whoever holds them."""
+    found = (range(max(x.start, y.start), min(x.stop, y.stop)) for x in wanted for y in held)
+    return [positions for positions in found if positions]
+
+
+def place(held: Rows, positions: range) -> slice:
+    """The rows that positions have among those held."""
+    return slice(_below(held, positions.start), _below(held, positions.stop))
 
 
 def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator[Block]:
@@ -91,6 +133,23 @@ def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator
         if first < last:
             begin = sequence.documents[document - 1]
             yield Block(sequence.samples, slice(first, last), slice(_below(keys, begin), _below(keys, end)))
+
+
+def _past_in_window(
+    mine: Rows, queries: Rows, keys: Rows, sequences: Sequence[Sequences], window: int
+) -> Iterator[Block]:
+    """One block per sequence, part of `queries`, which are rows of `mine`, and earlier part of `keys`."""
+    for part, earlier, sequence in product(queries, keys, sequences):
+        end = earlier.stop
+        if end > part.start:
+            continue
+        document = bisect_right(sequence.documents, end - 1)  # of the last key
+        begin = max(earlier.start, sequence.documents[document - 1], part.start - window + 1)
+        last = min(part.stop, sequence.documents[document], end + window - 1)  # behind the last query
+        if begin < end and part.start < last:
+            left = end + window - 1 - last
+            columns, reach = place(keys, range(begin, end)), left if left < end - begin - 1 else None
+            yield Block(sequence.samples, place(mine, range(part.start, last)), columns, left=reach)
 
 
 def _below(held: Rows, position: int) -> int:

@@ -1,4 +1,4 @@
-"""Bytes that context parallelism moves."""
+"""Bytes that context parallelism moves, and pairs of queries and keys that attention computes."""
 
 from math import lcm
 
@@ -6,16 +6,46 @@ from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 
 
-def bytes_sent(config: Config) -> tuple[int, int]:
+def bytes_sent(config: Config, window: int | None = None) -> tuple[int, int]:
     """What one rank sends to others for the attention of a layer and a micro-batch: in forward, and in backward.
 
     Keys and values travel in the compute precision, and in backward again, followed by their gradients, which are
-    summed in float32 or wider. Ulysses sends heads for positions and gets them back, both ways.
+    summed in float32 or wider. Ulysses sends heads for positions and gets them back, both ways. With a `window` the
+    ranks send unequal amounts; these are the largest.
     """
     model, parallel, sizes = config.model, config.parallel, Activations(config)
     cp, heads, kv_heads = parallel.cp, model.heads // parallel.tp, model.kv_heads // parallel.tp
     if parallel.context.method == "ulysses":
         moved = sizes.tokens * model.head_size * 2 * (heads + lcm(kv_heads, cp)) * sizes.w
         return moved * (cp - 1) // cp, moved * (cp - 1) // cp
-    numbers = (cp - 1) * sizes.tokens * model.head_size * 2 * kv_heads
-    return numbers * sizes.w, numbers * (sizes.w + sizes.z)
+    position = sizes.tokens * cp // model.sequence_length * model.head_size * 2 * kv_heads  # keys and values of one
+    if window is None or window >= model.sequence_length:
+        numbers = (cp - 1) * model.sequence_length // cp * position
+        return numbers * sizes.w, numbers * (sizes.w + sizes.z)
+    moved_by = [halo(cp, rank, model.sequence_length, window) for rank in range(cp)]
+    forward = max(given for given, _ in moved_by) * sizes.w
+    return forward * position, max(given * sizes.w + taken * sizes.z for given, taken in moved_by) * position
+
+
+def halo(cp: int, rank: int, length: int, window: int) -> tuple[int, int]:
+    """Positions whose keys and values a rank gives to others, and takes from them, under a window.
+
+    Of 2·cp chunks the rank holds numbers `rank` and 2·cp − 1 − `rank`. The rows of a chunk attend to window − 1
+    positions before it. A rank takes a position once, even where both of its chunks attend to it.
+    """
+    chunk = length // (2 * cp)
+
+    def reach(chunks: int) -> int:
+        """How many positions of so many chunks are in the window of the chunk that follows."""
+        return min(window - 1, chunks * chunk)
+
+    late = reach(2 * cp - 1 - rank) - reach(
+        2 * cp - 1 - 2 * rank
+    )  # to later chunks whose rank does not hold earlier ones
+    return reach(cp - 1 - rank) + late + reach(rank), reach(rank) + reach(2 * (cp - 1 - rank))
+
+
+def attended_pairs(length: int, window: int | None = None) -> int:
+    """How many pairs of a query and a key that it attends to a sequence has, as one document."""
+    full = length if window is None else min(window, length)
+    return full * (full + 1) // 2 + (length - full) * full

@@ -12,20 +12,26 @@ from unittest.mock import patch
 
 import fake_device
 import torch
+import torch.distributed as dist
 from fake_device import NOTES, Calls, world
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from toy_runs import Notes, RandomSamples
 
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
+from megalite.config.layers import AttentionKind
 from megalite.config.schema import Config
 from megalite.data.loader import Loader, Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import RankInfo
 from megalite.dist.start import NCCL, start
-from megalite.parallel import context
+from megalite.parallel import context, flex
+from megalite.parallel.context import attention
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
+from megalite.parallel.sequence import Documents, Method
 from megalite.plan.resolved import resolve
 from megalite.train import vital_signs
 from megalite.train.build import Job, build
@@ -72,6 +78,46 @@ def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, boo
                 assert (offsets.dtype, offsets.device) == (torch.int32, DEVICE)
             ends = None if offsets is None else list(offsets.shape)
             found.append((name, list(args[first].shape), ends, args[causal]))
+    return found
+
+
+def attended_in_window(method: Method | None, kind: AttentionKind, precision: torch.dtype) -> list[dict[str, Any]]:
+    """Of every call of FlashAttention over 64 positions on rank 0 of 2, or alone: its shapes, and window if any.
+
+    Of two samples, the second has two documents.
+    """
+    cp, length = 1 if method is None else 2, 64
+    documents: list[Documents] = [(0, length), (0, 20, length)]
+    q, k, v = (
+        torch.ones(length // cp, 2, heads, 16, dtype=precision, device=DEVICE, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    with world(cp):
+        attend = attention(method or "ring", dist.group.WORLD if method else None, length, DEVICE, documents, kind)
+        with Calls() as calls:
+            attend(q, k, v).sum().backward()
+    found = []
+    for name, first, causal in (("forward", 0, 8), ("backward", 1, 11)):
+        for args, kwargs in calls.of(f"aten::_flash_attention_{name}"):
+            shapes = {"queries": args[first].shape[-3], "keys": args[first + 1].shape[-3]}
+            found.append({"name": name, **shapes, "causal": args[causal], **kwargs})
+    return found
+
+
+def generated(window: int | None) -> list[tuple[str, str, list[int]]]:
+    """What FlexAttention is given for whole sequences with capped scores: devices of queries and mask, and tiles."""
+    documents: list[Documents] = [(0, 300), (0, 20, 300)]
+    q, k, v = (torch.ones(300, 2, heads, 16, dtype=torch.bfloat16, device=DEVICE) for heads in (4, 2, 2))
+    found = []
+
+    def given(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, **_: Any) -> Tensor:
+        tiles = block_mask.kv_indices
+        found.append((str(q.device), str(tiles.device), list(tiles.shape)))
+        return q
+
+    with patch.object(flex, "compiled", lambda on_cuda: given if on_cuda else None):
+        y = attention("ring", None, 300, DEVICE, documents, AttentionKind(window, 30.0))(q, k, v)
+    assert y.shape == q.shape
     return found
 
 

@@ -1,16 +1,16 @@
 """What runs on the ranks in the tests of context parallelism; attention with an explicit mask is the oracle."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attention_parts import FULL, oracle
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from megalite.config.layers import AttentionKind
 from megalite.config.layout import Layout
 from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
@@ -33,16 +33,25 @@ class Case:
     kv_heads: int
     documents: bool
     length: int
+    kind: AttentionKind = FULL
     samples: int = 2
     head_size: int = 4
 
 
 def cases() -> list[Case]:
-    """Every method on 2, 4 and 8 ranks, with and without documents, from as many kv heads as query heads to one."""
+    """Every method on 2, 4 and 8 ranks, with and without documents, from as many kv heads as query heads to one.
+
+    Then with windows around the length of a chunk, and with capped scores.
+    """
     found = []
     for method, cp, documents in product(METHODS, (2, 4, 8), (False, True)):
         for heads, kv_heads in ((8, 8), (8, 2), (24, 6), (8, 1)):
             found.append(Case(method, cp, heads, kv_heads, documents, 6 * 2 * cp))
+    windows = product(METHODS, (2, 4), (1, 2, 5, 6, 7, 20, 100))  # a chunk has 6 positions
+    for i, (method, cp, window) in enumerate(windows):
+        kind = AttentionKind(window, 1.5 if i % 3 == 0 else None)
+        found.append(Case(method, cp, 8, 2, i % 2 == 0, 6 * 2 * cp, kind))
+    found += [Case(method, 2, 8, 2, False, 6 * 2 * 2, AttentionKind(None, 1.5)) for method in METHODS]
     return found
 
 
@@ -54,22 +63,6 @@ def documents(case: Case) -> list[Documents] | None:
     inner = range(1, case.length)
     counts = [choose.choice((0, 1, 2, 5, len(inner) // 2)) for _ in range(case.samples)]
     return [(0, *sorted(choose.sample(inner, count)), case.length) for count in counts]
-
-
-def mask(length: int, bounds: Documents) -> Tensor:
-    """Which query attends to which key, `[length, length]`."""
-    position = torch.arange(length)
-    document = torch.bucketize(position, torch.tensor(bounds), right=True)
-    return (document[:, None] == document) & (position[:, None] >= position)
-
-
-def oracle(q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Documents] | None) -> Tensor:
-    """Unsplit attention with an explicit mask."""
-    s, b = q.shape[:2]
-    masks = torch.stack([mask(s, bounds) for bounds in documents or [(0, s)] * b])[:, None]
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=masks).permute(2, 0, 1, 3)
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -92,10 +85,10 @@ def differences(case: Case) -> list[float]:
     mine = rows(case.method, case.cp, mesh.coordinates["cp"], case.length)
     *leaves, grad = (split(x, mine) for x in inputs(case))
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    y = attention(case.method, mesh.cp, case.length, CPU, bounds)(*leaves)
+    y = attention(case.method, mesh.cp, case.length, CPU, bounds, case.kind)(*leaves)
     y.backward(grad)
     whole = [leaf.requires_grad_() for leaf in inputs(case)[:3]]
-    expected = oracle(*whole, bounds)
+    expected = oracle(*whole, bounds, case.kind)
     expected.backward(inputs(case)[3])
     pairs = zip([y, *(leaf.grad for leaf in leaves)], [expected, *(leaf.grad for leaf in whole)], strict=True)
     return [(joined(mine.detach(), mesh, case.method) - theirs).abs().max().item() for mine, theirs in pairs]
@@ -112,35 +105,44 @@ def all_differences() -> list[tuple[Case, list[float]]]:
     return [(case, differences(case)) for case in cases()]
 
 
-def traffic(method: Method, cp: int, precision: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Bytes sent in forward and backward: as counted on this rank, and as predicted."""
+Moved = tuple[int, int]  # in forward and in backward
+
+
+def traffic(method: Method, cp: int, precision: str, window: int | None = None) -> tuple[Moved, Moved] | None:
+    """Bytes sent: as counted on this rank, and as predicted."""
     mesh = Mesh.build(Layout(cp=cp), CPU)
     if mesh is None:
         return None
     config = configuration(method, cp, 16 * cp, precision)
-    run = attend(config, mesh)
+    run = attend(config, mesh, AttentionKind(window))
     with counted_bytes(cp) as found:
         y = run()
         forward = sum(found)
         y.backward(torch.ones_like(y))
-    return (forward, sum(found) - forward), bytes_sent(config)
+    return (forward, sum(found) - forward), bytes_sent(config, window)
 
 
 def all_traffic() -> dict[str, Any]:
     return {f"{case}": traffic(*case) for case in product(METHODS, (2, 8), ("fp64", "bf16"))}
 
 
-def peak(method: Method, cp: int) -> int | None:
+def windows_traffic() -> dict[str, Any]:
+    """With windows of one position, of less than a chunk of 8, of more, and of all."""
+    cases = product(("ring", "all_gather"), (2, 4, 8), ("fp64", "bf16"), (1, 4, 9, 10, 40, 1000))
+    return {f"{case}": traffic(*case) for case in cases}
+
+
+def peak(method: Method, cp: int, window: int | None = None) -> int | None:
     """Bytes that attention forward and backward hold at most, beside its inputs, of 64 positions on every rank."""
     mesh = Mesh.build(Layout(cp=cp), CPU)
     if mesh is None:
         return None
-    run = attend(configuration(method, cp, 64 * cp, "fp64"), mesh)
+    run = attend(configuration(method, cp, 64 * cp, "fp64"), mesh, AttentionKind(window))
     with LiveBytes() as live:
         y = run()
         y.backward(torch.ones_like(y))
     return sum(live.peak().values())
 
 
-def all_peaks() -> dict[tuple[Method, int], int | None]:
-    return {case: peak(*case) for case in product(METHODS, (2, 4, 8))}
+def all_peaks() -> dict[tuple[Method, int, int | None], int | None]:
+    return {case: peak(*case) for case in product(METHODS, (2, 4, 8), (None, 16))}

@@ -2,19 +2,25 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from context_cases import mask, oracle
+from attention_parts import in_blocks as over_ranks
+from attention_parts import mask, oracle
 from torch import Tensor
 
+from megalite.config.layers import AttentionKind
 from megalite.live_bytes import LiveBytes
-from megalite.parallel import attention, context
-from megalite.parallel.attention import Block, attend, attend_backward, empty_result
+from megalite.parallel import attention, context, explicit, flex
+from megalite.parallel.attention import Kernels, attend, attend_backward, empty_result
+from megalite.parallel.blocks import Block
 from megalite.parallel.context import Ring
 from megalite.parallel.context import attention as attention_over
 from megalite.parallel.sequence import Sequences, own_blocks
+from megalite.plan.context import attended_pairs
 
 CPU = torch.device("cpu")
 LENGTH, HEADS, KV_HEADS, WIDTH = 12, 6, 2, 8
@@ -39,36 +45,44 @@ def flash_forward(
     dropout: float,
     causal: bool,
     debug: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
 ) -> tuple[Tensor, ...]:
     """What `aten::_flash_attention_forward` is documented to do on CUDA: dense `[b, n, h, e]` or packed `[n, h, e]`."""
     assert (dropout, debug) == (0.0, False)
+    assert window_size_right == (0 if causal and window_size_left >= 0 else -1)
     if offsets_q is None or offsets_k is None:
         assert (longest_q, longest_k) == (q.shape[1], k.shape[1])
-        return *plain_attention(q, k, v, causal), Tensor(), Tensor(), Tensor()
+        return *plain_attention(q, k, v, causal, window_size_left), Tensor(), Tensor(), Tensor()
     assert offsets_q.dtype == offsets_k.dtype == torch.int32
     found = []
     lengths = offsets_q.diff().tolist(), offsets_k.diff().tolist()
     assert (longest_q, longest_k) == (max(lengths[0]), max(lengths[1]))
     for parts in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True):
-        found.append(plain_attention(*(part[None] for part in parts), causal))
+        found.append(plain_attention(*(part[None] for part in parts), causal, window_size_left))
     out = torch.cat([out[0] for out, _ in found])
     return out, torch.cat([lse[0] for _, lse in found], dim=1), Tensor(), Tensor(), Tensor()
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int) -> tuple[Tensor, Tensor]:
+    """The last query is at the place of the last key; a query sees `left` keys before its place, −1 being all."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bnhe,bmhe->bhnm", q, k) / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(~mask(q.shape[1], (0, q.shape[1])), -torch.inf)
+    n, m = q.shape[1], k.shape[1]
+    back = torch.arange(n)[:, None] + m - n - torch.arange(m)
+    hidden = (back < 0 if causal else torch.zeros(n, m, dtype=torch.bool)) | (back > (m if left < 0 else left))
+    scores = scores.masked_fill(hidden, -torch.inf)
     return torch.einsum("bhnm,bmhe->bnhe", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object) -> Iterator:
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **window: int
+) -> Iterator:
     """Likewise `aten::_flash_attention_backward`; `out` and `lse` may be those of more keys than k has."""
     *ends, dropout, causal, _, _ = rest
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        block_out, block_lse, *_ = flash_forward(q, k, v, *ends, dropout, causal, False)
+        block_out, block_lse, *_ = flash_forward(q, k, v, *ends, dropout, causal, False, **window)
         # Of the final softmax this block's keys have the share exp(block_lse − lse); the other keys' share is fixed.
         by_head = (block_lse - lse).transpose(-1, -2)[..., None].exp()
         total = (grad * block_out * by_head).sum() - ((grad * out).sum(-1, keepdim=True) * by_head).sum()
@@ -77,25 +91,31 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CPU's kernels, or the code that calls CUDA's with stand-ins for those."""
+    """The CPU's kernels, plain PyTorch, or the code that calls CUDA's kernels with stand-ins for those."""
+    if request.param == "explicit":
+        plain = (partial(function, softcap=None) for function in (explicit.forward, explicit.backward))
+        kernels = Kernels(*plain, lambda block: [block])
+        monkeypatch.setattr(attention, "_kernels", lambda *_: kernels)
     if request.param == "cuda":
-        monkeypatch.setattr(attention, "_forward_cpu", attention._forward_cuda)
-        monkeypatch.setattr(attention, "_backward_cpu", attention._backward_cuda)
+        kernels = Kernels(attention._forward_cuda, attention._backward_cuda, lambda block: [with_offsets(block)])
+        monkeypatch.setattr(attention, "_kernels", lambda *_: kernels)
         stand_ins = {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
         monkeypatch.setattr(attention, "ops", SimpleNamespace(**stand_ins))
     return request.param
 
 
-def offsets(documents: tuple[int, ...], kernels: str) -> Tensor | None:
-    return torch.tensor(documents, dtype=torch.int32) if kernels == "cuda" and len(documents) > 2 else None
+def with_offsets(block: Block) -> Block:
+    """As it is made for CUDA."""
+    several = len(block.documents) > 2
+    return replace(block, offsets=torch.tensor(block.documents, dtype=torch.int32) if several else None)
 
 
-def blocks(kernels: str) -> list[Block]:
+def blocks() -> list[Block]:
     """Of two samples, the second a single document, causal attention in blocks that reach over one another."""
     first, second = slice(0, 1), slice(1, 2)
     late, early = slice(7, LENGTH), slice(0, 7)
     return [
-        Block(first, EVERYTHING, EVERYTHING, DOCUMENTS[0], offsets(DOCUMENTS[0], kernels)),
+        Block(first, EVERYTHING, EVERYTHING, DOCUMENTS[0]),
         Block(second, early, early, (0, 7)),
         Block(second, late, slice(0, 4)),
         Block(second, late, late, (0, 5)),
@@ -104,7 +124,9 @@ def blocks(kernels: str) -> list[Block]:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("cuda", torch.float64), *(("cpu", dtype) for dtype in TOLERANCES)], indirect=["kernels"]
+    ("kernels", "dtype"),
+    [("cuda", torch.float64), *((kernels, dtype) for kernels in ("cpu", "explicit") for dtype in TOLERANCES)],
+    indirect=["kernels"],
 )
 def test_blocks_add_up_to_attention_with_a_mask(kernels: str, dtype: torch.dtype) -> None:
     q, k, v = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS)))
@@ -112,10 +134,37 @@ def test_blocks_add_up_to_attention_with_a_mask(kernels: str, dtype: torch.dtype
     expected = oracle(*leaves, DOCUMENTS)
     grad = heads(HEADS, 3)
     expected.backward(grad)
-    y, dq, dkv = in_blocks(*(x.to(dtype) for x in (q, k, v, grad)), blocks(kernels))
+    y, dq, dkv = in_blocks(*(x.to(dtype) for x in (q, k, v, grad)), blocks())
     assert dq.dtype == dkv.dtype == torch.promote_types(dtype, torch.float32)
     for found, leaf in zip((y, dq, *dkv.unbind(1)), (expected, *(leaf.grad for leaf in leaves)), strict=True):
         assert (found.double() - leaf).abs().max() < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "explicit", "cuda"], indirect=True)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_windows_are_those_of_the_mask(kernels: str, cp: int) -> None:
+    """With documents of several samples, on the rows of one rank and of two, whose chunks have 3 positions."""
+    for window in (1, 2, 3, 4, 7, 11, 12):
+        for documents in (DOCUMENTS, [(0, LENGTH)] * 2):
+            compare_with_oracle(cp, documents, AttentionKind(window))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_capped_scores_are_those_of_the_formula(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explicit, "ROWS", 2)  # so that a block takes several steps
+    for kind in (AttentionKind(None, 0.7), AttentionKind(4, 0.7), AttentionKind(1, 50.0)):
+        for documents in (DOCUMENTS, [(0, LENGTH)] * 2):
+            compare_with_oracle(cp, documents, kind)
+
+
+def compare_with_oracle(cp: int, documents: list[tuple[int, ...]], kind: AttentionKind) -> None:
+    *given, grad = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = oracle(*leaves, documents, kind)
+    expected.backward(grad)
+    found = over_ranks("ring", cp, *given, grad, documents, kind)
+    for x, exact in zip(found, (expected, *(leaf.grad for leaf in leaves)), strict=True):
+        assert (x - exact).abs().max() < 1e-13
 
 
 def in_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,19 +186,88 @@ def test_gradients_by_differences() -> None:
 
 def test_nothing_is_as_large_as_a_mask() -> None:
     length = 4096
-    ring = attention_over("ring", None, length, CPU, [(0, 1000, 1001, length)])
     q, k, v = (torch.randn(length, 1, 1, 4, requires_grad=True) for _ in range(3))
-    with LiveBytes() as live:
-        ring(q, k, v).sum().backward()
-    assert sum(live.peak().values()) < length * length  # bytes of a mask of booleans; scores would take 4 times as many
+    for kind in (AttentionKind(), AttentionKind(100), AttentionKind(100, 30.0), AttentionKind(None, 30.0)):
+        attend = attention_over("ring", None, length, CPU, [(0, 1000, 1001, length)], kind)
+        with LiveBytes() as live:
+            attend(q, k, v).sum().backward()
+        # Bytes of a mask of booleans; scores would take 4 times as many.
+        assert sum(live.peak().values()) < length * length
 
 
+def work(kind: AttentionKind, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many products of a query and a key forward takes, triangles being half of a rectangle."""
+    kernel, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        n, m = q.shape[2], k.shape[2]
+        found.append(n * (n + 1) // 2 if is_causal else n * m)
+        return kernel(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(attention, "ops", SimpleNamespace(_scaled_dot_product_flash_attention_for_cpu=counted))
+    attention_over("ring", None, length, CPU, [(0, length)], kind)(*(torch.randn(length, 1, 1, 4) for _ in range(3)))
+    return sum(found)
+
+
+@pytest.mark.parametrize("window", [1, 2, 17, 99, 100, 150, 199, 200, None])
+def test_keys_outside_of_the_window_cost_nothing(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert work(AttentionKind(window), 200, monkeypatch) == attended_pairs(200, window)
+
+
+def test_with_capped_scores_keys_outside_of_the_window_cost_little() -> None:
+    q = heads(1, 0)[:1, :1].expand(4000, 1, 1, WIDTH)
+    (block,) = own_blocks((range(4000),), [Sequences(slice(None), (0, 4000))], CPU, 100)
+    steps = [(keys.stop - keys.start) * (rows.stop - rows.start) for rows, keys, _ in explicit._steps(block, q, q)]
+    assert sum(steps) < 4000 * (100 + explicit.ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", [None, [(0, 300), (0, 3, 4, 150, 300)]])
+@pytest.mark.parametrize("window", [None, 5, 130])
+def test_flex_attention_is_told_what_to_attend_to(documents: list[tuple[int, ...]] | None, window: int | None) -> None:
+    """On the CPU, where it has no backward and goes by the mask alone; tiles are compared with the mask."""
+    length, kind = 300, AttentionKind(window, 0.7)
+    q, k, v = (torch.randn(length, 2, count, 16, dtype=torch.float64) for count in (HEADS, KV_HEADS, KV_HEADS))
+    attend = flex.Flex(documents or [(0, length)], window, 0.7, CPU)
+    torch.testing.assert_close(attend(q, k, v), oracle(q, k, v, documents, kind), rtol=1e-12, atol=1e-12)
+    for sample, bounds in enumerate(documents or [(0, length)]):
+        tiles = [part.split(128, dim=1) for part in mask(length, bounds, window).split(128)]
+        some = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])
+        every = torch.tensor([[bool(tile.all()) for tile in row] for row in tiles])
+        assert torch.equal(attend.mask.to_dense()[sample, 0].bool(), some)
+        full = [
+            set(order[:count].tolist())
+            for order, count in zip(
+                attend.mask.full_kv_indices[sample, 0], attend.mask.full_kv_num_blocks[sample, 0], strict=True
+            )
+        ]
+        assert full == [set(row.nonzero()[:, 0].tolist()) for row in every]
+
+
+def test_windows_and_capped_scores_are_those_of_transformers() -> None:
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    masks = pytest.importorskip("transformers.masking_utils")
+    q, k, v = (heads(count, seed, torch.float32) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    sees = masks.sliding_window_causal_mask_function(5)
+    at = torch.arange(LENGTH)
+    hidden = ~sees(0, 0, at[:, None], at)
+    module = SimpleNamespace(head_dim=WIDTH, num_key_value_groups=HEADS // KV_HEADS, training=False)
+    bias = torch.zeros(LENGTH, LENGTH).masked_fill(hidden, -torch.inf)[None, None]
+    by_sample = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    expected, _ = gemma.eager_attention_forward(module, *by_sample, bias, scaling=WIDTH**-0.5, softcap=0.7)
+    found = attention_over("ring", None, LENGTH, CPU, None, AttentionKind(5, 0.7))(q, k, v)
+    torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("left", [None, 3])
 @pytest.mark.parametrize("documents", [(), (0, 4, LENGTH)])
-def test_cuda_kernels_have_the_signature_and_results_that_are_relied_on(documents: tuple[int, ...]) -> None:
+def test_cuda_kernels_have_the_signature_and_results_that_are_relied_on(
+    documents: tuple[int, ...], left: int | None
+) -> None:
     """On the meta device, which checks arguments against the operators' schemas and knows the shapes of results."""
     q, k, v = (heads(count, 0)[:, :1].to("meta") for count in (HEADS, KV_HEADS, KV_HEADS))
     ends = torch.tensor(documents, dtype=torch.int32, device="meta") if documents else None
-    block = Block(slice(0, 1), EVERYTHING, EVERYTHING, documents, ends)
+    block = Block(slice(0, 1), EVERYTHING, EVERYTHING, documents, ends, left)
     out, lse = attention._forward_cuda(q, k, v, block)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, HEADS, LENGTH), torch.float32)
     grads = attention._backward_cuda(out, out, lse, q, k, v, block)

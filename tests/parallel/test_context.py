@@ -1,6 +1,6 @@
 """Context parallelism gives what unsplit attention with a mask gives, for the traffic and memory that it promises."""
 
-from context_cases import all_differences, all_peaks, all_traffic, cases
+from context_cases import all_differences, all_peaks, all_traffic, cases, windows_traffic
 from ranks import Ranks
 
 from megalite.parallel.sequence import Method
@@ -23,7 +23,15 @@ def test_the_bytes_sent_are_those_predicted(ranks: Ranks) -> None:
     assert None not in told[0].values()
 
 
+def test_with_a_window_the_rank_that_sends_most_sends_what_is_predicted(ranks: Ranks) -> None:
+    told = ranks.run(windows_traffic)
+    for case in told[0]:
+        sent, predicted = zip(*(answers[case] for answers in told if answers[case]), strict=True)
+        assert (max(forward for forward, _ in sent), max(backward for _, backward in sent)) == predicted[0], case
+
+
 def test_the_ring_holds_the_keys_of_no_more_than_a_few_ranks(ranks: Ranks) -> None:
-    found: dict[tuple[Method, int], int] = ranks.run(all_peaks)[0]
-    assert found["ring", 4] == found["ring", 8]
-    assert found["all_gather", 8] - found["all_gather", 4] > 4 * 2 * PART
+    found: dict[tuple[Method, int, int | None], int] = ranks.run(all_peaks)[0]
+    assert found["ring", 4, None] == found["ring", 8, None]
+    assert found["all_gather", 8, None] - found["all_gather", 4, None] > 4 * 2 * PART
+    assert found["ring", 4, 16] == found["ring", 8, 16] == found["all_gather", 8, 16]

@@ -1,16 +1,30 @@
 """Which rank holds which positions, and which blocks of attention follow."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from context_cases import METHODS, mask
+from attention_parts import mask
+from context_cases import METHODS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.parallel.attention import Block
-from megalite.parallel.sequence import Documents, Method, Sequences, gaps, own_blocks, ring_steps, rows, split, unsplit
+from megalite.parallel.blocks import Block, triangles
+from megalite.parallel.sequence import (
+    Documents,
+    Method,
+    Sequences,
+    gaps,
+    missing,
+    own_blocks,
+    ring_steps,
+    rows,
+    split,
+    unsplit,
+)
+from megalite.plan.context import attended_pairs, halo
 
 CPU = torch.device("cpu")
 CP = st.sampled_from([1, 2, 3, 4, 8])
@@ -25,15 +39,26 @@ def layouts(draw: st.DrawFn) -> tuple[int, int, Documents]:
     return cp, length, (0, *sorted(begins), length)
 
 
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[int, int, Documents, int]:
+    """The same, and a window."""
+    cp, length, documents = draw(layouts())
+    return cp, length, documents, draw(st.integers(1, length + 2))
+
+
 def matrix(blocks: list[Block], queries: int, keys: int) -> Tensor:
     """How often each query attends to each key."""
     found = torch.zeros(queries, keys, dtype=torch.int64)
     for block in blocks:
         part = found[block.queries, block.keys]
-        if not block.documents:
-            part += 1
-        for begin, end in pairwise(block.documents):
-            part[begin:end, begin:end] += torch.ones(end - begin, end - begin, dtype=torch.int64).tril()
+        pieces = [part[begin:end, begin:end] for begin, end in pairwise(block.documents)] or [part]
+        for piece in pieces:
+            n, m = piece.shape
+            back = torch.arange(n)[:, None] + m - n - torch.arange(m)  # from a query's place to the key
+            seen = torch.ones(n, m, dtype=torch.bool) if block.left is None else back <= block.left
+            if block.documents:
+                seen &= back <= 0 if block.mirrored else back >= 0
+            piece += seen
     return found
 
 
@@ -77,8 +102,45 @@ def test_own_rows_and_the_gaps_between_are_the_mask(layout: tuple[int, int, Docu
         own = matrix(own_blocks(mine, sequences, CPU), length // cp, length // cp)
         found[:, torch.cat([torch.arange(part.start, part.stop) for part in mine])] += own
         for gap, blocks in gaps(mine, sequences):
-            found[:, gap] += matrix(blocks, length // cp, gap.stop - gap.start)
+            found[:, gap.start : gap.stop] += matrix(blocks, length // cp, len(gap))
         assert torch.equal(found, split(mask(length, documents), mine).long())
+
+
+@given(windows())
+def test_with_a_window_own_rows_and_the_gaps_between_are_the_mask(layout: tuple[int, int, Documents, int]) -> None:
+    cp, length, documents, window = layout
+    sequences = [Sequences(slice(None), documents)]
+    for rank in range(cp):
+        mine = rows("ring", cp, rank, length)
+        position = torch.cat([torch.arange(part.start, part.stop) for part in mine])
+        found = torch.zeros(2, length // cp, length, dtype=torch.int64)
+        for keys, blocks in [
+            (position, own_blocks(mine, sequences, CPU, window)),
+            *((torch.arange(gap.start, gap.stop), blocks) for gap, blocks in gaps(mine, sequences, window)),
+        ]:
+            cut = [part for block in blocks for part in triangles(block)]
+            assert all(block.left is None for block in cut)
+            found[:, :, keys] += torch.stack([matrix(part, length // cp, len(keys)) for part in (blocks, cut)])
+        assert torch.equal(found, split(mask(length, documents, window), mine).long().expand(2, -1, -1))
+
+
+@given(windows())
+def test_a_rank_takes_what_its_windows_reach_and_gives_what_others_take(layout: tuple[int, int, Any, int]) -> None:
+    cp, length, _, window = layout
+    held = [rows("ring", cp, rank, length) for rank in range(cp)]
+    position = torch.arange(length)
+    own = torch.stack([torch.isin(position, split(position, mine)) for mine in held])
+    reached = torch.stack([split(mask(length, (0, length), window), mine).any(0) for mine in held])
+    taken = reached & ~own
+    for rank, mine in enumerate(held):
+        wanted = [p for part in missing(mine, window) for p in part]
+        assert wanted == taken[rank].nonzero()[:, 0].tolist()
+        assert halo(cp, rank, length, window) == (taken[:, own[rank]].sum().item(), len(wanted))
+
+
+@given(st.integers(1, 30), st.none() | st.integers(1, 40))
+def test_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
+    assert attended_pairs(length, window) == mask(length, (0, length), window).sum().item()
 
 
 @given(layouts())

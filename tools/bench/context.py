@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megalite.config.errors import InputError
 from megalite.config.files import write_object
+from megalite.config.layers import AttentionKind
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
 from megalite.dist import collectives
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import RankInfo
 from megalite.live_bytes import LiveBytes
-from megalite.parallel.context import attention
+from megalite.parallel.context import FULL, attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
 from megalite.plan.context import bytes_sent
@@ -52,7 +53,7 @@ def configuration(method: Method, cp: int, length: int, precision: str, head_wid
     )
 
 
-def attend(config: Config, mesh: Mesh) -> Callable[[], Tensor]:
+def attend(config: Config, mesh: Mesh, kind: AttentionKind = FULL) -> Callable[[], Tensor]:
     """Attention of this rank's part of random sequences; the leaves are made before."""
     model, part = config.model, config.model.sequence_length // config.parallel.cp
     dtype = compute_dtype(config.train.precision)
@@ -60,7 +61,7 @@ def attend(config: Config, mesh: Mesh) -> Callable[[], Tensor]:
         torch.randn(part, config.batch.micro_size, heads, model.head_size).to(dtype).requires_grad_()
         for heads in (model.heads, model.kv_heads, model.kv_heads)
     )
-    run = attention(config.parallel.context.method, mesh.cp, model.sequence_length, CPU)
+    run = attention(config.parallel.context.method, mesh.cp, model.sequence_length, CPU, kind=kind)
     return lambda: run(q, k, v)
 
 

@@ -1,0 +1,111 @@
+"""Attention over a block in plain PyTorch, some rows of queries at a time, for what flash kernels do not do.
+
+With s = scale · q · k, scores are cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, §2), or s without a cap. Backward has
+the rows' final log-sum-exp L and output o, as flash attention does (Dao et al. 2022, arXiv 2205.14135, appendix B.2):
+
+    P = exp(score − L)     dV = Pᵀ dO     dS = P ∘ (dO Vᵀ − rowsum(dO ∘ o)) ∘ (1 − tanh²(s / cap))
+
+All is computed in float32 or wider. The matrix of scores exists for a few rows at a time.
+
+    n  queries     b  micro-batch        h  query heads                  g  query heads of a key-value head
+    m  keys        e  width of a head    k  key-value heads              r  rows of queries at a time
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.blocks import Block
+
+ROWS = 128  # of queries at a time at most, as each makes scores for some keys that only the others attend to
+SCORES = 2**24  # numbers that are made at a time, unless a single row has more
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Output `[n, b, h, e]` and log-sum-exp `[b, h, n]` of q `[n, b, h, e]` over k and v `[m, b, k, e]`."""
+    queries, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
+    out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:-1])
+    for rows, columns, hidden in _steps(block, q, k):
+        scores, _ = _scores(queries[:, :, rows], keys[:, columns], hidden, softcap)
+        lse[:, :, rows] = sums = scores.logsumexp(-1)
+        weights = scores.sub_(sums[..., None]).exp_()
+        out[:, :, rows] = _times(weights, values[:, columns])
+    return out.permute(2, 0, 1, 3).reshape(q.shape), lse.reshape(q.shape[1], q.shape[2], -1)
+
+
+def backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v; grad and out are `[n, b, h, e]`, and lse `[b, h, n]`."""
+    queries, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
+    grads, lse = _by_head(grad, k), lse.view(queries.shape[:-1])
+    means = (grads * _by_head(out, k)).sum(-1, keepdim=True)
+    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    for rows, columns, hidden in _steps(block, q, k):
+        scores, bent = _scores(queries[:, :, rows], keys[:, columns], hidden, softcap)
+        weights = scores.sub_(lse[:, :, rows, None]).exp_()
+        dv[:, columns] += weights.flatten(1, 2).mT @ grads[:, :, rows].flatten(1, 2)
+        dscores = _times(grads[:, :, rows], values[:, columns].mT).sub_(means[:, :, rows]).mul_(weights)
+        if bent is not None:
+            dscores.mul_(1 - bent.square_())
+        dscores.mul_(_scale(q))
+        dq[:, :, rows] = _times(dscores, keys[:, columns])
+        dk[:, columns] += dscores.flatten(1, 2).mT @ queries[:, :, rows].flatten(1, 2)
+    shapes = zip((dq, dk[:, None], dv[:, None]), (q, k, v), strict=True)
+    return tuple(x.permute(2, 0, 1, 3).reshape(like.shape) for x, like in shapes)
+
+
+def _by_head(x: Tensor, k: Tensor) -> Tensor:
+    """`[n, b, h, e]` as `[b·k, g, n, e]`, in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.reshape(len(x), k.shape[1] * k.shape[2], -1, x.shape[-1]).permute(1, 2, 0, 3).to(wide).contiguous()
+
+
+def _scores(
+    queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores `[b·k, g, r, m]`, −∞ where hidden, and with a cap their tanh."""
+    scores, bent = _times(queries, keys.mT).mul_(_scale(queries)), None
+    if softcap is not None:
+        bent = scores.div_(softcap).tanh_()
+        scores = bent * softcap
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), bent
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """x `[b·k, g, r, i]` times y `[b·k, i, j]`."""
+    return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
+
+
+def _scale(q: Tensor) -> float:
+    return 1 / math.sqrt(q.shape[-1])
+
+
+def _steps(block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Rows of queries, the keys that any of them attends to, and which of these each does not attend to."""
+    ends = [(begin, end, begin, end) for begin, end in pairwise(block.documents)] or [(0, len(q), 0, len(k))]
+    for begin, end, first, last in ends:
+        shift = last - end  # from a query to the key at its place
+        longest = last - first if block.left is None else min(last - first, block.left + ROWS)
+        step = max(1, min(ROWS, SCORES // (longest * q.shape[1] * q.shape[2])))
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            start_of_keys = first if block.left is None else max(first, start + shift - block.left)
+            keys = range(start_of_keys, min(last, stop + shift) if block.documents else last)
+            hidden = _hidden(block, range(start + shift, stop + shift), keys, q.device)
+            yield slice(start, stop), slice(keys.start, keys.stop), hidden
+
+
+def _hidden(block: Block, places: range, keys: range, device: torch.device) -> Tensor | None:
+    """Which of the keys queries at these places do not attend to."""
+    if block.left is None and not block.documents:
+        return None
+    at, key = (torch.arange(rows.start, rows.stop, device=device) for rows in (places, keys))
+    after = key > at[:, None] if block.documents else None
+    if block.left is None:
+        return after
+    before = key < at[:, None] - block.left
+    return before if after is None else before | after

@@ -1,0 +1,80 @@
+"""Attention over whole sequences with a cap on scores, by the kernels that FlexAttention generates on CUDA.
+
+A query attends to an unbroken range of keys that ends with its own: those of its document that are in its window. Where
+that range begins says all. Which tiles of queries and keys have any pair, and which have all, follows without a mask of
+all pairs (Dong et al. 2024, arXiv 2412.05496).
+
+    s  length     h  query heads         e  width of a head
+    b  samples    k  key-value heads     t  tiles of a sequence
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+TILE = 128  # rows of queries, and of keys
+
+
+class Flex:
+    """Causal attention within documents (of every sample, or of all alike) and a window, with scores capped."""
+
+    def __init__(
+        self, documents: Sequence[tuple[int, ...]], window: int | None, softcap: float, device: torch.device
+    ) -> None:
+        begins = _begins(documents, window)
+        if device.type == "cuda":
+            begins = begins.pin_memory().to(device, non_blocking=True)
+        self.mask = _block_mask(begins)
+        self.softcap = softcap
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q `[s, b, h, e]`, k and v `[s, b, k, e]` → `[s, b, h, e]`."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        softcap = self.softcap
+
+        def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+        y = compiled(q.is_cuda)(q, k, v, score_mod=capped, block_mask=self.mask, enable_gqa=True)
+        return y.permute(2, 0, 1, 3)
+
+
+@cache
+def compiled(on_cuda: bool) -> Callable[..., Tensor]:
+    """FlexAttention as a kernel; elsewhere as it is, which makes all scores and is for tests."""
+    run: Callable[..., Any] = flex_attention
+    return torch.compile(run) if on_cuda else run
+
+
+def _begins(documents: Sequence[tuple[int, ...]], window: int | None) -> Tensor:
+    """The first key that each query attends to: `[b, s]`."""
+    bounds = [torch.tensor(cuts) for cuts in documents]
+    begins = torch.stack([cuts[:-1].repeat_interleave(cuts.diff()) for cuts in bounds])
+    return begins if window is None else begins.maximum(torch.arange(begins.shape[1]) - window + 1)
+
+
+def _block_mask(begins: Tensor) -> BlockMask:
+    length = begins.shape[1]
+    first = torch.arange(0, length, TILE, device=begins.device)
+    last = (first + TILE).clamp(max=length) - 1
+    earliest, latest = begins[:, first, None], begins[:, last, None]  # of the keys of a tile's queries: b t 1
+    some = (first <= last[:, None]) & (last >= earliest)
+    every = (last <= first[:, None]) & (first >= latest)
+
+    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= begins[b % len(begins), query])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every), *_ordered(every), BLOCK_SIZE=TILE, mask_mod=mask, seq_lengths=(length, length)
+    )
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each tile of queries, how many tiles of keys there are, and these in front of the others: `[b, 1, t, …]`."""
+    tiles = tiles[:, None].int()
+    return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()

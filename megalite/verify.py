@@ -265,8 +265,13 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     heads = kv_heads * min(model.heads // model.kv_heads, 4)
     if parallel.context.method == "ulysses":
         heads = lcm(heads, tp * cp)
+    length = 6 * parallel.sequence_parts if cp > 1 else 12 * tp
+    attention = model.attention
+    if attention.window is not None and attention.window < model.sequence_length:
+        attention = replace(attention, window=max(1, length // 3))
     return replace(
         model,
+        attention=attention,
         layers=layers,
         width=8 * heads,
         heads=heads,
@@ -274,7 +279,7 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         head_width=None if model.head_width is None else 12,
         ffn=24 * tp,
         vocab_size=48 * tp,
-        sequence_length=6 * parallel.sequence_parts if cp > 1 else 12 * tp,
+        sequence_length=length,
     )
 
 

@@ -43,6 +43,18 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
     "muon": ({"optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
     "muon, ddp": ({"optim.name": "muon", "parallel.data.mode": "ddp", "train.precision": "fp64", **SHARDED}, 0),
+    "window": ({"model.attention.window": 256, "model.sequence_length": 2048}, 0),
+    "alternating windows, recompute": (
+        {
+            "model.attention.window": 256,
+            "model.attention.full_every": 2,
+            "model.layers": 4,
+            "train.recompute": "selective",
+        },
+        0,
+    ),
+    "window, ring": ({"model.attention.window": 512, "model.sequence_length": 4096, "parallel.cp": 4}, 0),
+    "capped": ({"model.attention.softcap": 30.0, "batch.micro": 2}, 0),
     "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
     "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
     "norms of heads made again, ring": ({**NORMED, "parallel.cp": 4}, 0),

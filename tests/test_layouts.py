@@ -16,7 +16,19 @@ import pytest
 from ranks import SIZE, Ranks
 
 from megalite.config.layout import AXES, Layout
-from megalite.config.schema import Batch, Config, Context, Data, DataParallel, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import (
+    Attention,
+    Batch,
+    Config,
+    Context,
+    Data,
+    DataParallel,
+    Model,
+    Optim,
+    Parallel,
+    Pipeline,
+    Train,
+)
 from megalite.config.validate import validate
 from megalite.verify import compare
 
@@ -32,10 +44,17 @@ FEATURES = {
     "mode": ("ddp", "zero1", "zero2", "zero3"),
     "method": ("ring", "ulysses", "all_gather"),
     "documents": ("packed", "masked", "reset"),
+    "attention": ("full", "window", "alternating windows", "capped"),
     "recompute": ("none", "selective", "full", "full of every second"),
     "offload": (False, True),  # of activations
     "optimizer": ("adamw", "muon", "adamw on the host"),
     "clip_norm": (0.0, 0.01),
+}
+ATTENTION = {
+    "full": Attention(),
+    "window": Attention(window=5),
+    "alternating windows": Attention(window=3, full_every=2),
+    "capped": Attention(softcap=0.5),
 }
 # Only where one of the axes is used:
 MATTERS = {"split": ("pp",), "mode": ("dp_replicate", "dp_shard", "cp"), "method": ("cp",)}
@@ -112,6 +131,7 @@ def configuration(layout: Layout, row: Row) -> Config:
         tie_embeddings=row["tie_embeddings"],
         qk_norm=row["qk_norm"],
         qkv_bias=row["qkv_bias"],
+        attention=ATTENTION[row["attention"]],
     )
     micro_batches = {"few": max(1, layout.pp - 1), "multiple": 2 * layout.pp, "ragged": 2 * layout.pp + 1}
     parallel = Parallel(

@@ -32,10 +32,14 @@ class FeedForward:
 class LayerKind:
     """What a layer is made of. Layers of equal kind differ in nothing but their weights."""
 
+    attention: AttentionKind
     feed_forward: FeedForward
 
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
-    kind = LayerKind(FeedForward(model.ffn))
-    return (kind,) * model.layers
+    attention, feed_forward = model.attention, FeedForward(model.ffn)
+    full = LayerKind(AttentionKind(None, attention.softcap), feed_forward)
+    near = LayerKind(AttentionKind(attention.window, attention.softcap), feed_forward)
+    every = attention.full_every or model.layers + 1
+    return tuple(full if number % every == 0 else near for number in range(1, model.layers + 1))

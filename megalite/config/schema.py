@@ -29,6 +29,15 @@ class RopeScaling:
 
 
 @dataclass
+class Attention:
+    """Of all layers, or with `full_every` of most."""
+
+    window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
+    full_every: int | None = None  # of a model with windows: layers n - 1, 2n - 1, … have none; null: all have one
+    softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
+
+
+@dataclass
 class Model:
     layers: int = 4
     width: int = 128
@@ -44,6 +53,7 @@ class Model:
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
     qk_norm: bool = False  # RMSNorm of every query and key head, as in Qwen3
     qkv_bias: bool = False
+    attention: Attention = field(default_factory=Attention)
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)
 
     @property

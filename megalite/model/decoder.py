@@ -164,6 +164,7 @@ class Decoder(nn.Module):
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
         kinds = layer_kinds(model)
+        self.attention_kinds = [kinds[layer].attention for layer in layers]
         self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
@@ -179,8 +180,8 @@ class Decoder(nn.Module):
         if positions is None:
             positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
         cos, sin = positions.angles()
-        for layer in self.layers.values():
-            x = layer(x, cos, sin, positions.attention)
+        for kind, layer in zip(self.attention_kinds, self.layers.values(), strict=True):
+            x = layer(x, cos, sin, positions.attention[kind])
         if self.head is None:
             return x
         # Untied, the embedding stays out: FSDP2 hooks into every argument, and this one's gradient is not the head's.

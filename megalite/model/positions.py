@@ -1,13 +1,15 @@
 """Where tokens stand: the angles of rotary position embedding, and which tokens attend to which."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megalite.config.layers import AttentionKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.parallel.context import Attention, causal
+from megalite.parallel.context import Attention, attention
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,15 @@ class TokenPositions:
 
     cos: Tensor  # p 1 1 e/2: of every position of the tokens, in order, or of all that there are
     sin: Tensor
-    attention: Attention
+    attention: Mapping[AttentionKind, Attention]  # of every kind of the layers here
     positions: Tensor | None = None  # s b: the row of cos and sin of every token; None: token i has row i
 
     @staticmethod
     def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "TokenPositions":
         """Of sequences of one document that this rank holds from their beginning."""
-        return TokenPositions(*angles(model, torch.arange(length, device=device), dtype), causal)
+        kinds = {kind.attention for kind in layer_kinds(model)}
+        attends = {kind: attention("ring", None, length, device, kind=kind) for kind in kinds}
+        return TokenPositions(*angles(model, torch.arange(length, device=device), dtype), attends)
 
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosine and sine for every token: `[s, b, 1, e/2]`, or `[s, 1, 1, e/2]` for all sequences alike."""

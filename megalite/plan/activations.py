@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-from megalite.config.layers import LayerKind
+from megalite.config.layers import AttentionKind, LayerKind, layer_kinds
 from megalite.config.schema import Config
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.roles import Kind
@@ -332,7 +332,7 @@ class Activations:
             Kept("norms", self.stream, "attention norm"),
             Kept("norms", self.statistic, "attention norm"),
             Kept("attention", self.stream, "projections", for_weights=True, cheap=True),
-            *self._attention_kept(),
+            *self._attention_kept(kind.attention),
             Kept("attention", model.heads * of_head, "attention"),
             Kept("attention", q, "output", for_weights=True),
             Kept("norms", self.stream, "mlp norm"),
@@ -359,7 +359,7 @@ class Activations:
             Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, 2 * f, self.gathered),
             Moment("mlp norm", stream + self._norm()),
             Moment("output", stream + self.gathered + q, output, put_off=gathered),
-            Moment("attention", stream + q + self._attention_backward()),
+            Moment("attention", stream + q + self._attention_backward(kind.attention)),
             Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
             Moment(
                 "projections",
@@ -371,30 +371,30 @@ class Activations:
             Moment("attention norm", stream + self._norm()),
         )
 
-    def _attention_kept(self) -> tuple[Kept, ...]:
+    def _attention_kept(self, kind: AttentionKind) -> tuple[Kept, ...]:
         """Queries, keys and values, as the method of attention has them; copies are not what RoPE makes again."""
         q, k = self._heads()
         normed, stacked = self.config.model.qk_norm, 2 * k * self._kv_copies
         if self._exchanges_heads:  # its output by heads is kept beside that by positions
-            again = stacked if self.config.data.mask_documents else 2 * q if self.repeats else 0
+            again = stacked if self._in_blocks(kind) else 2 * q if self._repeats(kind) else 0
             return Kept("attention", q + stacked + again, "attention"), Kept("attention", q, "attention")
         queries = Kept("attention", q, "attention", cheap=normed)
-        if self.config.parallel.cp > 1 or self.config.data.mask_documents:
+        if self.config.parallel.cp > 1 or self._in_blocks(kind):
             return queries, Kept("attention", stacked, "attention")
-        if self.repeats:
+        if self._repeats(kind):
             return queries, Kept("attention", 2 * q, "attention")
         return queries, Kept("attention", k, "attention", cheap=normed), Kept("attention", k, "attention")
 
-    def _attention_backward(self) -> int:
+    def _attention_backward(self, kind: AttentionKind) -> int:
         """The gradients of queries, keys and values, and what the method of attention takes for them."""
         q, k = self._heads()
-        wide, cp, kv, documents = self.z // self.w, self.config.parallel.cp, 2 * k, self.config.data.mask_documents
+        wide, cp, kv, documents = self.z // self.w, self.config.parallel.cp, 2 * k, self._in_blocks(kind)
         if self._exchanges_heads:
             kv *= self._kv_copies
-            sums = wide * (q + kv) + self._block(q, kv) if documents else 3 * q + kv if self.repeats else 0
+            sums = wide * (q + kv) + self._block(q, kv) if documents else 3 * q + kv if self._repeats(kind) else 0
             return max(2 * (q + kv), sums) + q
         if cp == 1 and not documents:
-            return 3 * q + kv if self.repeats else q + kv
+            return 3 * q + kv if self._repeats(kind) else q + kv
         sums, own = wide * (q + kv), self._block(q, kv)  # in float32 or wider
         if cp == 1:
             return sums + own
@@ -411,11 +411,21 @@ class Activations:
         model = self.config.model
         return 2 * (queries + keys_and_values * model.heads // model.kv_heads) + keys_and_values
 
+    def _in_blocks(self, kind: AttentionKind) -> bool:
+        """Whether attention over whole sequences goes block by block."""
+        model = self.config.model
+        own = kind.softcap is not None or kind.window_in(model.sequence_length) is not None
+        return own or self.config.data.mask_documents
+
     @property
     def repeats(self) -> bool:
+        """Whether attention of any layer has keys and values repeated for every query head."""
+        return any(self._repeats(kind.attention) for kind in set(layer_kinds(self.config.model)))
+
+    def _repeats(self, kind: AttentionKind) -> bool:
         """Whether attention over whole sequences has keys and values repeated for every query head."""
         model, cp = self.config.model, self.config.parallel.cp
-        whole = (cp == 1 or self._exchanges_heads) and not self.config.data.mask_documents
+        whole = (cp == 1 or self._exchanges_heads) and not self._in_blocks(kind)
         on_cuda = self.config.run.device == "cuda" and self.config.train.precision == "fp32"
         return whole and on_cuda and model.kv_heads * self._kv_copies < model.heads
 

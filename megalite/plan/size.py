@@ -86,9 +86,13 @@ def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "c
     """Floating-point operations of one layer's forward pass, per token.
 
     2 for each weight of a matrix, and for attention scores and values 4·q·s with full attention, half of
-    that with causal.
+    that with causal. A window of n tokens makes that 4·q·n, and with causal attention 4·q·(n - n²/2s).
     """
-    scores = (4 if attention == "full" else 2) * model.heads * model.head_size * model.sequence_length
+    s = model.sequence_length
+    n = kind.attention.window_in(s) or s
+    scores = 4 * model.heads * model.head_size * n
+    if attention == "causal":
+        scores = scores * (2 * s - n) // (2 * s)
     matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is Kind.MATRIX)
     return 2 * sum(weight.elements for weight in matrices) + scores
 
@@ -101,7 +105,7 @@ def head_forward_flops(model: Model) -> int:
 def flops_per_token(model: Model, attention: Attention = "causal") -> int:
     """Floating-point operations to train on one token: backward costs twice forward.
 
-    That is 6 for each weight of a matrix, the head's included, plus 6·L·q·s (causal) or
+    Of L layers without windows that is 6 for each weight of a matrix, the head's included, plus 6·L·q·s (causal) or
     12·L·q·s (full) for attention. The embedding lookup, norms and recomputation are not counted (PaLM, arXiv
     2204.02311, app. B).
     """

@@ -34,11 +34,13 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
     """The positions of every micro-batch of `tokens` `[s, m, b]`. Those that need no documents share their tensors."""
     config, data, device = job.config, job.config.data, tokens.device
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
-    attends = [attend()] * len(documents)
+    plan = job.plan
+    kinds = {plan.kinds[layer].attention for stage in job.stages for layer in plan.layers[stage]}
+    attends = [{kind: attend(kind=kind) for kind in kinds}] * len(documents)
     positions: Sequence[Tensor | None] = [None] * len(documents)
     turns = split(torch.arange(len(tokens), device=device), mine)
     if data.mask_documents:
-        attends = list(map(attend, documents))
+        attends = [{kind: attend(micro, kind=kind) for kind in kinds} for micro in documents]
         if data.reset_positions:
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(documents, device), mine).unbind(1)

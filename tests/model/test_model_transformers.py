@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megalite.checkpoint.huggingface import sizes, their_name
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.layers import layer_kinds
+from megalite.config.schema import Attention, Model, RopeScaling
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 
@@ -31,6 +32,11 @@ MODELS = {
     "llama_large_eps": ("Llama", replace(LLAMA, norm_eps=0.1)),
     "qwen2_bias": ("Qwen2", replace(LLAMA, kv_heads=2, qkv_bias=True)),
     "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
+    "mistral_window": ("Mistral", replace(LLAMA, kv_heads=2, attention=Attention(window=5))),
+    "qwen3_alternating_windows": (
+        "Qwen3",
+        replace(LLAMA, layers=4, qk_norm=True, attention=Attention(window=7, full_every=2)),
+    ),
     "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
 }
 
@@ -96,7 +102,13 @@ def _oracle(family: str, model: Model) -> Any:
             "high_freq_factor": model.rope_scaling.high_frequency_factor,
             "original_max_position_embeddings": model.rope_scaling.original_length,
         }
-    config = getattr(transformers, f"{family}Config")(**sizes(model), rope_parameters=rope, attn_implementation="eager")
+    window: dict[str, Any] = {}
+    if model.attention.window is not None:
+        kinds = [kind.attention.window for kind in layer_kinds(model)]
+        window = {"sliding_window": model.attention.window, "use_sliding_window": True}
+        window["layer_types"] = ["full_attention" if kind is None else "sliding_attention" for kind in kinds]
+    options = {**sizes(model), **window, "rope_parameters": rope, "attn_implementation": "eager"}
+    config = getattr(transformers, f"{family}Config")(**options)
     with Float64Everywhere():
         oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
     generator = torch.Generator().manual_seed(0)

@@ -20,6 +20,12 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.head_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.head_width
         )
+    attention = model.attention
+    if attention.full_every is not None and attention.window is None:
+        rule = "has no meaning without model.attention.window"
+        yield Problem(
+            "model.attention.full_every", rule, "set model.attention.window, or use null", attention.full_every
+        )
     scaling = model.rope_scaling
     if scaling is not None and scaling.low_frequency_factor >= scaling.high_frequency_factor:
         rule = f"must be less than model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor}"

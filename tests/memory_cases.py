@@ -14,6 +14,7 @@ DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": Tru
 ULYSSES: Overrides = {"parallel.context.method": "ulysses"}
 SHARDED: Overrides = {"parallel.dp_shard": 2}
 HYBRID: Overrides = {"parallel.dp_replicate": 2, **SHARDED}
+WINDOW: Overrides = {"model.attention.window": 256}
 TIED: Overrides = {"model.tie_embeddings": True}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
@@ -43,7 +44,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
     "muon": ({"optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
     "muon, ddp": ({"optim.name": "muon", "parallel.data.mode": "ddp", "train.precision": "fp64", **SHARDED}, 0),
-    "window": ({"model.attention.window": 256, "model.sequence_length": 2048}, 0),
+    "window": ({**WINDOW, "model.sequence_length": 2048}, 0),
     "alternating windows, recompute": (
         {
             "model.attention.window": 256,

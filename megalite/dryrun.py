@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.checkpoint.save import local_parts
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
+from megalite.config.layers import AttentionKind
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -37,6 +38,7 @@ from megalite.plan.fit import fit_micro
 from megalite.plan.memory import enough_micro_batches, rank_memory
 from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
+from megalite.plan.window import busiest
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
 
@@ -46,6 +48,7 @@ CPU = torch.device("cpu")
 def dry_run(config: Config, pp: int) -> dict[str, int]:
     """Bytes of every kind at the peak of a training step on pipeline rank `pp`; see `count_step`.
 
+    Of the ranks of its context parallelism it is the one that exchanges most keys and values.
     Runs as many micro-batches as it takes to reach the peak, with the inputs of all. Opens and closes the default
     process group.
     """
@@ -54,7 +57,9 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     plan = resolve(config)  # nothing can be measured here, so costs of layers are estimated
     m = enough_micro_batches(plan, pp, full)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_world(layout.rank(pp=pp), layout.world_size):
+    length = config.model.sequence_length
+    window = AttentionKind(config.model.attention.window).window_in(length)
+    with _fake_world(layout.rank(pp=pp, cp=busiest(layout.cp, length, window)), layout.world_size):
         mesh = Mesh.build(layout, CPU, config.parallel.data.sharded, with_stage=config.optim.name == "muon")
         assert mesh is not None
         job = build(plan, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode

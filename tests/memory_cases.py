@@ -14,7 +14,9 @@ DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": Tru
 ULYSSES: Overrides = {"parallel.context.method": "ulysses"}
 SHARDED: Overrides = {"parallel.dp_shard": 2}
 HYBRID: Overrides = {"parallel.dp_replicate": 2, **SHARDED}
-WINDOW: Overrides = {"model.attention.window": 256}
+ATTENTION: Overrides = {"model.head_width": 64, "model.sequence_length": 2048}  # heads twice as wide as the stream
+WINDOW: Overrides = {"model.attention.window": 128}
+CAPPED: Overrides = {"model.attention.softcap": 30.0}
 TIED: Overrides = {"model.tie_embeddings": True}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
@@ -44,7 +46,12 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
     "muon": ({"optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
     "muon, ddp": ({"optim.name": "muon", "parallel.data.mode": "ddp", "train.precision": "fp64", **SHARDED}, 0),
-    "window": ({**WINDOW, "model.sequence_length": 2048}, 0),
+    "attention most of all": (ATTENTION, 0),
+    "attention most of all, documents": ({**ATTENTION, **DOCUMENTS}, 0),
+    "attention most of all, ring": ({**ATTENTION, "parallel.cp": 4}, 0),
+    "attention most of all, split backward": ({**ATTENTION, **PIPELINE, "parallel.pipeline.schedule": "zb_h1"}, 0),
+    "window": ({**ATTENTION, **WINDOW}, 0),
+    "window, documents, fp32": ({**ATTENTION, **WINDOW, **DOCUMENTS, "train.precision": "fp32"}, 0),
     "alternating windows, recompute": (
         {
             "model.attention.window": 256,
@@ -54,8 +61,13 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         },
         0,
     ),
-    "window, ring": ({"model.attention.window": 512, "model.sequence_length": 4096, "parallel.cp": 4}, 0),
-    "capped": ({"model.attention.softcap": 30.0, "batch.micro": 2}, 0),
+    "window, ring": ({**ATTENTION, **WINDOW, "parallel.cp": 4}, 0),
+    "long window, all_gather": ({**ATTENTION, "model.attention.window": 1500, "parallel.cp": 4, **ALL_GATHER}, 0),
+    "window, ulysses": ({**ATTENTION, **WINDOW, "parallel.cp": 2, **ULYSSES}, 0),
+    "capped": ({**ATTENTION, **CAPPED}, 0),
+    "capped, window, fp32": ({**ATTENTION, **CAPPED, **WINDOW, "train.precision": "fp32"}, 0),
+    "capped, ring": ({**ATTENTION, **CAPPED, "parallel.cp": 4}, 0),
+    "capped, window, ring": ({**ATTENTION, **CAPPED, **WINDOW, "parallel.cp": 2}, 0),
     "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
     "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
     "norms of heads made again, ring": ({**NORMED, "parallel.cp": 4}, 0),

@@ -73,9 +73,12 @@ def attend_backward(
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         rows = block.queries, block.samples
         result = grad[rows], out[rows], lse[block.samples, :, block.queries].contiguous()
-        found = kernels.backward(*result, *_cut(q, kv, block), block)
-        for total, part in zip(_cut(dq, dkv, block), found, strict=True):
-            total += part
+        _add(_cut(dq, dkv, block), kernels.backward(*result, *_cut(q, kv, block), block))
+
+
+def _add(totals: Iterable[Tensor], found: Iterable[Tensor]) -> None:
+    for total, part in zip(totals, found, strict=True):
+        total += part
 
 
 def _kernels(q: Tensor, softcap: float | None) -> Kernels:
@@ -98,29 +101,38 @@ def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    outs, sums = [], []
+    out, wide = q.new_empty(q.shape), torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty(k.shape[1] * k.shape[2], q.shape[2] // k.shape[2], len(q), dtype=wide)  # b·k g n
     for rows, causal in block.pieces:
         heads = _grouped(*_mirror(block, q[rows], k[rows], v[rows]))
-        out, lse = _mirror(block, *ops._scaled_dot_product_flash_attention_for_cpu(*heads, is_causal=causal), dim=2)
-        outs.append(out)
-        sums.append(lse)
-    out = torch.cat(outs, dim=2).permute(2, 0, 1, 3).reshape(q.shape)
-    return out, torch.cat(sums, dim=2).reshape(q.shape[1], q.shape[2], -1)
+        found = ops._scaled_dot_product_flash_attention_for_cpu(*heads, is_causal=causal)
+        found_out, lse[..., rows] = _mirror(block, *found, dim=2)
+        _grouped(out[rows], k)[0].copy_(found_out)
+    return out, lse.view(q.shape[1], q.shape[2], -1)
 
 
 def _backward_cpu(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = []
+) -> tuple[Tensor, ...]:
+    totals = tuple(x.new_empty(x.shape) for x in (q, k, v))
     lse = lse.view(-1, q.shape[2] // k.shape[2], len(q))  # b·k g n
     for rows, causal in block.pieces:
-        shared = _mirror(block, k[rows], v[rows])
-        queries, result, given_grad = (_grouped(x, *shared) for x in _mirror(block, q[rows], out[rows], grad[rows]))
-        given = given_grad[0], *queries, result[0], *_mirror(block, lse[..., rows], dim=2)
-        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
-        found.append(_mirror(block, *grads, dim=2))
-    dq, dk, dv = (torch.cat(parts, dim=2).permute(2, 0, 1, 3) for parts in zip(*found, strict=True))  # n b·k g e
-    return dq.reshape(q.shape), dk.sum(2).reshape(k.shape), dv.sum(2).reshape(v.shape)
+        of_piece = grad[rows], out[rows], q[rows], k[rows], v[rows], lse[..., rows]
+        for total, part in zip(totals, _backward_of_piece(block, causal, *of_piece), strict=True):
+            _grouped(total[rows], k)[0].copy_(part)
+            del part  # before there are others
+    return totals
+
+
+def _backward_of_piece(
+    block: Block, causal: bool, grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v as `_grouped` has them; grad and out are `[n, b, h, e]`, and lse `[b·k, g, n]`."""
+    shared = _mirror(block, k, v)
+    queries, result, given_grad = (_grouped(x, *shared) for x in _mirror(block, q, out, grad))
+    given = given_grad[0], *queries, result[0], *_mirror(block, lse, dim=2)
+    dq, dk, dv = ops._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
+    return _mirror(block, dq, *(x.sum(1, keepdim=True) for x in (dk, dv)), dim=2)
 
 
 def _mirror(block: Block, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:

@@ -26,36 +26,39 @@ SCORES = 2**24  # numbers that are made at a time, unless a single row has more
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Output `[n, b, h, e]` and log-sum-exp `[b, h, n]` of q `[n, b, h, e]` over k and v `[m, b, k, e]`."""
-    queries, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
-    out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:-1])
+    keys, values = (_by_head(x, k)[:, 0] for x in (k, v))
+    out = torch.empty_like(q, dtype=keys.dtype)
+    lse = keys.new_empty(q.shape[1], q.shape[2], len(q))
     for rows, columns, hidden in _steps(block, q, k):
-        scores, _ = _scores(queries[:, :, rows], keys[:, columns], hidden, softcap)
-        lse[:, :, rows] = sums = scores.logsumexp(-1)
-        weights = scores.sub_(sums[..., None]).exp_()
-        out[:, :, rows] = _times(weights, values[:, columns])
-    return out.permute(2, 0, 1, 3).reshape(q.shape), lse.reshape(q.shape[1], q.shape[2], -1)
+        scores, _ = _scores(_by_head(q[rows], k), keys[:, columns], hidden, softcap)
+        sums = scores.logsumexp(-1)
+        found = _times(scores.sub_(sums[..., None]).exp_(), values[:, columns])
+        del scores  # before there are others
+        out[rows] = found.permute(2, 0, 1, 3).reshape(out[rows].shape)
+        lse[..., rows] = sums.reshape(lse[..., rows].shape)
+    return out, lse
 
 
 def backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v; grad and out are `[n, b, h, e]`, and lse `[b, h, n]`."""
-    queries, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
-    grads, lse = _by_head(grad, k), lse.view(queries.shape[:-1])
-    means = (grads * _by_head(out, k)).sum(-1, keepdim=True)
-    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    keys, values = (_by_head(x, k)[:, 0] for x in (k, v))
+    dq, dk, dv = torch.empty_like(q, dtype=keys.dtype), torch.zeros_like(keys), torch.zeros_like(values)
     for rows, columns, hidden in _steps(block, q, k):
-        scores, bent = _scores(queries[:, :, rows], keys[:, columns], hidden, softcap)
-        weights = scores.sub_(lse[:, :, rows, None]).exp_()
-        dv[:, columns] += weights.flatten(1, 2).mT @ grads[:, :, rows].flatten(1, 2)
-        dscores = _times(grads[:, :, rows], values[:, columns].mT).sub_(means[:, :, rows]).mul_(weights)
+        queries, grads, outs = (_by_head(x[rows], k) for x in (q, grad, out))
+        scores, bent = _scores(queries, keys[:, columns], hidden, softcap)
+        weights = scores.sub_(lse[..., rows].reshape(scores.shape[:-1])[..., None]).exp_()
+        dv[:, columns] += weights.flatten(1, 2).mT @ grads.flatten(1, 2)
+        dscores = _times(grads, values[:, columns].mT).sub_((grads * outs).sum(-1, keepdim=True)).mul_(weights)
+        del scores, weights  # before there are others
         if bent is not None:
-            dscores.mul_(1 - bent.square_())
+            dscores.addcmul_(dscores, bent.square_(), value=-1)
         dscores.mul_(_scale(q))
-        dq[:, :, rows] = _times(dscores, keys[:, columns])
-        dk[:, columns] += dscores.flatten(1, 2).mT @ queries[:, :, rows].flatten(1, 2)
-    shapes = zip((dq, dk[:, None], dv[:, None]), (q, k, v), strict=True)
-    return tuple(x.permute(2, 0, 1, 3).reshape(like.shape) for x, like in shapes)
+        dq[rows] = _times(dscores, keys[:, columns]).permute(2, 0, 1, 3).reshape(dq[rows].shape)
+        dk[:, columns] += dscores.flatten(1, 2).mT @ queries.flatten(1, 2)
+        del dscores, bent
+    return dq, *(x.transpose(0, 1).reshape(k.shape) for x in (dk, dv))
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
@@ -89,7 +92,9 @@ def _steps(block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, T
     ends = [(begin, end, begin, end) for begin, end in pairwise(block.documents)] or [(0, len(q), 0, len(k))]
     for begin, end, first, last in ends:
         shift = last - end  # from a query to the key at its place
-        longest = last - first if block.left is None else min(last - first, block.left + ROWS)
+        longest = last - first
+        if block.documents and block.left is not None:
+            longest = min(longest, block.left + ROWS)
         step = max(1, min(ROWS, SCORES // (longest * q.shape[1] * q.shape[2])))
         for start in range(begin, end, step):
             stop = min(start + step, end)

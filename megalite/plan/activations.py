@@ -1,7 +1,6 @@
 """What one rank keeps of a micro-batch for backward, and what backward needs beside that, in bytes.
 
-The parts of a stage are those that FSDP2 gathers by themselves: the embedding, every layer, the head. Backward of a
-part is a sequence of moments; each has temporaries, and ends with the release of some of what was kept.
+The parts of a stage are those that FSDP2 gathers by themselves: the embedding, every layer, the head.
 
     h  width                    T  tokens of a micro-batch on a rank, b·s/c
     q  heads · head size        t  tp
@@ -22,11 +21,13 @@ The sum is Korthikanti et al. 2022 (arXiv 2205.05198), eq. 4, less what fused ke
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.layers import AttentionKind, LayerKind, layer_kinds
 from megalite.config.schema import Config
+from megalite.plan.attention import AttentionMemory
+from megalite.plan.parts import Kept, Moment, Part, Weights
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.roles import Kind
 from megalite.plan.size import Parameters, layer_parameters
@@ -38,7 +39,6 @@ TOKEN = 8  # bytes of a token id
 ROWS = 128  # rows that cross_entropy handles at a time
 FEWEST, TILE = 4096, 128  # tokens of the head's smallest chunks, and what chunks are multiples of
 CLASSES = 1024  # whose logits it widens at a time for sums of its weight's gradient
-Item = tuple[str, str]  # one of the kinds of `plan.memory`, or HOST, and the component of the model
 OFFLOAD_SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
 
 
@@ -50,119 +50,6 @@ def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
         return max(tokens, 1)
     even = -(-tokens // -(-tokens // most))
     return min(-(-even // TILE) * TILE, most)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor, or several of one fate, that a forward pass leaves for backward."""
-
-    component: str
-    bytes: int
-    until: str  # the moment of backward that uses it last
-    for_weights: bool = False  # gradients of weights need it: a split backward keeps it until W
-    cheap: bool = False  # selective recompute makes it again when backward needs it
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A place in the backward pass of a part where memory may peak."""
-
-    name: str
-    temporaries: int
-    weights: int = 0  # gradients of weights made here, which stay at least until those of the whole part are there
-    put_off: int = 0  # gradients of outputs that a split backward keeps until W
-    again: int = 0  # temporaries of W, which makes them from what is put off
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How many elements parameters have, and all states that the optimizer keeps of them."""
-
-    parameters: Parameters
-    states: Parameters
-
-    @cached_property
-    def total(self) -> int:
-        """Parameters."""
-        return self.parameters.total
-
-    @cached_property
-    def by_component(self) -> tuple[tuple[str, int, int], ...]:
-        """The components of the model that have parameters here, how many, and how many states."""
-        both = zip(asdict(self.parameters).items(), asdict(self.states).values(), strict=True)
-        return tuple((name, count, states) for (name, count), states in both if count)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The embedding, a layer or the head of a stage, as one rank holds it."""
-
-    name: str
-    weights: Weights  # on this rank, before data-parallel sharding
-    newest: int  # elements of the last of them
-    kept: tuple[Kept, ...]
-    forward: int  # temporaries of the forward pass, where it takes most
-    backward: tuple[Moment, ...]  # in order
-    remade: tuple[Kept, ...] = ()  # made again when backward begins, by full recompute
-    cheap: tuple[Kept, ...] = ()  # made again when backward needs it, by selective recompute
-    offloaded: tuple[Kept, ...] = ()  # in host memory until backward comes to the part after
-    puts_off: bool = False  # a split backward leaves the gradients of weights to W
-    with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
-    copy: bool = False  # of the tied embedding of the first stage
-    times: int = 1  # how many like it stand here one behind the other; bytes are then of all, parameters of one
-
-    @cached_property
-    def again(self) -> dict[str, int]:
-        """By moment of backward: bytes that selective recompute makes again for it."""
-        return {at.name: sum(kept.bytes for kept in self.cheap if kept.until == at.name) for at in self.backward}
-
-    @cached_property
-    def freed(self) -> dict[str, Counter[Item]]:
-        """By moment of backward: the bytes that the layer's backward needs no more."""
-        return {moment.name: _bytes(self._ending(moment)) for moment in self.backward}
-
-    @cached_property
-    def put_off(self) -> dict[str, Counter[Item]]:
-        """By moment of a backward that is split: the bytes that W needs, from then on."""
-        found = {}
-        for moment in self.backward:
-            again = [("temporaries", kept) for kept in self.cheap if kept.until == moment.name]
-            needed = [(kind, kept) for kind, kept in (*self._ending(moment), *again) if kept.for_weights]
-            found[moment.name] = _bytes(needed) + Counter({("gradients", "put off"): moment.put_off})
-        return found
-
-    def _ending(self, moment: Moment) -> list[tuple[str, Kept]]:
-        """What is held until the moment, and its kind."""
-        made = [("temporaries", kept) for kept in (*self.remade, *self.offloaded)]
-        return [
-            (kind, kept)
-            for kind, kept in (*(("activations", kept) for kept in self.kept), *made)
-            if kept.until == moment.name
-        ]
-
-    def repeated(self, times: int) -> "Part":
-        """So many of these as one."""
-
-        def all_of(group: tuple[Kept, ...]) -> tuple[Kept, ...]:
-            return tuple(replace(kept, bytes=times * kept.bytes) for kept in group)
-
-        moments = tuple(replace(x, weights=times * x.weights, put_off=times * x.put_off) for x in self.backward)
-        return replace(
-            self,
-            kept=all_of(self.kept),
-            backward=moments,
-            remade=all_of(self.remade),
-            cheap=all_of(self.cheap),
-            offloaded=all_of(self.offloaded),
-            times=times,
-        )
-
-
-def _bytes(group: Iterable[tuple[str, Kept]]) -> Counter[Item]:
-    found: Counter[Item] = Counter()
-    for kind, kept in group:
-        found[kind, kept.component] += kept.bytes
-    return found
 
 
 @dataclass(frozen=True)
@@ -318,6 +205,14 @@ class Activations:
         model, one = self.config.model, self.tokens * self.w
         return one * model.heads * model.head_size // self.t, one * model.kv_heads * model.head_size // self.t
 
+    def _attention(self, kind: AttentionKind) -> AttentionMemory:
+        return AttentionMemory(self.config, kind, *self._heads(), self.w, self.z)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether attention of any layer has keys and values repeated for every query head."""
+        return any(self._attention(kind.attention).repeats for kind in set(layer_kinds(self.config.model)))
+
     def _hidden(self, kind: LayerKind) -> int:
         """Bytes of activations f wide, on one rank."""
         return self.tokens * self.w * kind.feed_forward.width // self.t
@@ -331,16 +226,15 @@ class Activations:
         found = [
             Kept("norms", self.stream, "attention norm"),
             Kept("norms", self.statistic, "attention norm"),
-            Kept("attention", self.stream, "projections", for_weights=True, cheap=True),
-            *self._attention_kept(kind.attention),
+            Kept("attention", self.stream, "projections", for_weights="projections", cheap=True),
+            *self._attention(kind.attention).kept(),
             Kept("attention", model.heads * of_head, "attention"),
-            Kept("attention", q, "output", for_weights=True),
             Kept("norms", self.stream, "mlp norm"),
             Kept("norms", self.statistic, "mlp norm"),
-            Kept("mlp", self.stream, "gate and up", for_weights=True, cheap=True),
+            Kept("mlp", self.stream, "gate and up", for_weights="gate and up", cheap=True),
             Kept("mlp", f, "swiglu"),
             Kept("mlp", f, "swiglu"),
-            Kept("mlp", f, "down", for_weights=True, cheap=True),
+            Kept("mlp", f, "down", for_weights="down", cheap=True),
         ]
         for width, heads in ((q, model.heads), (k, model.kv_heads)) if normed else ():
             found += [Kept("norms", width, "rope"), Kept("norms", heads * of_head, "rope")]
@@ -359,7 +253,7 @@ class Activations:
             Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, 2 * f, self.gathered),
             Moment("mlp norm", stream + self._norm()),
             Moment("output", stream + self.gathered + q, output, put_off=gathered),
-            Moment("attention", stream + q + self._attention_backward(kind.attention)),
+            Moment("attention", stream + q + self._attention(kind.attention).backward),
             Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
             Moment(
                 "projections",
@@ -370,76 +264,6 @@ class Activations:
             ),
             Moment("attention norm", stream + self._norm()),
         )
-
-    def _attention_kept(self, kind: AttentionKind) -> tuple[Kept, ...]:
-        """Queries, keys and values, as the method of attention has them; copies are not what RoPE makes again."""
-        q, k = self._heads()
-        normed, stacked = self.config.model.qk_norm, 2 * k * self._kv_copies
-        if self._exchanges_heads:  # its output by heads is kept beside that by positions
-            again = stacked if self._in_blocks(kind) else 2 * q if self._repeats(kind) else 0
-            return Kept("attention", q + stacked + again, "attention"), Kept("attention", q, "attention")
-        queries = Kept("attention", q, "attention", cheap=normed)
-        if self.config.parallel.cp > 1 or self._in_blocks(kind):
-            return queries, Kept("attention", stacked, "attention")
-        if self._repeats(kind):
-            return queries, Kept("attention", 2 * q, "attention")
-        return queries, Kept("attention", k, "attention", cheap=normed), Kept("attention", k, "attention")
-
-    def _attention_backward(self, kind: AttentionKind) -> int:
-        """The gradients of queries, keys and values, and what the method of attention takes for them."""
-        q, k = self._heads()
-        wide, cp, kv, documents = self.z // self.w, self.config.parallel.cp, 2 * k, self._in_blocks(kind)
-        if self._exchanges_heads:
-            kv *= self._kv_copies
-            sums = wide * (q + kv) + self._block(q, kv) if documents else 3 * q + kv if self._repeats(kind) else 0
-            return max(2 * (q + kv), sums) + q
-        if cp == 1 and not documents:
-            return 3 * q + kv if self._repeats(kind) else q + kv
-        sums, own = wide * (q + kv), self._block(q, kv)  # in float32 or wider
-        if cp == 1:
-            return sums + own
-        if self.config.parallel.context.method == "ring":
-            others = 2 if cp > 2 else 1  # sums for another rank: those being made, and those on their way home
-            return sums + own + (others - 1) * kv + others * wide * kv
-        far = self._block(q // 2, (cp - 1) * kv) + (1 + wide) * cp * kv
-        return sums + max(far, (1 + 3 * wide) * cp * kv)  # then the sums are sorted by rank
-
-    def _block(self, queries: int, keys_and_values: int) -> int:
-        """The gradients of a block of attention; the CPU makes those of keys by query heads, and joins pieces."""
-        if self.config.run.device == "cuda":
-            return queries + keys_and_values
-        model = self.config.model
-        return 2 * (queries + keys_and_values * model.heads // model.kv_heads) + keys_and_values
-
-    def _in_blocks(self, kind: AttentionKind) -> bool:
-        """Whether attention over whole sequences goes block by block."""
-        model = self.config.model
-        own = kind.softcap is not None or kind.window_in(model.sequence_length) is not None
-        return own or self.config.data.mask_documents
-
-    @property
-    def repeats(self) -> bool:
-        """Whether attention of any layer has keys and values repeated for every query head."""
-        return any(self._repeats(kind.attention) for kind in set(layer_kinds(self.config.model)))
-
-    def _repeats(self, kind: AttentionKind) -> bool:
-        """Whether attention over whole sequences has keys and values repeated for every query head."""
-        model, cp = self.config.model, self.config.parallel.cp
-        whole = (cp == 1 or self._exchanges_heads) and not self._in_blocks(kind)
-        on_cuda = self.config.run.device == "cuda" and self.config.train.precision == "fp32"
-        return whole and on_cuda and model.kv_heads * self._kv_copies < model.heads
-
-    @property
-    def _exchanges_heads(self) -> bool:
-        return self.config.parallel.context.method == "ulysses" and self.config.parallel.cp > 1
-
-    @property
-    def _kv_copies(self) -> int:
-        """Of each kv head, so that ranks can share them out."""
-        if not self._exchanges_heads:
-            return 1
-        kv_heads = self.config.model.kv_heads // self.t
-        return math.lcm(kv_heads, self.config.parallel.cp) // kv_heads
 
     def _linear(self, grads: int) -> int:
         """Backward of layers that share an input: `grads` of their outputs, the input gathered, and its gradient."""

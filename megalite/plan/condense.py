@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import TypeVar
 
 from megalite.config.layers import LayerKind
-from megalite.plan.activations import Activations, Part
+from megalite.plan.activations import Activations
+from megalite.plan.parts import Part
 from megalite.plan.recompute_modes import Mode
 
 T = TypeVar("T")

@@ -1,9 +1,10 @@
-"""Bytes that context parallelism moves, and pairs of queries and keys that attention computes."""
+"""Bytes that context parallelism moves."""
 
 from math import lcm
 
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
+from megalite.plan.window import halo
 
 
 def bytes_sent(config: Config, window: int | None = None) -> tuple[int, int]:
@@ -25,27 +26,3 @@ def bytes_sent(config: Config, window: int | None = None) -> tuple[int, int]:
     moved_by = [halo(cp, rank, model.sequence_length, window) for rank in range(cp)]
     forward = max(given for given, _ in moved_by) * sizes.w
     return forward * position, max(given * sizes.w + taken * sizes.z for given, taken in moved_by) * position
-
-
-def halo(cp: int, rank: int, length: int, window: int) -> tuple[int, int]:
-    """Positions whose keys and values a rank gives to others, and takes from them, under a window.
-
-    Of 2·cp chunks the rank holds numbers `rank` and 2·cp − 1 − `rank`. The rows of a chunk attend to window − 1
-    positions before it. A rank takes a position once, even where both of its chunks attend to it.
-    """
-    chunk = length // (2 * cp)
-
-    def reach(chunks: int) -> int:
-        """How many positions of so many chunks are in the window of the chunk that follows."""
-        return min(window - 1, chunks * chunk)
-
-    late = reach(2 * cp - 1 - rank) - reach(
-        2 * cp - 1 - 2 * rank
-    )  # to later chunks whose rank does not hold earlier ones
-    return reach(cp - 1 - rank) + late + reach(rank), reach(rank) + reach(2 * (cp - 1 - rank))
-
-
-def attended_pairs(length: int, window: int | None = None) -> int:
-    """How many pairs of a query and a key that it attends to a sequence has, as one document."""
-    full = length if window is None else min(window, length)
-    return full * (full + 1) // 2 + (length - full) * full

@@ -31,7 +31,8 @@ from itertools import pairwise
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
-from megalite.plan.activations import Activations, Item
+from megalite.plan.activations import Activations
+from megalite.plan.parts import Item
 from megalite.plan.pipeline import actions, as_full, fullest_steps
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.walk import HOST, Walk

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.activations import BYTES, Activations, Item, Moment, Part
+from megalite.plan.activations import BYTES, Activations
 from megalite.plan.condense import parts_of
 from megalite.plan.muon import step_temporaries
+from megalite.plan.parts import Item, Moment, Part
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
@@ -217,7 +218,7 @@ class Walk:
         """Free what was kept until `moment`, but for what is put off."""
         for (kind, component), size in part.freed[moment.name].items():
             self._hold(kind, component, -size)
-        for (kind, component), size in part.put_off[moment.name].items() if puts_off else ():
+        for (kind, component), size in part.retained[moment.name].items() if puts_off else ():
             self._hold(kind, component, size)
 
     def _fetch(self, action: Action, index: int, wanted: int) -> None:

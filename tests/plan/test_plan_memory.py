@@ -14,9 +14,10 @@ from megalite.config.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Batch, Config, Rampup
 from megalite.plan import condense, walk
-from megalite.plan.activations import CLASSES, ROWS, Activations, Part, chunk_tokens
+from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory
+from megalite.plan.parts import Part
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
 from megalite.plan.size import model_parameters, stage_parameters

@@ -1,0 +1,201 @@
+"""What attention of a kind keeps of a micro-batch on one rank, and what its backward takes, in bytes.
+
+Attention goes block by block (`parallel.attention`) unless torch does all of it in one call. A block has n queries and
+m keys; its temporaries are those of the kernel that computes it.
+
+    q   bytes of queries, and of the output, on this rank     w  bytes of an activation: 2, 4 or 8
+    kv  bytes of keys and values on this rank                 z  bytes of a sum: 4 or 8
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megalite.config.layers import AttentionKind
+from megalite.config.schema import Config
+from megalite.plan.parts import Kept
+from megalite.plan.window import busiest, halo
+
+ROWS, SCORES = 128, 2**24  # of `parallel.explicit`: rows of queries, and scores, at a time at most
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """One layer's attention on one rank."""
+
+    config: Config
+    kind: AttentionKind
+    queries: int  # bytes
+    keys: int  # bytes; of values there are as many
+    w: int
+    z: int
+
+    def kept(self) -> tuple[Kept, ...]:
+        """Queries, keys, values and output, as the kernel has them; selective recompute makes no copies again."""
+        q, k, normed = self.queries, self.keys, self.config.model.qk_norm
+        if self._exchanges_heads:  # its output by heads is kept beside that by positions
+            again = self.kv if self._in_blocks else 2 * q if self.repeats else 0
+            by_heads = Kept("attention", q + self.kv + again, "attention"), Kept("attention", q, "attention")
+            return *by_heads, Kept("attention", q, "output", for_weights="output")
+        queries = Kept("attention", q, "attention", cheap=normed)
+        output = Kept("attention", q, "attention", for_weights="output")
+        if self._in_blocks:
+            return queries, Kept("attention", self.kv, "attention"), output
+        if self.repeats:
+            return queries, Kept("attention", 2 * q, "attention"), output
+        return queries, Kept("attention", k, "attention", cheap=normed), Kept("attention", k, "attention"), output
+
+    @property
+    def backward(self) -> int:
+        """The gradients of queries, keys and values, and what the method of attention takes for them."""
+        q, kv, sums = self.queries, self.kv, self._wide(self.queries + self.kv)
+        if self._exchanges_heads:
+            inside = sums + self._own(self._positions) if self._in_blocks else 3 * q + kv if self.repeats else 0
+            return max(3 * q + 2 * kv, inside)  # where heads are exchanged, or inside
+        if not self._in_blocks:
+            return 3 * q + kv if self.repeats else q + kv
+        rounded = q + kv if self.w < self.z else 0  # the sums, before they are gone
+        if self.config.parallel.cp == 1:
+            return sums + max(rounded, self._own(self._positions))
+        if self._windowed is not None:
+            return sums + self._window(self._windowed, rounded)
+        return sums + (self._ring() if self.config.parallel.context.method == "ring" else self._all_gather())
+
+    def _ring(self) -> int:
+        """Beside the sums: keys and values in use and arriving, their gradients being made and on their way home."""
+        cp, kv, here = self.config.parallel.cp, self.kv, self._positions
+        others = max(self._block(here // 2, here), self._block(here, here // 2))
+        arriving, returning = (kv, 0) if cp == 3 else (0, 0) if cp == 2 else (kv, self._wide(kv))
+        steps = [self._own(here) + kv, others + kv + self._wide(kv) + arriving + returning]
+        if cp == 3:
+            steps.append(others + kv + 2 * self._wide(kv))
+        return max(steps)
+
+    def _all_gather(self) -> int:
+        """Beside the sums: all keys and values, their gradients, and these sorted by rank."""
+        cp, kv, here = self.config.parallel.cp, self.kv, self._positions
+        far = self._block(here // 2, (cp - 1) * here) + cp * (kv + self._wide(kv))
+        return max(far, cp * (kv + 3 * self._wide(kv)))
+
+    def _window(self, window: int, rounded: int) -> int:
+        """Beside the sums: keys and values that windows reach, their gradients, and what is sent of both."""
+        cp, length = self.config.parallel.cp, self.config.model.sequence_length
+        chunk, reach, rank = length // (2 * cp), window - 1, busiest(cp, length, window)
+        given, taken = (self._of(self.kv, positions) for positions in halo(cp, rank, length, window))
+        gaps = rank * chunk, 2 * (cp - 1 - rank) * chunk  # before its first chunk, and between that and its last
+        far = max(self._far(min(chunk, reach), min(gap, reach), reach) for gap in gaps)
+        return max(
+            self._own(chunk) + given + taken,
+            2 * taken,
+            taken + self._wide(taken) + max(far, rounded),
+            taken + self._wide(2 * taken + given),
+        )
+
+    def _own(self, rows: int) -> int:
+        """Temporaries of rows over each other, causally."""
+        reach = rows if self._windowed is None else self._windowed - 1
+        if self._kernel == "flash" and self._on_cpu and 0 < reach < rows - 1:
+            return max(self._block(rows, rows, reach), self._edge(rows - reach, reach))
+        return self._block(rows, rows, masked=True, reach=reach)
+
+    def _far(self, rows: int, keys: int, reach: int) -> int:
+        """Temporaries of rows over the keys right before them; the first reaches so many, and each later one less."""
+        if self._kernel != "flash" or not self._on_cpu:
+            return self._block(rows, keys, masked=True)
+        whole = min(rows, reach - keys)  # rows that reach all keys
+        last = rows - whole
+        return max(self._block(whole, keys), self._edge(last), self._block(last, max(0, keys - last)))
+
+    def _edge(self, rows: int, piece: int | None = None) -> int:
+        """Temporaries of the far edge of a window, which the CPU computes with rows in reverse."""
+        if self._kernel != "flash" or not self._on_cpu:
+            return self._block(rows, rows)
+        piece = min(piece or rows, rows)
+        turned = 4 * self._of(self.queries, piece) + 2 * self._of(self.kv, piece)
+        return self._block(rows, rows, piece) + turned + piece * self._heads * self.z
+
+    def _block(self, n: int, m: int, piece: int | None = None, masked: bool = False, reach: int | None = None) -> int:
+        """Temporaries of n queries over m keys.
+
+        piece: the CPU's flash kernel works on so many queries and keys at a time.
+        masked: queries do not attend to all of the keys. reach: how many before its own a query attends to.
+        """
+        q, kv = self._of(self.queries, n), self._of(self.kv, m)
+        if self._kernel == "explicit":
+            longest = m if reach is None else min(m, reach + ROWS)
+            rows = max(1, min(ROWS, n, SCORES // max(1, longest * self._heads)))
+            tensors = 3 if self.kind.softcap is not None else 2
+            scores = rows * longest * (tensors * self._heads * self.z + masked)
+            return self._wide(q + 2 * kv + 4 * self._of(self.queries, rows)) + scores
+        if not self._on_cpu:
+            return q + kv
+        in_one = q if piece is None else self._of(self.queries, piece)
+        keys = kv if piece is None else self._of(self.kv, piece)
+        return q + kv + in_one + keys * self._shared + keys
+
+    @property
+    def _kernel(self) -> Literal["flash", "explicit", "flex"]:
+        """What computes blocks; see `parallel.attention` and `parallel.context`."""
+        whole = self.config.parallel.cp == 1 or self._exchanges_heads
+        if self.kind.softcap is not None and whole and not self._on_cpu:
+            return "flex"
+        return "explicit" if self.kind.softcap is not None or (self.w > 2 and not self._on_cpu) else "flash"
+
+    @property
+    def repeats(self) -> bool:
+        """Whether keys and values are repeated for every query head, in attention over whole sequences."""
+        return not self._in_blocks and not self._on_cpu and self.w == 4 and self._shared > 1
+
+    @cached_property
+    def _in_blocks(self) -> bool:
+        whole = self.config.parallel.cp == 1 or self._exchanges_heads
+        own = self.kind.softcap is not None or self._windowed is not None
+        return own or self.config.data.mask_documents or not whole
+
+    @cached_property
+    def _windowed(self) -> int | None:
+        return self.kind.window_in(self.config.model.sequence_length)
+
+    @property
+    def _exchanges_heads(self) -> bool:
+        return self.config.parallel.context.method == "ulysses" and self.config.parallel.cp > 1
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.config.run.device != "cuda"
+
+    @property
+    def _positions(self) -> int:
+        """Of a sequence, those whose queries this rank has."""
+        return self.config.model.sequence_length // (1 if self._exchanges_heads else self.config.parallel.cp)
+
+    @property
+    def _heads(self) -> int:
+        """Query heads of all samples on this rank."""
+        return self.queries // (self.w * self.config.model.head_size * self._positions)
+
+    @cached_property
+    def kv(self) -> int:
+        """Bytes of keys and values, with the copies that let ranks share out kv heads."""
+        return 2 * self.keys * self._kv_copies
+
+    @property
+    def _kv_copies(self) -> int:
+        if not self._exchanges_heads:
+            return 1
+        kv_heads = self.config.model.kv_heads // self.config.parallel.tp
+        return math.lcm(kv_heads, self.config.parallel.cp) // kv_heads
+
+    @property
+    def _shared(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.config.model.heads // (self.config.model.kv_heads * self._kv_copies)
+
+    def _of(self, whole: int, positions: int) -> int:
+        """Bytes of so many positions, of what this rank has of all of its own."""
+        return whole * positions // self._positions
+
+    def _wide(self, narrow: int) -> int:
+        """Bytes of sums of what takes `narrow`."""
+        return narrow * self.z // self.w

@@ -1,12 +1,13 @@
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.layers import AttentionKind, LayerKind, layer_kinds
 from megalite.config.load import load
+from megalite.config.schema import Attention as Windows
 from megalite.config.schema import Model
 from megalite.plan.size import (
     Attention,
@@ -18,6 +19,7 @@ from megalite.plan.size import (
     model_parameters,
     stage_parameters,
 )
+from megalite.plan.window import attended_pairs
 
 PRESETS = Path(__file__).parents[2] / "configs/model"
 COUNTS = {
@@ -113,3 +115,21 @@ def test_stages_and_layers_add_up_to_the_model(model: Model, count: int) -> None
         assert layer_forward_flops(model, first(model), attention) == 2 * matrices + scores
         forward = model.layers * layer_forward_flops(model, first(model), attention) + head_forward_flops(model)
         assert flops_per_token(model, attention) == 3 * forward
+
+
+@given(st.integers(1, 200), st.integers(1, 300), st.integers(2, 5))
+def test_windows_cost_the_pairs_that_they_let_attend(length: int, window: int, full_every: int) -> None:
+    model = Model(layers=7, sequence_length=length, attention=Windows(window, full_every))
+    without = layer_forward_flops(model, replace(first(model), attention=AttentionKind(1)), "full")
+    at_diagonal = 4 * model.heads * model.head_size  # the only pairs of a window of 1
+    whole = 0
+    for kind in layer_kinds(model):
+        window_here = min(kind.attention.window or length, length)
+        pairs = attended_pairs(length, window_here)
+        found = {name: layer_forward_flops(model, kind, name) - without + at_diagonal for name in ("causal", "full")}
+        assert found["full"] == at_diagonal * window_here
+        # A query's own key counts half, as it does in the half of a square.
+        assert found["causal"] == pytest.approx(at_diagonal * (pairs - window_here / 2) / length, abs=1)
+        whole += layer_forward_flops(model, kind)
+    assert flops_per_token(model) == 3 * (whole + head_forward_flops(model))
+    assert sum(kind.attention.window is None for kind in layer_kinds(model)) == 7 // full_every

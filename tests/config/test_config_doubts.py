@@ -49,6 +49,18 @@ SAVING = "checkpoint.interval=10"
             SAVING,
         ),
         (
+            ["model.attention.window=64", "model.sequence_length=64"],
+            "model.attention.window = 64: has no effect with model.sequence_length = 64: every query reaches all tokens "
+            "before it; use a shorter window, or null",
+            "model.attention.window=63",
+        ),
+        (
+            ["model.attention.window=8", "model.attention.full_every=5", "model.layers=4"],
+            "model.attention.full_every = 5: has no effect with model.layers = 4: every layer has a window; "
+            "use at most that, or null",
+            "model.attention.full_every=4",
+        ),
+        (
             ["checkpoint.keep_every=5", "checkpoint.keep=0", SAVING],
             "checkpoint.keep_every = 5: has no effect with checkpoint.keep = 0, which keeps all; use one of them",
             "checkpoint.keep=1",

@@ -60,6 +60,13 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
             "set checkpoint.interval",
         ),
     }
+    attention, length, layers = config.model.attention, config.model.sequence_length, config.model.layers
+    if attention.window is not None:
+        reaches = attention.window >= length
+        why = f"with model.sequence_length = {length}: every query reaches all tokens before it"
+        found["model.attention.window"] = (reaches, why, "use a shorter window, or null")
+        why, fix = f"with model.layers = {layers}: every layer has a window", "use at most that, or null"
+        found["model.attention.full_every"] = ((attention.full_every or 0) > layers, why, fix)
     if config.optim.name != "muon":
         why, fix = f"with optim.name = {config.optim.name}", "set optim.name=muon"
         found |= {f"optim.muon.{name}": (True, why, fix) for name in vars(config.optim.muon)}

@@ -50,8 +50,8 @@ SAVING = "checkpoint.interval=10"
         ),
         (
             ["model.attention.window=64", "model.sequence_length=64"],
-            "model.attention.window = 64: has no effect with model.sequence_length = 64: every query reaches all tokens "
-            "before it; use a shorter window, or null",
+            "model.attention.window = 64: has no effect with model.sequence_length = 64: every query reaches all "
+            "tokens before it; use a shorter window, or null",
             "model.attention.window=63",
         ),
         (

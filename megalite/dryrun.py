@@ -48,9 +48,8 @@ CPU = torch.device("cpu")
 def dry_run(config: Config, pp: int) -> dict[str, int]:
     """Bytes of every kind at the peak of a training step on pipeline rank `pp`; see `count_step`.
 
-    Of the ranks of its context parallelism it is the one that exchanges most keys and values.
-    Runs as many micro-batches as it takes to reach the peak, with the inputs of all. Opens and closes the default
-    process group.
+    Of the context-parallel ranks, the one that exchanges most keys and values is taken. The dry run computes only as
+    many micro-batches as reach the peak, but counts the inputs of all. It opens and closes the default process group.
     """
     layout, full = config.parallel.layout, rank_memory(config, pp).micro_batches
     config = replace(config, train=replace(config.train, compile=False), kernels="torch")
@@ -62,25 +61,25 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     with _fake_world(layout.rank(pp=pp, cp=busiest(layout.cp, length, window)), layout.world_size):
         mesh = Mesh.build(layout, CPU, config.parallel.data.sharded, with_stage=config.optim.name == "muon")
         assert mesh is not None
-        job = build(plan, replace(mesh, device=torch.device("meta")))  # slices of a mesh cannot be taken in fake mode
+        job = build(plan, replace(mesh, device=torch.device("meta")))  # a mesh cannot be sliced in fake mode
         with fake:
             job = _materialized(job, mesh)
             tokens = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
-            # A document each: masks and positions take what they take for several.
+            # Each sample is one document: masks and positions take as many bytes as with several.
             found = count_step(job, Micros.cut_at(tokens, None), fake)
     found["activations"] += (full - m) * Activations(config).inputs
     return found
 
 
 def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> dict[str, int]:
-    """Bytes of every kind of `plan.memory.KINDS` that a training step holds at its peak, optimizer states made before.
+    """Bytes of every kind of `plan.memory.KINDS` that a training step holds at its peak, with optimizer states.
 
-    Of host memory they are those at its own peak, with the copy that `checkpoint.async` keeps.
+    Host memory is counted at its own peak, with the copy that `checkpoint.async` keeps.
 
     batch: as for `train_step`. fake: the mode of the job's tensors, if they have no data.
     """
     params = [param for _, param in job.named_parameters()]
-    # Made now if there are none: the first step of a run peaks lower than all others.
+    # States that do not exist yet are made now: without them, the first step of a run peaks lower than all others.
     states = [state for param in params for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake)
     live.add(params, "parameters")
@@ -121,9 +120,9 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a world whose other ranks are not there, and where what is sent arrives at once."""
-    # PyTorch has no other way in: DTensor tries operations on global shapes in the fake mode that it finds, and in the
-    # job's own they would count; and what a fake transfer has sent would never have arrived.
+    """Make this process one rank of a world without the other ranks, in which all that is sent arrives at once."""
+    # PyTorch offers no other way than to replace two of its functions. DTensor tries operations on global shapes in the
+    # fake mode that it finds; in the job's own mode, these would be counted. And fake transfers would never complete.
     own = FakeTensorMode()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -138,7 +137,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
 
 @contextmanager
 def _swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    """`owner.name` is `value` for a while."""
+    """Set `owner.name` to `value` within the context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,8 +1,8 @@
 """Live bytes of tensors, counted allocation by allocation while code runs, on real or on fake tensors.
 
 A dispatch mode sees every operation's results. Each storage is counted once, however many tensors view it, from
-its first appearance until it dies; resizing it in place, as FSDP2 does with gathered weights, is seen too. What
-allocators add to this (rounding, caching, fragmentation) and what kernels allocate inside is not.
+its first appearance until it dies. Resizing a storage in place, as FSDP2 does with gathered weights, is counted too.
+Not counted: what allocators add (rounding, caching, fragmentation), and what kernels allocate internally.
 """
 
 import weakref
@@ -24,7 +24,7 @@ COUNTED = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses are first
 
 @dataclass
 class Block:
-    """One storage's life. A phase is a backward pass or what lies between two."""
+    """The life of one storage. A phase is a backward pass, or the time between two backward passes."""
 
     bytes: int
     kind: str
@@ -34,12 +34,12 @@ class Block:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages while active; `peak` afterwards.
+    """Counts storages while active; `peak` returns the result afterwards.
 
     fake: count the tensors of this mode, and no others; without it, count real tensors.
 
-    A block is of the kind that `add` gave it, or else of what its life tells: "activations" were made in forward and
-    outlived it, "gradients" were made in a backward pass and outlived it, and all else is "temporaries".
+    A block has the kind that `add` gave it. Otherwise its life tells the kind: "activations" were made in forward and
+    outlived it, "gradients" were made in a backward pass and outlived it, and all other blocks are "temporaries".
     """
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
@@ -70,14 +70,14 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def add(self, tensors: Iterator[Tensor] | Sequence[Tensor], kind: str) -> None:
-        """Count the storages of `tensors`, where they are not yet, and call them `kind`."""
+        """Count the storages of `tensors` that are not counted yet, and give all of these storages the kind `kind`."""
         for tensor in tensors:
             for part in _parts(tensor):
                 if self._counts(part):
                     self._see(part.untyped_storage(), kind)
 
     def peak(self, apart: str = "") -> dict[str, int]:
-        """Bytes by kind at the moment when most were alive; of the kind `apart`, at a moment of its own."""
+        """Bytes by kind at the moment when most were alive. The kind `apart` is counted at its own peak."""
         found = self._peak(lambda kind: kind != apart)
         return found | self._peak(lambda kind: kind == apart)
 
@@ -151,7 +151,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _resizing(seen: Callable[[UntypedStorage], None]) -> Iterator[None]:
-    """Report every storage resized in place: that is not an operation, so no dispatch mode sees it."""
+    """Call `seen` with every storage resized in place. Resizing is not an operation, so no dispatch mode sees it."""
     original = UntypedStorage.resize_
 
     def resize(storage: UntypedStorage, size: int) -> UntypedStorage:

@@ -1,4 +1,4 @@
-"""`megalite show`: what a configuration amounts to, without torch, data or a launcher."""
+"""`megalite show`: layout, sizes, FLOPs and memory of a configuration, without torch, data or a launcher."""
 
 import argparse
 import sys
@@ -39,15 +39,15 @@ from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, 
 from megalite.terminal import console, sections, table
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
-AT_ONCE = 20_000  # actions of a schedule along which memory is predicted unasked: that takes less than a second
-PATIENCE = 100_000  # actions of a schedule of which nobody is told that they take long
+AT_ONCE = 20_000  # actions; memory is predicted unasked for schedules up to this length, in less than a second
+PATIENCE = 100_000  # actions; a longer schedule is announced as taking a while
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the resolved configuration, the layout, the sizes and the FLOPs per token; or the schedule, or memory.
 
-    Takes `args.files`, `args.overrides`, `args.world_size`, the number of ranks or None, `args.schedule`: the file to
-    write the schedule to, "" for none, or None to show something else, `args.memory` and `args.measure`.
+    args: `files` and `overrides`; `world_size`, the number of ranks or None; `schedule`, the file to write the schedule
+    to, "" to write none, or None to show something else; `memory` and `measure`.
     """
     asked = load(args.files, args.overrides)
     config = check(asked, args.world_size)
@@ -97,9 +97,9 @@ def _show_schedule(config: Config, path: str, guessed: bool) -> int:
 
 
 def _tell_of_waiting(count: int, guessed: bool) -> None:
-    """Says on stderr what takes long, if it does: a schedule of `count` actions.
+    """Says on stderr that a schedule of `count` actions takes a while, if it does.
 
-    guessed: dp_shard is 1 because nobody has told the number of ranks, so all micro-batches are on one.
+    guessed: dp_shard is 1 because the number of ranks was not given, so one rank has all micro-batches.
     """
     if count > PATIENCE:
         why = "; parallel.dp_shard = auto is 1 without --world-size N, which may be why it is so long" * guessed
@@ -107,7 +107,7 @@ def _tell_of_waiting(count: int, guessed: bool) -> None:
 
 
 def _memory(config: Config, limit: float | None) -> Text:
-    """The verdict on memory, where that does not take long."""
+    """The verdict on memory, or a note that the prediction would take a while."""
     if actions_of_peaks(config) <= AT_ONCE:
         return verdict(config, memory_of_ranks(config), limit)
     return Text(f"Not predicted here: along a schedule of {actions_of_peaks(config):,} actions that takes a while.")

@@ -1,4 +1,4 @@
-"""`megalite show --memory`: predicted bytes of the ranks, and those that a dry run counts beside them."""
+"""`megalite show --memory`: predicted bytes of the ranks, beside the bytes that a dry run counts."""
 
 import argparse
 import json
@@ -28,14 +28,14 @@ from megalite.terminal import memory as memory_size
 from megalite.terminal import table
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of tables
-COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # the others follow
+COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # in this order; others follow
 SHORT = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
 GPU = 80  # GiB of a GPU, where nothing else is known
-AGREEING, DIFFERING = 0.01, 0.05  # of the total, and of a kind: a difference of at most, and of more than
-MOST_PASSES = 4_000  # of a layer, forward and backward, in a dry run: each takes a tenth of a second
-TOKENS = 1_400  # whose loss takes as long
-MOST_RANKS = 1 << 17  # of a dry run's world: a thousand take a second
-FEW = 8  # rows, or numbers, that are all shown; of more, equal ones are folded
+AGREEING, DIFFERING = 0.01, 0.05  # shares: up to the first, totals agree; above the second, kinds differ
+MOST_PASSES = 4_000  # of layers, forward and backward, in a dry run: each takes a tenth of a second
+TOKENS = 1_400  # tokens whose loss takes as long as one pass
+MOST_RANKS = 1 << 17  # in the world of a dry run: every thousand takes a second
+FEW = 8  # up to so many rows or numbers are all shown; longer lists are shortened
 NOTE = (
     "Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies outside of "
     "PyTorch's allocator{outside}, its rounding and fragmentation, and what kernels allocate inside."
@@ -56,9 +56,10 @@ def fullest(memories: Sequence[Memory]) -> Memory:
 
 
 def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[str, int]:
-    """Bytes by kind that a dry run of the rank of `memory` counts, in a process of its own: this one imports no torch.
+    """Bytes by kind that a dry run of the rank of `memory` counts.
 
-    Raises InputError for a dry run that would take too long, or fails.
+    The dry run has its own process, since this one imports no torch. Raises InputError for a dry run that
+    would take too long, or fails.
     """
     _refuse_endless(config, memory)
     pp = memory.pp
@@ -69,7 +70,7 @@ def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[st
     if child.returncode != ExitCode.DONE:
         said = child.stderr.strip()
         if child.returncode != ExitCode.BAD_INPUT:
-            said = said.rpartition("\n")[2]  # of a traceback
+            said = said.rpartition("\n")[2]  # the last line of a traceback
         raise InputError(f"--measure: the dry run failed: {said or f'exit code {child.returncode}'}")
     found: dict[str, int] = json.loads(child.stdout)
     return found
@@ -108,7 +109,7 @@ def dry_run_command(args: argparse.Namespace, pp: int) -> list[str]:
 def verdict(config: Config, memories: Sequence[Memory], limit: float | None) -> Text:
     """Whether the fullest rank fits.
 
-    limit: GiB of a device that tensors may fill; None: those of a GPU of 80 GiB, unless the run is on CPUs.
+    limit: GiB of a device that tensors may fill; None: a GPU of 80 GiB is assumed, or on CPUs no limit.
     """
     most = fullest(memories)
     where = f" on pipeline rank {most.pp}" if len(memories) > 1 else ""
@@ -130,7 +131,7 @@ def verdict(config: Config, memories: Sequence[Memory], limit: float | None) -> 
 
 
 def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
-    """A split of the layers that lowers the peak, if there is one, and what it costs."""
+    """Advice on a split of the layers that lowers the peak, with the slowdown that it causes; "" if there is none."""
     found = flatter_split(config, memories) if len(memories) > 1 else None
     if found is None:
         return ""
@@ -168,7 +169,7 @@ def memory_sections(
 
 
 def _simplified(config: Config) -> str:
-    """What the dry run of a configuration does not do as a run would."""
+    """A note on what the dry run of a configuration does differently from a run; "" if nothing."""
     told = {
         "every sample as one document": config.data.mask_documents,
         "keys and values that are not repeated for every query head": Activations(config).repeats,
@@ -180,7 +181,7 @@ def _simplified(config: Config) -> str:
 
 
 def _split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
-    """Why kinds differ where their sum does not: which of two equal peaks is the higher takes no more than a byte."""
+    """A note if kinds differ but totals agree: of two nearly equal peaks, each side may have found another; else ""."""
     total, apart = sum(measured.get(kind, 0) for kind in KINDS), []
     for kind in KINDS:
         counted = measured.get(kind, 0)
@@ -195,7 +196,7 @@ def _split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
 
 
 def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
-    """Rows by kind, and of each by component; counted are kinds only."""
+    """A row for each kind, followed by rows for its components. Measured bytes are known for kinds only."""
     name, unit = _unit(memory.total)
     counts = ("measured", "difference") if measured is not None else ()
     shown = table("", name, "share", *counts, text=("",))
@@ -233,7 +234,7 @@ def _ranks(memories: Sequence[Memory], unit: int) -> Table:
 
 
 def alike(rows: Sequence[object]) -> list[range]:
-    """The rows by their indices: equal neighbours together, where there are many rows, else each by itself."""
+    """Ranges of indices of rows: equal neighbours share a range if there are many rows, else each row has its own."""
     found, start = [], 0
     for _, group in groupby(range(len(rows)), key=lambda row: rows[row] if len(rows) > FEW else row):
         found.append(range(start, start := start + len(list(group))))
@@ -241,16 +242,16 @@ def alike(rows: Sequence[object]) -> list[range]:
 
 
 def _in_order(parts: dict[str, int]) -> list[tuple[str, int]]:
-    """Components as a reader expects them."""
+    """Components with their bytes, in the order of COMPONENTS, then the others."""
     order = (*(name for name in COMPONENTS if name in parts), *(name for name in parts if name not in COMPONENTS))
     return [(name, parts[name]) for name in order]
 
 
 def _unit(size: int) -> tuple[str, int]:
-    """The largest unit of which there are at least two."""
+    """The largest unit of which `size` has at least two: its name and its bytes."""
     return next((unit for unit in UNITS if size >= 2 * unit[1]), UNITS[-1])
 
 
 def _difference(predicted: int, counted: int) -> str:
-    """Of the prediction from what was counted."""
+    """The relative difference of the prediction from the counted bytes; "" if these are 0."""
     return f"{predicted / counted - 1:+.1%}" if counted else ""

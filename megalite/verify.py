@@ -1,7 +1,7 @@
-"""`megalite verify`: the configured layout against one process, in float64 on CPU.
+"""`megalite verify`: compares the configured layout with one process, in float64 on CPU.
 
-Both train a shrunken copy of the model for a few steps on the same random tokens. Nothing but the order of
-sums may differ, so losses, gradient norms, gradients and weights agree to rounding, or something is wrong.
+Both train a shrunken copy of the model for a few steps on the same random tokens. Only the order of sums may differ.
+So losses, gradient norms, gradients and weights must agree to rounding.
 """
 
 import argparse
@@ -46,15 +46,15 @@ from megalite.train.recompute_costs import plan_for
 from megalite.train.step import gradients, update
 
 CPU = torch.device("cpu")
-COMPILING = 60.0  # seconds; a little more than a rank takes to compile for a core
-LARGEST_RATE = 0.01  # of learning; larger steps make more of a rounding than the tolerances allow
+COMPILING = 60.0  # seconds; a little more than one core takes to compile for a rank
+LARGEST_RATE = 0.01  # the learning rate; larger steps amplify rounding errors beyond the tolerances
 END_OF_DOCUMENT = 0  # in the shrunken copy
-NOISE = 1e-4  # of the largest gradient or weight: what is far below may be 0 but for rounding, as with one position
+NOISE = 1e-4  # of the largest gradient or weight: far smaller values may be rounding errors of 0, as with one position
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a tensor: where it lies in the global tensor, and what is there."""
+    """One rank's part of a tensor: its box in the global tensor, and the values there."""
 
     box: tuple[slice, ...]
     values: Tensor
@@ -72,7 +72,7 @@ Parts = list[tuple[str, Part]]  # by global name; a rank may have two copies of 
 
 @dataclass(frozen=True)
 class Trace:
-    """What training for a few steps leaves on one rank."""
+    """Results of training for a few steps, on one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -83,7 +83,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one quantity, relative to the largest value of what it is compared with."""
+    """The largest difference of one quantity, relative to the largest value of the reference."""
 
     quantity: str
     value: float
@@ -96,11 +96,11 @@ class Difference:
 
 
 def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
-    """Train `config` in its layout, and on one process without micro-batches; how far apart, told to every rank.
+    """Train `config` in its layout and on one process without micro-batches; return the differences, on every rank.
 
-    Collective over all processes, of which there may be more than the layout needs. tolerance: of weights;
-    gradients, which no optimizer has divided by their size yet, must agree 10 times better, losses and
-    norms 100 times, initial weights exactly.
+    Collective over all processes, of which there may be more than the layout needs. tolerance: of weights. Gradients,
+    which the optimizer has not divided by their size yet, must agree 10 times better; losses and norms 100 times
+    better; initial weights exactly.
     """
     alone = Mesh.build(Layout(), CPU)
     single = replace(
@@ -140,7 +140,7 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
 
 
 def random_batch(job: Job, step: int) -> Micros:
-    """This rank's micro-batches of tokens that depend on nothing but the step; documents are short."""
+    """This rank's micro-batches of random tokens, which depend only on the step. Documents are short."""
     model = job.config.model
     batch = next(global_batches(job.config, samples_after(job.config, step)))
     generator = torch.Generator().manual_seed(step)
@@ -180,7 +180,7 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
 
 
 def _distance(expected: Tensor, part: Part, noise: float) -> float:
-    """Relative to the largest value, or to `noise` where even that may be nothing but rounding of larger ones."""
+    """The largest difference, relative to the largest expected value, or to `noise` if that value is smaller."""
     if part.values.numel() == 0:
         return 0.0
     apart, largest = (expected[part.box] - part.values).abs().max().item(), expected.abs().max().item()
@@ -192,7 +192,7 @@ def _relative(apart: float, scale: float) -> float:
 
 
 def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: Mesh) -> Difference:
-    """The worst over all ranks of the mesh; nan is worse than any number."""
+    """The largest difference over all ranks of the mesh; nan counts as larger than any number."""
 
     def badness(entry: tuple[str, float]) -> tuple[bool, float]:
         return entry[1] != entry[1], entry[1]
@@ -204,9 +204,10 @@ def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: M
 
 
 def shrink(config: Config) -> Config:
-    """The same layout and kind of model, as small as they allow, in float64, which apex does not have.
+    """A configuration with the same layout and kind of model, as small as they allow, in float64.
 
-    Batches and sequences that grow do so once, after the first step. A recompute budget is one that mixes modes.
+    Kernels of apex, which has no float64, become `auto`. Batches and sequences that grow do so once, after the first
+    step. A recompute budget is replaced by one that mixes modes.
     """
     parallel, batch = config.parallel, config.batch
     split = parallel.pipeline.split
@@ -244,7 +245,7 @@ def shrink(config: Config) -> Config:
 
 
 def _mixing_budget(config: Config) -> float:
-    """GiB with which all layers of the fullest rank but one can keep everything, which takes the least time."""
+    """The budget in GiB with which all layers of the fullest rank but one can keep everything, the fastest mode."""
     split, tables = split_of(config), tables_of(config)
     outside = kept_by_rank(tables, Activations(config).outside(len(split)))
     costs, held = by_rank(tables[0], split, estimated_costs(config)), held_by_rank(tables, split)
@@ -256,7 +257,7 @@ def _mixing_budget(config: Config) -> float:
 
     most, fullest = max((size, rank) for rank, size in enumerate(kept("none")) if ranks[rank])
     spared = min(count * (cost["none"].bytes - cost["selective"].bytes) for cost, count in ranks[fullest])
-    return max(most - spared / 2, *kept("full")) / GIB  # half: what is measured is not quite what is planned
+    return max(most - spared / 2, *kept("full")) / GIB  # half, since measured bytes differ a little from planned ones
 
 
 def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
@@ -284,7 +285,7 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
 
 
 def not_compared(config: Config, steps: int) -> list[str]:
-    """What of a configuration the comparison of `steps` steps of its shrunken copy says nothing about."""
+    """The aspects of a configuration that a comparison of `steps` steps of its shrunken copy does not test."""
     small, model, batch, train = shrink(config), config.model, config.batch, config.train
     sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab_size", "sequence_length")
     shrunk = [
@@ -326,9 +327,9 @@ def show(config: Config, differences: Iterable[Difference], on: Console) -> None
 def run(args: argparse.Namespace) -> int:
     """The command: start the ranks that the layout needs on this machine, and compare."""
     config = check(load(args.files, args.overrides))
-    as_trained = planned(config)  # what `train` refuses is not compared
+    as_trained = planned(config)  # raises InputError for what `train` refuses
     if as_trained.batch.micro != "auto":
-        resolve(as_trained)  # nor a budget that nothing fits
+        resolve(as_trained)  # raises InputError for a budget that nothing fits
     table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)

@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
-        q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # s b h/t e, k and v s b k/t e
+        q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # q: s b h/t e; k, v: s b k/t e
         if self.q_norm is None or self.k_norm is None:
             q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         else:
@@ -122,8 +122,9 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
-    Given targets `[s, b]`, their cross-entropy instead, summed over tokens; then logits exist in chunks only. A split
-    backward makes its weight's gradient at once: to put it off would keep the logits' gradient.
+    Given targets `[s, b]`, the head returns their cross-entropy instead, summed over tokens. Logits then exist only in
+    chunks. A split backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits
+    would have to be kept.
     """
 
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
@@ -169,10 +170,11 @@ class Decoder(nn.Module):
         self.head = Head(model, tp, kernels) if last else None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | None = None) -> Tensor:
-        """Tokens `[s, b]` or, after the first stage, activations `[s/t, b, d]` → activations or, last, logits.
+        """Returns activations `[s/t, b, d]`, or from the last stage logits `[s, b, v/t]`.
 
-        positions: of the s positions that this rank holds; None: all of one document from its beginning. targets
-        `[s, b]`, for the last stage: it returns the loss summed over them in place of logits `[s, b, v/t]`.
+        x: tokens `[s, b]` on the first stage, activations `[s/t, b, d]` on others. positions: of the s tokens that this
+        rank holds; None: they are one document from its beginning. targets: `[s, b]`, for the last stage, which then
+        returns the loss summed over the targets instead of logits.
         """
         if self.first:
             assert self.embed is not None
@@ -184,10 +186,10 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, positions.attention[kind])
         if self.head is None:
             return x
-        # Untied, the embedding stays out: FSDP2 hooks into every argument, and this one's gradient is not the head's.
+        # An untied embedding is not passed: FSDP2 hooks into every argument, but the head makes no gradient for it.
         return self.head(x, self.embed.weight if self.tied and self.embed is not None else None, targets)
 
     def gathered_apart(self) -> list[nn.Module]:
-        """The modules whose parameters FSDP2 gathers one after another; a tied embedding is used at both ends."""
+        """The modules that FSDP2 gathers one after another; a tied embedding, used at both ends, is left out."""
         apart = [*self.layers.values(), self.head] if self.tied else [self.embed, *self.layers.values(), self.head]
         return [module for module in apart if module is not None]

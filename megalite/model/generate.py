@@ -15,12 +15,12 @@ class Draw:
     """How the next token is drawn. Each choice narrows the one before."""
 
     temperature: float = 1.0  # divides logits; 0: the likeliest token
-    top_k: int = 0  # among so many of the likeliest; 0: all
-    top_p: float = 1.0  # among the fewest of the likeliest that have this share of the chances
+    top_k: int = 0  # drawn among so many of the likeliest tokens; 0: among all
+    top_p: float = 1.0  # drawn among the fewest of the likeliest that together have this probability
     seed: int = 0
 
     def __call__(self, logits: Tensor, generator: torch.Generator) -> int:
-        """An index into `logits` `[v]`. Raises InputError for logits that are not finite."""
+        """Draw an index into `logits` `[v]`. Raises InputError for logits that are not finite."""
         if not logits.isfinite().all():
             raise InputError("the model's logits are not finite: its weights are too large to write text with")
         if self.temperature == 0:
@@ -32,9 +32,9 @@ class Draw:
 
 
 def nucleus(chances: Tensor, share: float) -> Tensor:
-    """`chances`, the largest first, with 0 for all but the first that together reach `share` of 1.
+    """`chances`, which descend, with 0 for all but the first ones that together reach `share`.
 
-    Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751). There is always one.
+    This is nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751). At least one chance is left.
     """
     before = chances.cumsum(0).roll(1)
     before[0] = 0
@@ -45,8 +45,8 @@ def nucleus(chances: Tensor, share: float) -> Tensor:
 def sample(decoder: Decoder, prompt: Sequence[int], count: int, vocabulary: int, draw: Draw) -> Iterator[int]:
     """The `count` tokens that follow `prompt`, one by one.
 
-    vocabulary: only ids below it are drawn; a model's own may be padded. The model sees the latest `sequence_length`
-    tokens and runs over all of them for every new one; there is no cache.
+    vocabulary: only ids below this number are drawn, since the model's vocabulary may be padded. The model sees the
+    latest `sequence_length` tokens and runs over all of them for every new one; there is no cache.
     """
     generator = torch.Generator().manual_seed(draw.seed)
     tokens = list(prompt)

@@ -2,9 +2,9 @@
 
 Every layout, on every device, starts from bit-identical weights, made shard by shard. A counter-based
 generator (SplitMix64: Steele, Lea and Flood 2014) gives each element 64 bits. The upper 16 choose an
-interval between two quantiles of the normal distribution, the next 32 a point in it: only integer
-operations, a look-up and exactly rounded products, so no library's logarithm enters. Values stay within 4.5
-standard deviations.
+interval between two quantiles of the normal distribution, and the next 32 choose a point in the interval. That takes
+only integer operations, a look-up and exactly rounded products, so values depend on no library's logarithm. Values
+stay within 4.5 standard deviations.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
 
 def standard_deviation(model: Model, role: Role) -> float:
-    """Of a matrix: smaller for projections into the residual stream (GPT-2's rule)."""
+    """The standard deviation of a matrix; it is smaller for projections into the residual stream (GPT-2's rule)."""
     return model.init_std / math.sqrt(2 * model.layers) if role.into_stream else model.init_std
 
 
@@ -79,7 +79,7 @@ def _shift(z: Tensor, by: int) -> Tensor:
 
 @cache
 def _quantiles() -> Tensor:
-    """The normal distribution's quantiles at i / 65536; the two ends at a quarter of a step, not at infinity."""
+    """The normal distribution's quantiles at i / 65536; the two ends are at a quarter of a step, not at infinity."""
     count = 1 << 16
     inverse = NormalDist().inv_cdf
     inner = [inverse(i / count) for i in range(1, count)]

@@ -1,6 +1,6 @@
-"""What one rank keeps of a micro-batch for backward, and what backward needs beside that, in bytes.
+"""Bytes that one rank keeps of a micro-batch for backward, and bytes that backward needs beside them.
 
-The parts of a stage are those that FSDP2 gathers by themselves: the embedding, every layer, the head.
+A stage consists of the parts that FSDP2 gathers one by one: the embedding, every layer, the head.
 
     h  width                    T  tokens of a micro-batch on a rank, b·s/c
     q  heads · head size        t  tp
@@ -15,7 +15,7 @@ The parts of a stage are those that FSDP2 gathers by themselves: the embedding, 
       log-sum-exp                                             heads·zT/t
       gate, up, product                                                             3fwT/t
 
-The sum is Korthikanti et al. 2022 (arXiv 2205.05198), eq. 4, less what fused kernels need not keep.
+The sum is eq. 4 of Korthikanti et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not keep.
 """
 
 import math
@@ -37,13 +37,13 @@ from megalite.plan.weights import Weight, embedding, final_norm, head, layer_wei
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 TOKEN = 8  # bytes of a token id
 ROWS = 128  # rows that cross_entropy handles at a time
-FEWEST, TILE = 4096, 128  # tokens of the head's smallest chunks, and what chunks are multiples of
-CLASSES = 1024  # whose logits it widens at a time for sums of its weight's gradient
-OFFLOAD_SHARE = 32  # tensors below this share of a layer's input, such as its rows' statistics, are not worth a copy
+FEWEST, TILE = 4096, 128  # tokens: the lowest limit for a chunk of the head, and the unit that chunks are multiples of
+CLASSES = 1024  # classes whose logits the head widens at a time, to sum the gradient of its weight
+OFFLOAD_SHARE = 32  # a tensor below 1/32 of a layer's input, such as a statistic of its rows, is not worth a copy
 
 
 def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
-    """How many tokens' logits the head makes at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
+    """How many tokens the head makes logits of at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
     wide, buffers = max(itemsize, 4), 2 if ranks > 1 else 1
     most = max(width // buffers, FEWEST)
     if tokens * itemsize <= buffers * most * itemsize + width * wide:
@@ -59,7 +59,7 @@ class Activations:
     config: Config
 
     def embedding(self, with_head: bool) -> Part:
-        """The table, and its look-up; with_head: the same stage has the head, which may use it."""
+        """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
         ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
         moment = Moment("lookup", self.stream + 2 * self.gathered, self.w * self._matrix)
         tied = self.config.model.tie_embeddings and with_head
@@ -95,12 +95,12 @@ class Activations:
         )
 
     def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
-        """What a layer keeps from forward to backward, wherever."""
+        """Bytes that a layer keeps from forward to backward, on the device and in host memory."""
         part = self.layer(kind, mode)
         return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
 
     def outside(self, stages: int) -> dict[int, int]:
-        """By stage: what the embedding and the head keep of a micro-batch; nothing elsewhere."""
+        """By stage: bytes that the embedding and the head keep of a micro-batch; stages with neither are left out."""
         ends = ((0, self.embedding(with_head=stages == 1)), (stages - 1, self.head()))
         found: Counter[int] = Counter()
         for stage, part in ends:
@@ -108,19 +108,19 @@ class Activations:
         return found
 
     def head(self) -> Part:
-        """The final norm, the output layer and the loss; the weight of a tied one is elsewhere."""
+        """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
         model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
         columns = model.vocab_size // self.t
         chunk = min(chunk_tokens(self.tokens, model.width, self.w, self.t), self.tokens)
         several = chunk < self.tokens
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
-        block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # one is there until the next one is
+        block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
         copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several else 0
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),
         ]
-        if several:  # the gradient of the inputs, and the sum of that of the weight
+        if several:  # the gradient of the inputs, and the summed gradient of the weight
             kept.append(Kept("head", inputs + self.z * self._matrix, "output"))
         backward = (
             Moment("loss", block),
@@ -133,18 +133,18 @@ class Activations:
 
     @property
     def angles(self) -> int:
-        """Cosines and sines for a step, of the positions on a rank, or of all where they depend on documents."""
+        """Bytes of cosines and sines for a step: of the rank's positions, or of all if documents restart positions."""
         model, resets = self.config.model, self.config.data.reset_positions
         return model.sequence_length // (1 if resets else self.config.parallel.cp) * model.head_size * self.z
 
     @cached_property
     def turns(self) -> int:
-        """Cosines and sines that a stage looks up for a micro-batch, where positions depend on documents."""
+        """Bytes of cosines and sines that a stage looks up for a micro-batch; 0 unless documents restart positions."""
         return self.tokens * self.config.model.head_size * self.z if self.config.data.reset_positions else 0
 
     @property
     def inputs(self) -> int:
-        """Of a micro-batch: its samples, and the tokens, targets and positions made of them."""
+        """Bytes of a micro-batch's samples, and of the tokens, targets and positions that are made of the samples."""
         made = 3 if self.config.data.reset_positions else 2
         return TOKEN * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
@@ -166,21 +166,21 @@ class Activations:
 
     @cached_property
     def stream(self) -> int:
-        """The residual stream on one rank, which is what stages hand to each other."""
+        """Bytes of the residual stream on one rank, the tensor that stages send to each other."""
         return self.tokens * self.config.model.width // self.t * self.w
 
     @cached_property
     def statistic(self) -> int:
-        """One number for each position on a rank."""
+        """Bytes of a statistic: one number for each position on a rank."""
         return self.tokens // self.t * self.z
 
     @cached_property
     def gathered(self) -> int:
-        """The residual stream gathered over tp; 0 where that takes no copy."""
+        """Bytes of the residual stream gathered over tp; 0 without tp, which needs no copy."""
         return self.stream * self.t if self.t > 1 else 0
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:
-        """What this rank has of them: norms whole, of the others a share."""
+        """Parameters and optimizer states of `weights` on this rank: norms are whole, others are split over tp."""
 
         def elements(weight: Weight) -> int:
             return weight.elements // (1 if weight.role.kind is Kind.NORM else self.t)
@@ -201,7 +201,7 @@ class Activations:
         return self.config.model.width * kind.feed_forward.width // self.t
 
     def _heads(self) -> tuple[int, int]:
-        """Bytes of activations q and k wide, on one rank."""
+        """Bytes of an activation of width q, and of one of width k, on one rank."""
         model, one = self.config.model, self.tokens * self.w
         return one * model.heads * model.head_size // self.t, one * model.kv_heads * model.head_size // self.t
 
@@ -210,18 +210,18 @@ class Activations:
 
     @property
     def repeats(self) -> bool:
-        """Whether attention of any layer has keys and values repeated for every query head."""
+        """Whether attention of any layer repeats keys and values for every query head."""
         return any(self._attention(kind.attention).repeats for kind in set(layer_kinds(self.config.model)))
 
     def _hidden(self, kind: LayerKind) -> int:
-        """Bytes of activations f wide, on one rank."""
+        """Bytes of an activation of width f, on one rank."""
         return self.tokens * self.w * kind.feed_forward.width // self.t
 
     def _layer_kept(self, kind: LayerKind) -> tuple[Kept, ...]:
-        """What a layer keeps, its input first."""
+        """The tensors that a layer without recompute keeps for backward, its input first."""
         model = self.config.model
         (q, k), f = self._heads(), self._hidden(kind)
-        of_head = self.tokens * self.z // self.t  # one number for each position and head, all heads split over tp
+        of_head = self.tokens * self.z // self.t  # bytes per head of the model: one number per position, split over tp
         normed = model.qk_norm
         found = [
             Kept("norms", self.stream, "attention norm"),
@@ -241,7 +241,7 @@ class Activations:
         return tuple(found)
 
     def _layer_backward(self, kind: LayerKind) -> tuple[Moment, ...]:
-        """Of a layer; the gradient of the residual stream is there all the time."""
+        """The moments of a layer's backward. The gradient of the residual stream is held in all of them."""
         model, weights, t, w = self.config.model, layer_parameters(self.config.model, kind), self.t, self.w
         (q, k), f = self._heads(), self._hidden(kind)
         down = w * self._down(kind)
@@ -266,9 +266,9 @@ class Activations:
         )
 
     def _linear(self, grads: int) -> int:
-        """Backward of layers that share an input: `grads` of their outputs, the input gathered, and its gradient."""
+        """Bytes in backward of linear layers of one input: `grads` of outputs, the gathered input, its gradient."""
         return grads + (2 * self.gathered + self.stream if self.gathered else self.stream)
 
     def _norm(self) -> int:
-        """Backward of a norm: its gradient, and three temporaries in float32 or wider."""
+        """Bytes in backward of a norm: a gradient, and three temporaries in float32 or wider."""
         return self.stream + 3 * self.stream * self.z // self.w

@@ -1,7 +1,7 @@
-"""What attention of a kind keeps of a micro-batch on one rank, and what its backward takes, in bytes.
+"""Bytes that attention of one kind keeps of a micro-batch on one rank, and bytes that its backward takes.
 
-Attention goes block by block (`parallel.attention`) unless torch does all of it in one call. A block has n queries and
-m keys; its temporaries are those of the kernel that computes it.
+Attention is computed block by block (`parallel.attention`), unless torch computes it in one call. A block has n queries
+and m keys. Its temporaries depend on the kernel that computes the block.
 
     q   bytes of queries, and of the output, on this rank     w  bytes of an activation: 2, 4 or 8
     kv  bytes of keys and values on this rank                 z  bytes of a sum: 4 or 8
@@ -17,7 +17,7 @@ from megalite.config.schema import Config
 from megalite.plan.parts import Kept
 from megalite.plan.window import busiest, halo
 
-ROWS, SCORES = 128, 2**24  # of `parallel.explicit`: rows of queries, and scores, at a time at most
+ROWS, SCORES = 128, 2**24  # in `parallel.explicit`: the most rows of queries, and the most scores, at a time
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class AttentionMemory:
     config: Config
     kind: AttentionKind
     queries: int  # bytes
-    keys: int  # bytes; of values there are as many
+    keys: int  # bytes; values take as many
     w: int
     z: int
 
     def kept(self) -> tuple[Kept, ...]:
-        """Queries, keys, values and output, as the kernel has them; selective recompute makes no copies again."""
+        """Queries, keys, values and output in the form that the kernel keeps. Selective recompute remakes no copies."""
         q, k, normed = self.queries, self.keys, self.config.model.qk_norm
-        if self._exchanges_heads:  # its output by heads is kept beside that by positions
+        if self._exchanges_heads:  # the output is kept twice: by heads and by positions
             again = self.kv if self._in_blocks else 2 * q if self.repeats else 0
             by_heads = Kept("attention", q + self.kv + again, "attention"), Kept("attention", q, "attention")
             return *by_heads, Kept("attention", q, "output", for_weights="output")
@@ -48,14 +48,14 @@ class AttentionMemory:
 
     @property
     def backward(self) -> int:
-        """The gradients of queries, keys and values, and what the method of attention takes for them."""
+        """Bytes of the gradients of queries, keys and values, and of temporaries of the method of attention."""
         q, kv, sums = self.queries, self.kv, self._wide(self.queries + self.kv)
         if self._exchanges_heads:
             inside = sums + self._own(self._positions) if self._in_blocks else 3 * q + kv if self.repeats else 0
-            return max(3 * q + 2 * kv, inside)  # where heads are exchanged, or inside
+            return max(3 * q + 2 * kv, inside)  # while heads are exchanged, or inside of attention
         if not self._in_blocks:
             return 3 * q + kv if self.repeats else q + kv
-        rounded = q + kv if self.w < self.z else 0  # the sums, before they are gone
+        rounded = q + kv if self.w < self.z else 0  # the sums in the compute precision, made while the sums live
         if self.config.parallel.cp == 1:
             return sums + max(rounded, self._own(self._positions))
         if self._windowed is not None:
@@ -63,7 +63,7 @@ class AttentionMemory:
         return sums + (self._ring() if self.config.parallel.context.method == "ring" else self._all_gather())
 
     def _ring(self) -> int:
-        """Beside the sums: keys and values in use and arriving, their gradients being made and on their way home."""
+        """Bytes beside the sums: keys and values in use and arriving, gradients being made and being sent back."""
         cp, kv, here = self.config.parallel.cp, self.kv, self._positions
         others = max(self._block(here // 2, here), self._block(here, here // 2))
         arriving, returning = (kv, 0) if cp == 3 else (0, 0) if cp == 2 else (kv, self._wide(kv))
@@ -73,17 +73,17 @@ class AttentionMemory:
         return max(steps)
 
     def _all_gather(self) -> int:
-        """Beside the sums: all keys and values, their gradients, and these sorted by rank."""
+        """Bytes beside the sums: all keys and values, their gradients, and the gradients sorted by rank."""
         cp, kv, here = self.config.parallel.cp, self.kv, self._positions
         far = self._block(here // 2, (cp - 1) * here) + cp * (kv + self._wide(kv))
         return max(far, cp * (kv + 3 * self._wide(kv)))
 
     def _window(self, window: int, rounded: int) -> int:
-        """Beside the sums: keys and values that windows reach, their gradients, and what is sent of both."""
+        """Bytes beside the sums: keys and values that windows reach, their gradients, and buffers that send both."""
         cp, length = self.config.parallel.cp, self.config.model.sequence_length
         chunk, reach, rank = length // (2 * cp), window - 1, busiest(cp, length, window)
         given, taken = (self._of(self.kv, positions) for positions in halo(cp, rank, length, window))
-        gaps = rank * chunk, 2 * (cp - 1 - rank) * chunk  # before its first chunk, and between that and its last
+        gaps = rank * chunk, 2 * (cp - 1 - rank) * chunk  # before the rank's first chunk, and between its two chunks
         far = max(self._far(min(chunk, reach), min(gap, reach), reach) for gap in gaps)
         return max(
             self._own(chunk) + given + taken,
@@ -93,14 +93,17 @@ class AttentionMemory:
         )
 
     def _own(self, rows: int) -> int:
-        """Temporaries of rows over each other, causally."""
+        """Temporaries of `rows` queries over the keys of the same positions, with a causal mask."""
         reach = rows if self._windowed is None else self._windowed - 1
         if self._kernel == "flash" and self._on_cpu and 0 < reach < rows - 1:
             return max(self._block(rows, rows, reach), self._edge(rows - reach, reach))
         return self._block(rows, rows, masked=True, reach=reach)
 
     def _far(self, rows: int, keys: int, reach: int) -> int:
-        """Temporaries of rows over the keys right before them; the first reaches so many, and each later one less."""
+        """Temporaries of `rows` queries over the `keys` keys right before them.
+
+        reach: how many positions the first query reaches back; every later query reaches one of the keys less.
+        """
         if self._kernel != "flash" or not self._on_cpu:
             return self._block(rows, keys, masked=True)
         whole = min(rows, reach - keys)  # rows that reach all keys
@@ -108,7 +111,7 @@ class AttentionMemory:
         return max(self._block(whole, keys), self._edge(last), self._block(last, max(0, keys - last)))
 
     def _edge(self, rows: int, piece: int | None = None) -> int:
-        """Temporaries of the far edge of a window, which the CPU computes with rows in reverse."""
+        """Temporaries of the far edge of a window, which the CPU's flash kernel computes with rows in reverse order."""
         if self._kernel != "flash" or not self._on_cpu:
             return self._block(rows, rows)
         piece = min(piece or rows, rows)
@@ -118,8 +121,8 @@ class AttentionMemory:
     def _block(self, n: int, m: int, piece: int | None = None, masked: bool = False, reach: int | None = None) -> int:
         """Temporaries of n queries over m keys.
 
-        piece: the CPU's flash kernel works on so many queries and keys at a time.
-        masked: queries do not attend to all of the keys. reach: how many before its own a query attends to.
+        piece: how many queries, and keys, the CPU's flash kernel handles at a time; None: all. masked: some queries do
+        not attend to all keys. reach: how many positions before its own a query attends to; None: all.
         """
         q, kv = self._of(self.queries, n), self._of(self.kv, m)
         if self._kernel == "explicit":
@@ -136,7 +139,7 @@ class AttentionMemory:
 
     @property
     def _kernel(self) -> Literal["flash", "explicit", "flex"]:
-        """What computes blocks; see `parallel.attention` and `parallel.context`."""
+        """The kernel that computes blocks; see `parallel.attention` and `parallel.context`."""
         whole = self.config.parallel.cp == 1 or self._exchanges_heads
         if self.kind.softcap is not None and whole and not self._on_cpu:
             return "flex"
@@ -167,17 +170,17 @@ class AttentionMemory:
 
     @property
     def _positions(self) -> int:
-        """Of a sequence, those whose queries this rank has."""
+        """How many positions of a sequence this rank has queries of."""
         return self.config.model.sequence_length // (1 if self._exchanges_heads else self.config.parallel.cp)
 
     @property
     def _heads(self) -> int:
-        """Query heads of all samples on this rank."""
+        """Query heads on this rank, counted once for every sample."""
         return self.queries // (self.w * self.config.model.head_size * self._positions)
 
     @cached_property
     def kv(self) -> int:
-        """Bytes of keys and values, with the copies that let ranks share out kv heads."""
+        """Bytes of keys and values. Ulysses copies key-value heads until all ranks of cp can have equally many."""
         return 2 * self.keys * self._kv_copies
 
     @property
@@ -193,9 +196,9 @@ class AttentionMemory:
         return self.config.model.heads // (self.config.model.kv_heads * self._kv_copies)
 
     def _of(self, whole: int, positions: int) -> int:
-        """Bytes of so many positions, of what this rank has of all of its own."""
+        """Bytes of `positions` positions of a tensor that takes `whole` bytes for all positions on this rank."""
         return whole * positions // self._positions
 
     def _wide(self, narrow: int) -> int:
-        """Bytes of sums of what takes `narrow`."""
+        """Bytes of a sum, in float32 or wider, of tensors that take `narrow` bytes."""
         return narrow * self.z // self.w

@@ -1,8 +1,8 @@
-"""Which samples every optimizer step takes, and how it cuts them, as pure functions of the samples before it.
+"""The samples of every optimizer step, and how the step cuts them: pure functions of the samples consumed before.
 
-Batch-size ramp-up and sequence-length curriculum follow the samples consumed, not steps or ranks, so a run has no
-other data state than these and the ranges of samples it leaves out, and the samples and their order are the same under
-every ramp, curriculum and layout.
+Batch-size ramp-up and sequence-length curriculum depend on the samples consumed, not on steps or ranks. So the data
+state of a run is the number of samples consumed and the ranges of samples left out, and nothing else. The samples and
+their order are the same under every ramp, curriculum and layout.
 """
 
 from bisect import bisect
@@ -27,19 +27,19 @@ class GlobalBatch:
 
     @property
     def end(self) -> int:
-        """Samples consumed with this step, left-out ones included."""
+        """Samples consumed up to the end of this step, left-out ones included."""
         return self.first + self.samples + sum(end - first for first, end in self.left_out)
 
     @property
     def ids(self) -> list[int]:
-        """The samples, in order."""
+        """The numbers of the samples, in order."""
         starts = [self.first, *(end for _, end in self.left_out)]
         ends = [*(first for first, _ in self.left_out), self.end]
         return [sample for start, end in zip(starts, ends, strict=True) for sample in range(start, end)]
 
 
 def global_batches(config: Config, consumed: int, left_out: Ranges = ()) -> Iterator[GlobalBatch]:
-    """The batches of a run from sample `consumed` on, without end; samples of `left_out` are passed over."""
+    """The endless sequence of a run's batches from sample `consumed` on; samples of `left_out` are skipped."""
     while True:
         for first, end in left_out:
             consumed = end if first <= consumed < end else consumed
@@ -61,7 +61,7 @@ def samples_after(config: Config, steps: int, consumed: int = 0, left_out: Range
 
 
 def _until_another(config: Config, batch: GlobalBatch, left_out: Ranges) -> Iterator[int]:
-    """Steps from that of `batch` to one of another size, and to one that meets a range left out."""
+    """For how many steps batches are like `batch`: until they grow, and until they meet each range left out."""
     if batch.left_out:
         yield 1
         return
@@ -72,14 +72,14 @@ def _until_another(config: Config, batch: GlobalBatch, left_out: Ranges) -> Iter
         grown = sizes.index(batch.samples) + 1
         larger = -(
             -grown * rampup.tokens // ((len(sizes) - 1) * config.model.sequence_length)
-        )  # the first sample of it
+        )  # the first sample of a larger batch
         yield -(-(larger - batch.first) // batch.samples)
 
 
 def latest_batches(config: Config, consumed: int, left_out: Ranges, end: int, count: int) -> tuple[int, int]:
-    """The range of samples [first, end) of the last `count` batches up to the one that ends at `end`.
+    """The range of samples [first, end) of the last `count` batches, up to the batch that ends at `end`.
 
-    It goes back to sample `consumed` at most, from which on batches are taken.
+    Batches are counted from sample `consumed` on, so the range does not begin before that sample.
     """
     batches = takewhile(lambda batch: batch.first < end, global_batches(config, consumed, left_out))
     return [batch.first for batch in batches][-count:][0], end
@@ -97,7 +97,7 @@ def joined(ranges: Ranges) -> Ranges:
 
 
 def _inside(first: int, samples: int, left_out: Ranges) -> Ranges:
-    """The ranges that lie between a batch's samples."""
+    """The left-out ranges that lie between the samples of the batch that begins at `first`."""
     inside, end = [], first + samples
     for start, stop in left_out:
         if first < start < end:
@@ -115,7 +115,8 @@ def batch_sizes(config: Config) -> range:
 def batch_size(config: Config, consumed: int) -> int:
     """The global batch size of the step after sample `consumed`, in samples.
 
-    Linear in tokens (GPT-3, arXiv 2005.14165, app. B), rounded down: every size has the same share of the ramp.
+    The size grows linearly with tokens (GPT-3, arXiv 2005.14165, app. B). It is rounded down, so every size has the
+    same share of the ramp.
     """
     rampup, full = config.batch.rampup, config.batch.global_
     if rampup is None:
@@ -128,7 +129,8 @@ def batch_size(config: Config, consumed: int) -> int:
 def sequence_length(config: Config, consumed: int) -> int:
     """The sequence length of the step after sample `consumed`, in tokens.
 
-    Linear in tokens (arXiv 2108.06084), rounded down to a multiple of the first length that divides the last.
+    The length grows linearly with tokens (arXiv 2108.06084). It is rounded down to a multiple of the first length that
+    divides the last length.
     """
     curriculum, full = config.batch.curriculum, config.model.sequence_length
     if curriculum is None or consumed * full >= curriculum.tokens:

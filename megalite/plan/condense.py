@@ -1,4 +1,4 @@
-"""The parts of a pipeline stage as a walk needs them: of many layers that repeat, only those at the ends are apart."""
+"""The parts of a pipeline stage for `plan.walk`: where many layers repeat, those in the middle count as one part."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -11,16 +11,16 @@ from megalite.plan.parts import Part
 from megalite.plan.recompute_modes import Mode
 
 T = TypeVar("T")
-Recomputed = tuple[LayerKind, Mode]  # a layer, and what it recomputes
-ENDS = 2  # repetitions at either end of many, that a walk looks at one by one
+Recomputed = tuple[LayerKind, Mode]  # a layer, and how it recomputes
+ENDS = 2  # repetitions at each end that a walk visits one by one; those between count as one
 
 
 def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], stages: int) -> dict[int, list[Part]]:
-    """By stage: its parts, first to last; layers that are repeated often are taken as one.
+    """By stage: the parts of the stage, first to last. Layers that repeat often are taken as one part.
 
-    layers: of the stages that are asked for. stages: how many the pipeline has.
+    layers: by stage, the layers of the stages to return. stages: how many stages the pipeline has.
     """
-    one = cache(sizes.layer)  # of all stages alike, with all that it remembers
+    one = cache(sizes.layer)  # one Part for equal layers of all stages, so its cached properties are computed once
 
     @cache
     def repeated(layer: Recomputed, times: int) -> Part:
@@ -37,10 +37,10 @@ def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], sta
 
 
 def condensed(layers: Sequence[T]) -> list[tuple[T, int]]:
-    """The layers of a stage, in order, as a walk needs them: what each is, and how many like it are taken as one.
+    """The layers of a stage in order, each with the number of layers like it that are taken as one.
 
-    They repeat, every layer or every few. In the midst of repetitions what is held changes by the same amount with
-    each, so it is most at the first or the last of them: only two at either end are looked at.
+    Layers repeat one by one or in groups. In the middle, every repetition changes the bytes held by the same amount. So
+    memory peaks at the first or the last repetition, and a walk visits only two at each end one by one.
     """
     period, count = _period(layers), len(layers)
     repetitions = count // period if period else 0
@@ -62,7 +62,7 @@ def _condensed_run(layer: T, times: int, count: int) -> list[tuple[T, int]]:
 
 
 def _period(layers: Sequence[T]) -> int:
-    """After how many they repeat themselves."""
+    """After how many layers the sequence repeats itself."""
     border, borders = 0, [0]  # Knuth, Morris and Pratt's table
     for layer in layers[1:]:
         while border and layer != layers[border]:

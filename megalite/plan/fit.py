@@ -1,4 +1,4 @@
-"""The micro-batch that fits a device."""
+"""Chooses the micro-batch that fits a device, and checks predicted memory."""
 
 import math
 from bisect import bisect_left
@@ -21,7 +21,7 @@ FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments
 def peak_bytes(config: Config, limit: float = math.inf) -> int:
     """Predicted bytes of the fullest rank at the peak of the fullest training step.
 
-    limit: bytes above which any answer will do; it is then that of the first rank that takes as much.
+    limit: if a rank needs more bytes than this, the result is that of the first such rank.
     """
     most = 0
     for memory in each_rank(config):
@@ -34,8 +34,8 @@ def peak_bytes(config: Config, limit: float = math.inf) -> int:
 def fit_micro(config: Config, offered: int | None = None, peak: Callable[..., int] = peak_bytes) -> Config:
     """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
 
-    In the result, `batch.memory` is null. offered: bytes of a device, where `batch.memory` is null. Raises
-    InputError where not even one sequence fits, or nobody says into what.
+    In the result, `batch.memory` is null. offered: bytes of a device, used if `batch.memory` is null. Raises
+    InputError if not even one sequence fits, or if neither `batch.memory` nor `offered` is given.
     """
     batch = config.batch
     if batch.micro != "auto":
@@ -57,13 +57,13 @@ def fit_micro(config: Config, offered: int | None = None, peak: Callable[..., in
     if first == len(sizes):
         raise InputError([_too_few(config, sizes[-1], peak(of(sizes[-1])), limit)])
     if first and config.parallel.pipeline.schedule == "interleaved_1f1b":
-        # Rounds are up to twice as large as they must be, so a larger one may take less.
+        # Rounds are up to twice as large as they must be, so a larger micro-batch may take less memory.
         first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and fits(micro))
     return of(sizes[first])
 
 
 def planned(config: Config) -> Config:
-    """The configuration as ranks are started with it: they fit `batch.micro` themselves where only their GPUs can tell.
+    """The configuration that ranks are started with; `batch.micro` stays auto if only the GPUs of ranks can tell it.
 
     Raises InputError for memory that not even one sequence fits, and for a schedule that cannot run.
     """
@@ -82,14 +82,14 @@ def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
 
 
 def check_memory(config: Config, total: int, of: str, ranks: int | None = None) -> str:
-    """What to warn of where the prediction comes near to `total` bytes; "" where it does not.
+    """A warning if the predicted memory comes near to `total` bytes; "" if it does not.
 
-    of: what has these bytes. ranks: how many share them, all of one host; None: each has a device of its own. Raises
-    InputError where training cannot fit.
+    of: the name of what has `total` bytes. ranks: how many ranks share these bytes, all on one host; None: each rank
+    has a device of its own. Raises InputError if training cannot fit.
     """
     memories = memory_of_ranks(config)
     fullest = max(memories, key=lambda memory: memory.total)
-    together = sum(sum(memory.bytes.values()) for memory in memories)  # with what they keep in host memory
+    together = sum(sum(memory.bytes.values()) for memory in memories)  # host memory included
     needed = fullest.total if ranks is None else together * ranks // len(memories)
     if needed <= FOR_TENSORS * total:
         return ""
@@ -110,11 +110,11 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None) 
 
 
 def choices(config: Config) -> list[int]:
-    """Micro-batches that `auto` may take, the largest first, 1 among them.
+    """Micro-batch sizes that `auto` may take, the largest first, 1 among them.
 
-    They divide every global batch of the run, and leave no stage of the pipeline without work: at least `parallel.pp`
-    of them make `batch.global`, if it has that many sequences. Those that make too many to be planned are left out,
-    but for the largest.
+    Each divides every global batch of the run. Each cuts `batch.global` into at least `parallel.pp` micro-batches on a
+    rank, if there are that many sequences, so that every stage has work. Sizes that make too many micro-batches to be
+    planned are left out, except for the largest size.
     """
     dp, pp, sizes = config.parallel.layout.dp, config.parallel.pp, batch_sizes(config)
     shared = math.gcd(sizes[0], sizes[-1], sizes.step * (len(sizes) > 1)) // dp

@@ -1,27 +1,29 @@
-"""Bytes that one pipeline rank holds at the peak of a training step, by what they are.
+"""Bytes that one pipeline rank holds at the peak of a training step, by kind and component.
 
-Walks the rank's program of the very table that the runner executes: the parts of its stages (`plan.activations`)
-keep activations from forward to backward, gradients accumulate or are reduced, weights are gathered and freed.
+The prediction walks through the rank's program, in the same table that the runner executes. On the way, the parts of
+stages (`plan.activations`) keep activations from forward to backward, gradients accumulate or are reduced, and weights
+are gathered and freed.
 
     P  parameters of the rank's stages before data-parallel sharding, N those of one part
-    D  ranks that share out parameters: dp_shard · cp, or 1 with mode ddp
+    D  ranks over which parameters are sharded: dp_shard · cp, or 1 with mode ddp
     w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
 
     parameters          pP/D
-    optimizer states    pP/D for each that the optimizer has: AdamW two, Muon one of a matrix inside of a layer
+    optimizer states    pP/D for each state: AdamW has two, Muon has one for a matrix inside of a layer
     gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); 0 where a single
                         data-parallel rank computes in the precision of its parameters
-    gradients           pP/D once they are reduced, which is after every micro-batch (zero2, zero3) or the last one
-                        (ddp, zero1); until then rP. Of the newest part to be reduced another rN, until the next is
+    gradients           rP until they are reduced, then pP/D. They are reduced after every micro-batch (zero2, zero3) or
+                        after the last one (ddp, zero1). The part that was reduced last takes another rN until the
+                        next part is reduced
     activations         see plan.activations
-    temporaries         of backward; wN of gradients being made; wN to gather the next part (zero3); activations
-                        made again or brought back; those of a step of Muon (plan.muon)
-    host memory         what is offloaded; the copy of parameters and optimizer states that `checkpoint.async` stages
+    temporaries         those of backward; wN of gradients being made; wN to gather the next part (zero3);
+                        activations recomputed or fetched from the host; those of Muon's step (plan.muon)
+    host memory         offloaded tensors; the copy of parameters and optimizer states that `checkpoint.async` stages
 
-Not counted: what is outside the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
-and what kernels allocate inside. NCCL lets the allocator reuse a buffer that a pipeline has sent or received only when
-all transfers posted before it was freed have ended: the further the host is ahead of its GPU, the more of them live.
-That does not exhaust memory: before it gives up, the allocator waits for them.
+Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
+and memory that kernels allocate internally. The allocator may reuse a buffer that a pipeline has sent or received only
+when NCCL has ended all transfers posted before the buffer was freed. So the further the host is ahead of its GPU, the
+more such buffers live. They do not exhaust memory: before the allocator gives up, it waits for them.
 """
 
 from collections import Counter
@@ -42,7 +44,7 @@ KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "act
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one pipeline rank at the peak of the fullest step of a run; of host memory, at a peak of its own."""
+    """Bytes on one pipeline rank at the peak of the fullest step of a run. Host memory is counted at its own peak."""
 
     pp: int
     bytes: dict[Item, int]
@@ -50,7 +52,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """Bytes of all kinds on the device."""
         return sum(size for (kind, _), size in self.bytes.items() if kind != HOST)
 
     def of(self, kind: str) -> dict[str, int]:
@@ -67,23 +69,23 @@ def rank_memory(config: Config, pp: int) -> Memory:
 
 
 def memory_of_ranks(config: Config) -> list[Memory]:
-    """The predicted memory of every pipeline rank; the ranks of its data, context and tensor parallelism are alike."""
+    """The predicted memory of every pipeline rank, which all ranks with the same pp coordinate have in common."""
     return list(each_rank(config))
 
 
 def each_rank(config: Config) -> Iterator[Memory]:
-    """`memory_of_ranks` one by one, so that who has seen enough can stop."""
+    """The results of `memory_of_ranks` one by one, so that a caller can stop early."""
     plan = resolve(config)
     return (_fullest(plan, pp) for pp in range(config.parallel.pp))
 
 
 def actions_of_peaks(config: Config) -> int:
-    """How many actions the schedules have along which `memory_of_ranks` walks."""
+    """How many actions are in the schedules that `memory_of_ranks` walks through."""
     return sum(actions(config, as_full(config, m)) for m in fullest_steps(config))
 
 
 def enough_micro_batches(plan: Plan, pp: int, full: int) -> int:
-    """The least number of micro-batches whose peak on pipeline rank `pp` is that of a step of `full`."""
+    """A small number of micro-batches with the same peak on pipeline rank `pp` as a step of `full` micro-batches."""
     p = plan.config.parallel.pp
     wanted = _peak(plan, pp, full)
     for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
@@ -107,7 +109,7 @@ def _fullest(plan: Plan, pp: int) -> Memory:
 
 
 def _peak(plan: Plan, pp: int, m: int) -> dict[Item, int]:
-    """What a rank holds at the peak of a step of `m` micro-batches, without its inputs."""
+    """Bytes that a rank holds at the peak of a step of `m` micro-batches, without the inputs of the step."""
     config = plan.config
 
     def walk(m: int) -> Counter[Item]:
@@ -116,7 +118,7 @@ def _peak(plan: Plan, pp: int, m: int) -> dict[Item, int]:
     if config.parallel.pipeline.schedule != "gpipe":
         return walk(as_full(config, m))
     few = 32
-    while few < m:  # once a micro-batch more means more activations at the peak, so does every one after it
+    while few < m:  # if one more micro-batch adds activations to the peak, every further one adds as many
         steps = [walk(few - 2), walk(few - 1), walk(few)]
         before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(steps))
         grow = {kind == HOST for (kind, _), size in growth.items() if size > 0}

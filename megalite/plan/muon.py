@@ -1,4 +1,4 @@
-"""Which rank orthogonalizes which matrix under Muon, and what that moves, takes and costs.
+"""Which rank orthogonalizes which matrix under Muon, with the bytes moved, the memory and the FLOPs that this takes.
 
 All ranks with the same pp coordinate share out the matrices that they hold. These ranks are counted row-major over
 (dp_replicate, fsdp, tp). Every matrix has one owner. The owner gathers the whole update, orthogonalizes it, and sends
@@ -22,7 +22,7 @@ from megalite.plan.weights import layer_weights
 Box = tuple[range, range]  # rows and columns
 
 BUCKET = 256 << 20  # bytes of buffers on a rank: enough for messages of a MiB to 64 peers, and little beside 80 GB
-MOST_PIECES = 100_000  # of matrices on ranks, that are planned one by one; that takes a second
+MOST_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def stage_matrices(
 def owners(costs: Sequence[int], ranks: int) -> list[int]:
     """The rank that owns each matrix.
 
-    The most costly matrix goes first, and each goes to the rank with the least so far (Graham 1969). So no rank has
-    more than the mean plus one matrix. Ties go to the first matrix and the first rank.
+    Matrices are assigned in order of cost, the most costly first, each to the rank with the least work so far (Graham
+    1969). So no rank has more work than the mean plus one matrix. Ties go to the first matrix and the first rank.
     """
     load, found = [0] * ranks, [0] * len(costs)
     for index in _descending(costs):
@@ -194,7 +194,7 @@ class MuonPlan:
     def temporaries(self, parameter_bytes: int) -> list[int]:
         """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum.
 
-        parameter_bytes: of an element of a parameter. The step is one that clips gradients and may be skipped.
+        parameter_bytes: bytes of one element of a parameter. The step counted clips gradients and may be skipped.
         """
         there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
         back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
@@ -220,7 +220,7 @@ class MuonPlan:
         return list(zip(out, into, strict=True))
 
     def _buffers(self, pieces: Sequence[Piece]) -> list[Buffers]:
-        """By rank, for one exchange. Where nobody sends to another rank, there is one buffer only."""
+        """The buffers of each rank in one exchange. If no rank sends to another, there is one buffer only."""
         sizes = [(self.itemsize * out, self.itemsize * into) for out, into in self._sizes(pieces)]
         if moves(pieces):
             return [Buffers(out, out + into, into) for out, into in sizes]
@@ -241,7 +241,7 @@ class MuonPlan:
         return max(needed) * self.itemsize
 
     def _buckets(self, bucket_bytes: int) -> list[list[int]]:
-        """In a round no rank owns two matrices. A bucket has as many rounds as `bucket_bytes` allow."""
+        """Matrices by bucket, in as many rounds as `bucket_bytes` allow. In a round no rank owns two matrices."""
         rounds: list[list[int]] = []
         for index in _descending([matrix.flops for matrix in self.matrices]):
             if not rounds or self.owners[index] in {self.owners[other] for other in rounds[-1]}:
@@ -275,7 +275,7 @@ def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int]
     """The most bytes of one rank while `optim.muon` goes through the buckets.
 
     part: the largest part of a parameter in each bucket. Three copies of it exist while its update is packed, and two
-    while it is applied. working: what orthogonalizing takes. All but `working` end with an entry of nothing, which
+    while it is applied. working: bytes to orthogonalize. All sequences but `working` end with an empty entry, which
     stands for what comes after the last bucket and, as index −1, for what comes before the first.
     """
     peak = max(there[0].packed + 3 * part[0], there[0].under_way)
@@ -294,8 +294,8 @@ def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int]
 def step_temporaries(plan: Plan, pp: int) -> int:
     """Bytes that the optimizer takes for a step on the fullest rank of pipeline rank `pp`; 0 with AdamW.
 
-    With very many pieces, to plan every exchange takes too long. Then it is a bound: buffers of three buckets, and what
-    the largest matrix takes.
+    With very many pieces, planning every exchange takes too long. The result is then a bound: the buffers of three
+    buckets, and the bytes that the largest matrix takes.
     """
     config, layout = plan.config, plan.config.parallel.layout
     if config.optim.name != "muon":

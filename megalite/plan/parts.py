@@ -1,6 +1,6 @@
-"""The embedding, a layer or the head of a stage: what a rank keeps of it for backward, and what backward takes.
+"""Parts of a stage (embedding, layers, head): what a rank keeps of a part for backward, and what backward takes.
 
-Backward of a part is a sequence of moments. Each has temporaries, and ends with the release of some of what was kept.
+Backward of a part is a sequence of moments. Each moment has temporaries. At its end some kept tensors are released.
 """
 
 from collections import Counter
@@ -10,18 +10,18 @@ from functools import cached_property
 
 from megalite.plan.size import Parameters
 
-Item = tuple[str, str]  # one of the kinds of `plan.memory`, or HOST, and the component of the model
+Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of the model
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor, or several of one fate, that a forward pass leaves for backward."""
+    """A tensor that a forward pass keeps for backward, or several tensors that are released together."""
 
     component: str
     bytes: int
     until: str  # the moment of backward that uses it last
-    for_weights: str = ""  # the moment whose gradients of weights need it: a split backward keeps it until W
-    cheap: bool = False  # selective recompute makes it again when backward needs it
+    for_weights: str = ""  # the moment whose weight gradients need the tensor; a split backward keeps it until W
+    cheap: bool = False  # selective recompute makes the tensor again when backward needs it
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,26 @@ class Moment:
 
     name: str
     temporaries: int
-    weights: int = 0  # gradients of weights made here, which stay at least until those of the whole part are there
-    put_off: int = 0  # gradients of outputs that a split backward keeps until W
-    again: int = 0  # temporaries of W, which makes them from what is put off
+    weights: int = 0  # bytes of weight gradients made here; they stay until the part has all of its weight gradients
+    put_off: int = 0  # bytes of output gradients that a split backward keeps until W
+    again: int = 0  # temporaries of W when it makes the weight gradients that were put off
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How many elements parameters have, and all states that the optimizer keeps of them."""
+    """Numbers of elements: of parameters, and of all states that the optimizer keeps of these parameters."""
 
     parameters: Parameters
     states: Parameters
 
     @cached_property
     def total(self) -> int:
-        """Parameters."""
+        """The number of parameters."""
         return self.parameters.total
 
     @cached_property
     def by_component(self) -> tuple[tuple[str, int, int], ...]:
-        """The components of the model that have parameters here, how many, and how many states."""
+        """Each component of the model that has parameters here, with the numbers of parameters and state elements."""
         both = zip(asdict(self.parameters).items(), asdict(self.states).values(), strict=True)
         return tuple((name, count, states) for (name, count), states in both if count)
 
@@ -60,17 +60,17 @@ class Part:
 
     name: str
     weights: Weights  # on this rank, before data-parallel sharding
-    newest: int  # elements of the last of them
+    newest: int  # elements of the last weight
     kept: tuple[Kept, ...]
     forward: int  # temporaries of the forward pass, where it takes most
     backward: tuple[Moment, ...]  # in order
     remade: tuple[Kept, ...] = ()  # made again when backward begins, by full recompute
     cheap: tuple[Kept, ...] = ()  # made again when backward needs it, by selective recompute
-    offloaded: tuple[Kept, ...] = ()  # in host memory until backward comes to the part after
-    puts_off: bool = False  # a split backward leaves the gradients of weights to W
+    offloaded: tuple[Kept, ...] = ()  # in host memory until backward reaches the part that follows in the model
+    puts_off: bool = False  # a split backward leaves the weight gradients to W
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
-    copy: bool = False  # of the tied embedding of the first stage
-    times: int = 1  # how many like it stand here one behind the other; bytes are then of all, parameters of one
+    copy: bool = False  # a copy of the first stage's tied embedding
+    times: int = 1  # how many equal parts in a row this one stands for; bytes are of all, parameters of one
 
     @cached_property
     def again(self) -> dict[str, int]:
@@ -79,12 +79,12 @@ class Part:
 
     @cached_property
     def freed(self) -> dict[str, Counter[Item]]:
-        """By moment of backward: the bytes that the layer's backward needs no more."""
+        """By moment of backward: bytes of the kept tensors that backward does not need after the moment."""
         return {at.name: _bytes(held for held in self._held if held[1].until == at.name) for at in self.backward}
 
     @cached_property
     def retained(self) -> dict[str, Counter[Item]]:
-        """By moment of a backward that is split: what goes on being held for W, and what W is left to be made of."""
+        """By moment of a split backward: bytes that stay for W, of kept tensors and of output gradients."""
         needed = [(kind, kept) for kind, kept in self._for_backward if kept.for_weights]
         return {
             at.name: _bytes(held for held in needed if held[1].until == at.name) + _put_off(at) for at in self.backward
@@ -92,7 +92,7 @@ class Part:
 
     @cached_property
     def put_off(self) -> dict[str, Counter[Item]]:
-        """By moment of a backward that is split: what is held for its W, which frees it."""
+        """By moment of a split backward: bytes that are held until W makes the moment's weight gradients."""
         needed = self._for_backward
         return {
             at.name: _bytes(held for held in needed if held[1].for_weights == at.name) + _put_off(at)
@@ -101,17 +101,17 @@ class Part:
 
     @cached_property
     def _for_backward(self) -> list[tuple[str, Kept]]:
-        """What is held or made again for backward, and its kind."""
+        """All tensors that are held or made again for backward, with their kinds."""
         return [*self._held, *(("temporaries", kept) for kept in self.cheap)]
 
     @cached_property
     def _held(self) -> list[tuple[str, Kept]]:
-        """What is held from forward, or from the beginning of backward, and its kind."""
+        """The tensors that are held from forward on, or from the beginning of backward on, with their kinds."""
         made = [("temporaries", kept) for kept in (*self.remade, *self.offloaded)]
         return [*(("activations", kept) for kept in self.kept), *made]
 
     def repeated(self, times: int) -> "Part":
-        """So many of these as one."""
+        """A part that stands for `times` parts like this one."""
 
         def all_of(group: tuple[Kept, ...]) -> tuple[Kept, ...]:
             return tuple(replace(kept, bytes=times * kept.bytes) for kept in group)

@@ -13,12 +13,12 @@ from megalite.schedule.generate import SPLITTING, actions_of, bubble_of, build, 
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.simulate import simulate
 
-SHOWN = 8  # problems told of one schedule
-MIDDLE = 5  # steps of a full pipeline, or rounds, that are as good as any number
+SHOWN = 8  # the most problems of a schedule that a message lists
+MIDDLE = 5  # steps of a full pipeline, or rounds; more of them hold no more memory
 
 
 def micro_batches(config: Config) -> int:
-    """Micro-batches of `batch.global` on every data-parallel rank."""
+    """How many micro-batches of `batch.global` every data-parallel rank has."""
     return config.batch.global_ // (config.batch.micro_size * config.parallel.layout.dp)
 
 
@@ -37,12 +37,12 @@ def fullest_steps(config: Config) -> list[int]:
 
 
 def as_full(config: Config, m: int) -> int:
-    """The micro-batches of a step, the fewer the better, that holds as much as one of `m`.
+    """A small number of micro-batches with which a step holds as much memory as with `m`.
 
-    A rank holds most when the pipeline is full; from there on it does the same over and over.
+    A rank holds most when the pipeline is full. From then on the rank repeats the same actions.
     """
     p, pipeline = config.parallel.pp, config.parallel.pipeline
-    if pipeline.schedule not in SCHEDULES or pipeline.schedule == "gpipe":  # a file is for m; gpipe holds all of them
+    if pipeline.schedule not in SCHEDULES or pipeline.schedule == "gpipe":  # a file is for one m; gpipe holds all m
         return m
     if pipeline.schedule != "interleaved_1f1b":
         return min(m, 3 * p + MIDDLE)
@@ -52,11 +52,11 @@ def as_full(config: Config, m: int) -> int:
 
 
 def table_of(config: Config, m: int | None = None) -> Table:
-    """The schedule of a training step, checked, with sharding where FSDP2 is used.
+    """The checked schedule of a training step, with sharding actions if FSDP2 is used.
 
     m: micro-batches; None: those of `batch.global`. Raises InputError for a schedule that does not fit the layout, that
-    would deadlock or leave work undone, that is too long to be planned, or that splits backward passes which
-    torch.compile has made whole.
+    would deadlock or leave work undone, that is too long to be planned, or that splits backward passes
+    although torch.compile makes them whole.
     """
     pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
     _refuse_endless(config, m or micro_batches(config))
@@ -74,7 +74,7 @@ def table_of(config: Config, m: int | None = None) -> Table:
 
 
 def _refuse_compiled(config: Config) -> None:
-    """Raises InputError where the split backward passes of a schedule would be compiled, and so made whole."""
+    """Raises InputError if `train.compile` is set: it would make split backward passes whole."""
     if config.train.compile:
         schedule = config.parallel.pipeline.schedule
         rule = f"cannot run with parallel.pipeline.schedule = {schedule}, which splits backward passes"
@@ -91,7 +91,7 @@ def placement(config: Config) -> tuple[int, ...]:
 
 
 def bubble(config: Config) -> float:
-    """The share of a step of `batch.global` in which ranks idle where all stages take equally long.
+    """The share of a step of `batch.global` in which ranks idle, if all stages take equally long.
 
     Raises InputError for a bad schedule file.
     """
@@ -103,7 +103,7 @@ def bubble(config: Config) -> float:
 
 
 def check_schedule(config: Config) -> None:
-    """Raises InputError where `table_of` would; the table of a schedule with a name is not made for that."""
+    """Raises InputError where `table_of` would, without building the table of a named schedule."""
     pipeline = config.parallel.pipeline
     _refuse_endless(config, micro_batches(config))
     if pipeline.schedule not in SCHEDULES:
@@ -113,12 +113,12 @@ def check_schedule(config: Config) -> None:
 
 
 def can_be_planned(config: Config, m: int) -> bool:
-    """Whether the schedule of `m` micro-batches has at most MOST_ACTIONS, told without making it."""
+    """Whether the schedule of `m` micro-batches has at most MOST_ACTIONS, counted without building it."""
     return actions(config, m) <= MOST_ACTIONS
 
 
 def actions(config: Config, m: int) -> int:
-    """How many actions the schedule of `m` micro-batches has, told without making it; 0 for a file."""
+    """How many actions the schedule of `m` micro-batches has, counted without building it; 0 for a file."""
     pipeline = config.parallel.pipeline
     if pipeline.schedule not in SCHEDULES:
         return 0
@@ -142,7 +142,10 @@ def _refuse_endless(config: Config, m: int) -> None:
 
 @lru_cache(maxsize=8)  # tables of large pipelines take seconds to make, and commands ask for one several times
 def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: tuple[int, ...] | None) -> Table:
-    """mode: of data parallelism, where FSDP2 is used. version: of a file, which may change."""
+    """`table_of`, cached by everything that the table depends on.
+
+    mode: of data parallelism; None without FSDP2. version: of a schedule file, so that a changed file is read again.
+    """
     table = build(schedule, p, m, v)
     if problems := check(table):
         raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
@@ -152,7 +155,7 @@ def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: t
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """What differs when a file has changed; None for one that cannot be read, as reading it will tell."""
+    """Values that differ when a file has changed; None for a file that cannot be read, which is reported on reading."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -161,11 +164,11 @@ def _version(path: Path) -> tuple[int, ...] | None:
 
 
 def tables_of(config: Config) -> list[Table]:
-    """Schedules in which every stage holds as many micro-batches as in `fullest_steps`."""
+    """The schedules of `fullest_steps`, shortened by `as_full`; every stage still holds as many micro-batches."""
     return [table_of(config, as_full(config, m)) for m in fullest_steps(config)]
 
 
 def uses_fsdp(config: Config) -> bool:
-    """Whether FSDP2 manages parameters: to share them out, to reduce gradients, or to compute in another precision."""
+    """Whether FSDP2 manages parameters: to shard them, to reduce gradients, or to compute in another precision."""
     layout = config.parallel.layout
     return layout.dp * layout.cp > 1 or config.train.precision == "bf16"

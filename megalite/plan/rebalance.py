@@ -1,4 +1,4 @@
-"""Another split of the layers over the pipeline's stages, where that lowers the memory of the fullest rank."""
+"""Another split of the layers over the pipeline's stages, if that lowers the memory of the fullest rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +9,14 @@ from megalite.plan.pipeline import placement
 from megalite.plan.split import split_of
 
 MOVES = 4  # most layers moved, per pipeline rank
-ACTIONS = 20_000  # of the schedules to walk along; to walk along more for every move would take seconds
+ACTIONS = 20_000  # in the schedules to walk through; with more, every move would take seconds
 
 
 def flatter_split(config: Config, memories: Sequence[Memory]) -> tuple[list[int], int] | None:
-    """Layers per stage with a lower peak than the configured split, and that peak in bytes; None where there is none.
+    """Layers per stage with a lower peak than the configured split, and that peak in bytes; None if none is found.
 
     memories: of every pipeline rank with the configured split. Layers move one by one from the fullest rank to the
-    emptiest while the fuller of the two gets emptier. Every stage but the last keeps one.
+    emptiest, as long as that lowers the higher peak of the two. Every stage but the last keeps at least one layer.
     """
     if actions_of_peaks(config) > ACTIONS:
         return None

@@ -1,7 +1,7 @@
 """Which layers recompute their activations in backward, and how.
 
 none       keep everything that backward needs
-selective  keep results of matrix products, attention and collectives; make the cheap ones again
+selective  keep results of matrix products, attention and collectives; recompute cheap operations
 full       keep the layer's input; run the layer again
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer and one micro-batch."""
+    """Time and memory of one layer for one micro-batch, in one mode."""
 
     seconds: float  # of forward and backward
     bytes: int  # kept from forward to backward
@@ -52,13 +52,13 @@ def in_flight(table: Table, rank: int) -> dict[int, int]:
 
 
 def most_in_flight(tables: Sequence[Table], rank: int) -> dict[int, int]:
-    """`in_flight`, the most of several steps."""
+    """By stage of a rank: the largest `in_flight` of several steps."""
     each = [in_flight(table, rank) for table in tables]
     return {stage: max(counts[stage] for counts in each) for stage in each[0]}
 
 
 def held_by_rank(tables: Sequence[Table], split: Sequence[int]) -> list[list[int]]:
-    """By pipeline rank: of each of its layers, stage by stage, the most micro-batches in flight at once in any step.
+    """By pipeline rank: for each layer, stage by stage, the most micro-batches in flight at once in any step.
 
     split: layers per stage.
     """
@@ -69,7 +69,7 @@ def held_by_rank(tables: Sequence[Table], split: Sequence[int]) -> list[list[int
 
 
 def by_rank(table: Table, split: Sequence[int], values: Sequence[T]) -> list[list[T]]:
-    """By pipeline rank: what there is of each of its layers, stage by stage. values: of all layers of the model."""
+    """By pipeline rank: the values of its layers, stage by stage. values: one for each layer of the model."""
     of_stages = by_stage(values, split)
     return [[value for stage in table.stages_of(rank) for value in of_stages[stage]] for rank in range(table.ranks)]
 
@@ -77,7 +77,7 @@ def by_rank(table: Table, split: Sequence[int], values: Sequence[T]) -> list[lis
 def kept_by_rank(tables: Sequence[Table], outside: Mapping[int, int]) -> list[int]:
     """By pipeline rank: the bytes that its stages keep outside of their layers when they hold the most micro-batches.
 
-    outside: by stage, of a micro-batch.
+    outside: by stage, the bytes for one micro-batch.
     """
     return [
         sum(count * outside.get(stage, 0) for stage, count in most_in_flight(tables, rank).items())
@@ -86,10 +86,10 @@ def kept_by_rank(tables: Sequence[Table], outside: Mapping[int, int]) -> list[in
 
 
 def choose(costs: Sequence[Costs], held: Sequence[int], limit: int) -> list[Mode] | None:
-    """The modes of a rank's layers that take the least time and keep at most `limit` bytes; None if none do.
+    """The fastest modes of a rank's layers that keep at most `limit` bytes; None if no modes keep so little.
 
-    costs: of each layer. held: of each layer, how many micro-batches are in flight at once. Where layers differ in
-    their costs, a little less time than that of the answer may be possible.
+    costs: of each layer. held: for each layer, how many micro-batches are in flight at once. If layers differ in their
+    costs, slightly faster modes may exist.
     """
     if all(cost == costs[0] for cost in costs):
         return _choose_alike(costs[0], held, limit) if costs else []
@@ -99,8 +99,8 @@ def choose(costs: Sequence[Costs], held: Sequence[int], limit: int) -> list[Mode
 def _choose_alike(costs: Costs, held: Sequence[int], limit: int) -> list[Mode] | None:
     """`choose` for layers that all cost the same.
 
-    Only the number of each mode counts for time, and for bytes it is best to give the leanest mode to the layers that
-    hold most.
+    Time depends only on how many layers have each mode. Bytes are fewest if the layers with the most micro-batches in
+    flight get the leanest mode.
     """
     order = sorted(range(len(held)), key=lambda layer: -held[layer])
     upto = list(accumulate((held[layer] for layer in order), initial=0))
@@ -116,7 +116,7 @@ def _choose_alike(costs: Costs, held: Sequence[int], limit: int) -> list[Mode] |
     found: list[tuple[tuple[float, int], int, int]] = []
     for first in range(len(held) + 1):
         seconds = range(first, len(held) + 1)
-        # Time is linear in `second`, and the more it is, the less is kept: the best is at either end of what fits.
+        # Time is linear in `second`, and a larger `second` keeps less: the best is at one end of the range that fits.
         fitting = seconds[bisect_left(seconds, True, key=lambda second: cost(first, second)[1] <= limit) :]
         found += [(cost(first, second), first, second) for second in {*fitting[:1], *fitting[-1:]}]
     if not found:
@@ -127,10 +127,10 @@ def _choose_alike(costs: Costs, held: Sequence[int], limit: int) -> list[Mode] |
 
 
 def _choose_mixed(costs: Sequence[Costs], held: Sequence[int], limit: int) -> list[Mode] | None:
-    """`choose` for layers that differ: the step that costs the least time for a byte is taken until everything fits.
+    """`choose` for layers that differ: change the mode that costs the least time per byte saved, until everything fits.
 
-    The greedy algorithm of the multiple-choice knapsack problem (Sinha and Zoltners 1979, Oper. Res. 27(3)): no other
-    choice that keeps as little takes less time.
+    This is the greedy algorithm for the multiple-choice knapsack problem (Sinha and Zoltners 1979, Oper. Res. 27(3)).
+    No other choice that keeps as few bytes is faster.
     """
     chosen = [min(cost, key=lambda mode: (cost[mode].seconds, cost[mode].bytes)) for cost in costs]
     kept = sum(count * cost[mode].bytes for cost, mode, count in zip(costs, chosen, held, strict=True))
@@ -151,9 +151,9 @@ def _choose_mixed(costs: Sequence[Costs], held: Sequence[int], limit: int) -> li
 def choose_for_all(
     costs: Sequence[Sequence[Costs]], held: Sequence[Sequence[int]], outside: Sequence[int], budget: float
 ) -> list[list[Mode]]:
-    """`choose` for every pipeline rank, with `train.recompute_budget` in GiB.
+    """`choose` for every pipeline rank. budget: `train.recompute_budget`, in GiB.
 
-    costs, held: by pipeline rank, of each of its layers. outside: by pipeline rank, bytes that are kept outside of
+    costs, held: by pipeline rank, for each of its layers. outside: by pipeline rank, bytes that are kept outside of
     layers. Raises InputError, the same on every rank, if some rank's activations do not fit.
     """
     limits = [round(budget * GIB) - kept for kept in outside]
@@ -180,10 +180,10 @@ def modes_by_stage(
     outside: Mapping[int, int],
     costs: Callable[[], Sequence[Costs]],
 ) -> dict[int, list[Mode]]:
-    """By stage, of all ranks: the mode of each of its layers. `tables` and `costs` are needed where a budget is set.
+    """By stage of the whole pipeline: the mode of each layer. `tables` and `costs` are called only if a budget is set.
 
-    tables: of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch keeps
-    outside of layers. costs: of every layer of the model. Raises InputError for a budget that nothing fits.
+    tables: schedules of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch
+    keeps outside of layers. costs: of every layer of the model. Raises InputError for a budget that no modes fit.
     """
     if train.recompute != "budget":
         return {stage: every_nth(train.recompute, train.recompute_every, count) for stage, count in enumerate(split)}

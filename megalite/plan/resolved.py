@@ -1,4 +1,4 @@
-"""What follows from a configuration for every rank, worked out once and handed on."""
+"""The plan that follows from a configuration, for all ranks: worked out once and passed on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ from megalite.plan.size import layer_forward_flops
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
 
-FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # time of a layer, in forward passes of it
+FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # a layer's time, in its forward passes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers every stage has and what they are, where stages are, and what every rank does in a step."""
+    """The layers of every stage and their kinds, the rank that owns each stage, and the actions of ranks in a step."""
 
     config: Config
     kinds: tuple[LayerKind, ...]  # of every layer
     layers: tuple[range, ...]  # by stage
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
-    modes: Mapping[int, Sequence[Mode]]  # by stage: what each of its layers recomputes
+    modes: Mapping[int, Sequence[Mode]]  # by stage: how each of its layers recomputes
     fsdp: bool  # FSDP2 gathers weights and reduces gradients
     _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
 
@@ -37,7 +37,7 @@ class Plan:
         return [stage for stage, owner in enumerate(self.placement) if owner == pp]
 
     def recomputed(self, stage: int) -> list[tuple[LayerKind, Mode]]:
-        """The layers of a stage, and what each recomputes."""
+        """The layers of a stage, and how each recomputes."""
         return [(self.kinds[layer], mode) for layer, mode in zip(self.layers[stage], self.modes[stage], strict=True)]
 
     def table(self, m: int) -> Table:
@@ -48,10 +48,10 @@ class Plan:
 
 
 def resolve(config: Config, costs: Callable[[], Sequence[Costs]] | None = None) -> Plan:
-    """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` are numbers.
+    """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` must be numbers.
 
-    costs: of every layer, which are asked for where `train.recompute_budget` is to be met; None: they are estimated.
-    Raises InputError for a schedule that cannot run, and for a budget that nothing fits.
+    costs: returns the costs of every layer; called only if recompute has a budget. None: costs are estimated. Raises
+    InputError for a schedule that cannot run, and for a budget that no modes fit.
     """
     split = split_of(config)
     outside = Activations(config).outside(len(split))
@@ -63,7 +63,7 @@ def resolve(config: Config, costs: Callable[[], Sequence[Costs]] | None = None) 
 
 
 def estimated_costs(config: Config) -> list[Costs]:
-    """What every layer costs. Kept bytes come from `plan.activations`, times from FLOPs. Runs measure both instead."""
+    """The costs of every layer. Kept bytes come from `plan.activations`, times from FLOPs. Runs measure both."""
     sizes, kinds = Activations(config), layer_kinds(config.model)
     first = layer_forward_flops(config.model, kinds[0])
 

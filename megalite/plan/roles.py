@@ -1,4 +1,4 @@
-"""What a parameter is. Whoever treats parameters differently asks for their role, never for a name or a dimension."""
+"""Roles of parameters. Code that treats parameters differently asks for their role, never for a name or a shape."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -18,16 +18,16 @@ class Side(Enum):
     """What a dimension of a parameter counts."""
 
     STREAM = "stream"  # features of the residual stream, model.width
-    QUERIES = "queries"  # of all query heads
-    KEYS = "keys"  # of all key-value heads
-    ONE_HEAD = "one head"  # of a single head, whichever it is
+    QUERIES = "queries"  # features of all query heads
+    KEYS = "keys"  # features of all key-value heads
+    ONE_HEAD = "one head"  # features of any single head
     FEED_FORWARD = "feed-forward"  # hidden features, model.ffn
     VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True)
 class Role:
-    """A matrix `[outputs, inputs]`, or a vector `[outputs]`."""
+    """The role of a matrix `[outputs, inputs]`, or of a vector `[outputs]`."""
 
     kind: Kind
     outputs: Side
@@ -40,17 +40,17 @@ class Role:
 
     @property
     def into_stream(self) -> bool:
-        """Whether it is a layer's projection into the residual stream."""
+        """Whether the parameter is a layer's projection into the residual stream."""
         return self.kind is Kind.MATRIX and self.outputs is Side.STREAM
 
     @property
     def bias(self) -> "Role":
-        """The role of what is added to the outputs of this matrix."""
+        """The role of the bias that is added to the outputs of this matrix."""
         return Role(Kind.BIAS, self.outputs)
 
     @property
     def component(self) -> str:
-        """The component of the model that it counts with; a bias counts with its matrix."""
+        """The component of the model with which the parameter is counted; a bias counts with its matrix."""
         if self.kind in (Kind.EMBEDDING, Kind.HEAD):
             return self.kind.value
         if self.kind is Kind.NORM:

@@ -41,7 +41,7 @@ class Parameters:
 
     @staticmethod
     def of(weights: Iterable[Weight], count: Callable[[Weight], int] = attrgetter("elements")) -> "Parameters":
-        """How many `weights` have; or the sums of another `count`."""
+        """How many parameters `weights` have by component, or the sums of another `count` of each weight."""
         found = Counter[str]()
         for weight in weights:
             found[weight.role.component] += count(weight)
@@ -78,15 +78,15 @@ def _of_layers(model: Model, kinds: Sequence[LayerKind]) -> Parameters:
 
 
 def by_stage(kinds: Sequence[T], split: Sequence[int]) -> list[Sequence[T]]:
-    """What there is of every layer, first to last, stage by stage."""
+    """By stage: the entries of its layers. kinds: one entry for each layer of the model, first to last."""
     return [kinds[end - count : end] for end, count in zip(accumulate(split), split, strict=True)]
 
 
 def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "causal") -> int:
     """Floating-point operations of one layer's forward pass, per token.
 
-    2 for each weight of a matrix, and for attention scores and values 4·q·s with full attention, half of
-    that with causal. A window of n tokens makes that 4·q·n, and with causal attention 4·q·(n - n²/2s).
+    Each weight of a matrix takes 2. Attention scores and values take 4·q·s with full attention, and half of that with
+    causal attention. With a window of n tokens they take 4·q·n, and with causal attention 4·q·(n - n²/2s).
     """
     s = model.sequence_length
     n = kind.attention.window_in(s) or s
@@ -103,10 +103,10 @@ def head_forward_flops(model: Model) -> int:
 
 
 def flops_per_token(model: Model, attention: Attention = "causal") -> int:
-    """Floating-point operations to train on one token: backward costs twice forward.
+    """Floating-point operations to train on one token; backward takes twice as many as forward.
 
-    Of L layers without windows that is 6 for each weight of a matrix, the head's included, plus 6·L·q·s (causal) or
-    12·L·q·s (full) for attention. The embedding lookup, norms and recomputation are not counted (PaLM, arXiv
+    With L layers without windows, each weight of a matrix takes 6, the head's included, and attention takes 6·L·q·s
+    (causal) or 12·L·q·s (full). The embedding lookup, norms and recomputation are not counted (PaLM, arXiv
     2204.02311, app. B).
     """
     kinds = Counter(layer_kinds(model)).items()

@@ -10,12 +10,12 @@ from megalite.plan.size import by_stage, head_forward_flops, layer_forward_flops
 
 
 def balance(model: Model, stages: int) -> list[int]:
-    """Layers per stage such that the slowest of `stages` stages is as fast as can be.
+    """Layers per stage such that the slowest of `stages` stages is as fast as possible.
 
-    A stage costs the forward FLOPs of its layers, the last one also those of the head, and may be left with
-    the head alone; every other stage has a layer. Needs `stages` <= `model.layers`. Equal stages are filled from the
-    end: the first stage holds the embedding, which takes memory but no time, and the earlier a stage, the more
-    micro-batches it keeps for its backward passes.
+    A stage costs the forward FLOPs of its layers, and the last stage also those of the head. The last stage may have
+    the head alone; every other stage has at least one layer. Needs `stages` <= `model.layers`. Equal stages are filled
+    from the end, since memory is scarcer at the beginning: the first stage holds the embedding, which takes no time,
+    and earlier stages keep more micro-batches for their backward passes.
     """
     if not 1 <= stages <= model.layers:
         raise ValueError(f"{model.layers} layers cannot be split into {stages} stages")
@@ -28,9 +28,10 @@ def balance(model: Model, stages: int) -> list[int]:
 def _even(layers: int, layer: int, head: int, stages: int) -> list[int]:
     """`balance` of equal layers: each goes to the stage that is cheapest so far.
 
-    So no split has a cheaper most expensive stage, nor, with that equal, a cheaper second one, and so on.
+    So no split has a cheaper most expensive stage. Among splits that are equal in this, none has a cheaper second most
+    expensive stage, and so on.
     """
-    # The head costs as much as so many layers. When every other stage has `each`, the last has as many less the head.
+    # The head costs as much as `worth` layers. When every other stage has `each`, the last has `worth` layers less.
     worth, others = -(-head // layer), stages - 1
     each = layers // others
     if each > worth:
@@ -45,7 +46,7 @@ def _even(layers: int, layer: int, head: int, stages: int) -> list[int]:
 def _uneven(costs: Sequence[int], head: int, stages: int) -> list[int]:
     """`balance` of layers that differ: no stage costs more than the lowest possible limit.
 
-    Stages are filled up to it from the end. It is found by halving the range that it lies in.
+    Stages are filled up to this limit, from the last stage to the first. The limit is found by bisection.
     """
 
     def within(limit: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of every parameter."""
+"""The states that an optimizer keeps of every parameter."""
 
 from megalite.config.schema import Optim
 from megalite.plan.roles import Kind, Role
@@ -10,7 +10,7 @@ MUON = ("momentum_buffer",)
 def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
     """The states that the optimizer keeps of a parameter, by PyTorch's names.
 
-    Each has the size, the place and the data type of the parameter.
+    Each state has the size, the placement and the data type of its parameter.
     """
     return MUON if uses_muon(optim, role) else ADAMW
 

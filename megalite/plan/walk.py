@@ -1,4 +1,4 @@
-"""A walk along one pipeline rank's program that adds up what the rank holds; see `plan.memory` for the legend."""
+"""A walk through one pipeline rank's program that adds up the bytes held; `plan.memory` explains the letters."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
 @dataclass(frozen=True)
 class PutOff:
-    """Gradients of some weights that W makes at a time, and what is held for that."""
+    """Weight gradients of one moment that a split backward leaves to W, and the bytes held for them."""
 
     key: PartKey
     moment: Moment
@@ -65,7 +65,7 @@ class States:
 
     @cached_property
     def replicas(self) -> bool:
-        """Whether shards are added up over replicas, in buffers of their own."""
+        """Whether sharded gradients are also summed over replicas, in buffers of their own."""
         parallel = self.config.parallel
         return parallel.dp_replicate > 1 or (not parallel.data.sharded and parallel.layout.dp * parallel.cp > 1)
 
@@ -76,7 +76,7 @@ class States:
 
 
 class Walk:
-    """One pipeline rank's step of `m` micro-batches, action by action: what it holds, and when that is most."""
+    """A step of `m` micro-batches on one pipeline rank, action by action: the bytes held, and their peak."""
 
     def __init__(self, plan: Plan, m: int, pp: int) -> None:
         self.config, self.table, self.pp = plan.config, plan.table(m), pp
@@ -88,17 +88,17 @@ class Walk:
         self.total = self.most = 0  # bytes on the device
         self.on_host = self.most_on_host = 0
         self.host_peak: Counter[Item] = Counter()
-        self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers back from the host
+        self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers fetched from the host
         self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
-        self.sharded: dict[PartKey, int] = {}  # parts with gradients that are, and the bytes of each
-        self.shared: Counter[PartKey] = Counter()  # bytes of a part that replicas add up, kept until the next time
+        self.sharded: dict[PartKey, int] = {}  # parts with reduced gradients, and the bytes of an element
+        self.shared: Counter[PartKey] = Counter()  # bytes of the buffer in which replicas sum a part, until its next
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
-        self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, which FSDP2 keeps until the next are
+        self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, kept until FSDP2 reduces again
         self.sending = 0  # tensors on their way to other ranks
-        self.passing = False  # through layers that are taken as one, where nothing is most
+        self.passing = False  # in layers that are taken as one, where memory never peaks
 
     def run(self) -> dict[Item, int]:
-        """What is held at the peak, and of host memory, at the peak of that."""
+        """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
         for stage, parts in self.parts.items():
             for part in parts:
                 self._hold_states(part)
@@ -127,7 +127,7 @@ class Walk:
     def _forward(self, action: Action) -> None:
         self._hold("activations", "attention", self.sizes.turns)
         if action.stage > 0 and not self._offloads_input(action.stage):
-            self._hold("activations", "between stages", -self.sizes.stream)  # now the input of the first layer
+            self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for _, part in self._through(action.stage):
             for kept in part.kept:
                 self._hold("activations", kept.component, kept.bytes)
@@ -140,7 +140,7 @@ class Walk:
         self._see()
 
     def _backward(self, action: Action) -> None:
-        """B, or I: then what weights' gradients are made of stays until W."""
+        """Action B or I. After I, the tensors from which weight gradients are made stay until W."""
         split, states = action.kind is Kind.I, self.states
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
@@ -181,7 +181,7 @@ class Walk:
             self._hold("activations", "between stages", -self.sizes.stream)
 
     def _weight_gradients(self, action: Action) -> None:
-        """W: what the layers of a stage have put off, then FSDP2's turn."""
+        """Action W: make the weight gradients that the layers of a stage have put off, then reduce as FSDP2 does."""
         made: Counter[PartKey] = Counter()
         for put_off in self.put_off.pop((action.stage, action.micro), []):
             self.passing = self.parts[action.stage][put_off.key[1]].times > 1
@@ -211,18 +211,18 @@ class Walk:
         self.passing = False
 
     def _gathered(self, part: Part) -> int:
-        """Bytes of weights gathered for the use of `part` only."""
+        """Bytes of weights that are gathered only while `part` is in use."""
         return self.states.w * part.weights.total if self.states.frees and not part.with_stage else 0
 
     def _release(self, part: Part, moment: Moment, puts_off: bool) -> None:
-        """Free what was kept until `moment`, but for what is put off."""
+        """Free the tensors that were kept until `moment`, except for those that a split backward keeps for W."""
         for (kind, component), size in part.freed[moment.name].items():
             self._hold(kind, component, -size)
         for (kind, component), size in part.retained[moment.name].items() if puts_off else ():
             self._hold(kind, component, size)
 
     def _fetch(self, action: Action, index: int, wanted: int) -> None:
-        """Bring what a part has offloaded back to the device; of one that stands for many layers, `wanted` of them."""
+        """Fetch offloaded tensors of a part to the device; if the part is many layers, tensors of `wanted` layers."""
         if index < 0:
             return
         part, key = self.parts[action.stage][index], (action.micro, (action.stage, index))
@@ -234,11 +234,11 @@ class Walk:
             self._hold(HOST, kept.component, -size)
 
     def _offloads_input(self, stage: int) -> bool:
-        """Whether the first layer has a copy of what the stage has received, which stays too."""
+        """Whether the first layer offloads its input; the tensor that the stage has received then stays as well."""
         return any(kept.until == "attention norm" for kept in self.parts[stage][0].offloaded)
 
     def _adds_at_once(self, key: PartKey) -> bool:
-        """Whether every gradient is at once added to one that is there; where FSDP2 widens them, that waits."""
+        """Whether new gradients are added at once to those that are held; if FSDP2 widens gradients, it adds later."""
         return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
     def _add_up(self, key: PartKey, part: Part, beside: int) -> None:
@@ -252,12 +252,12 @@ class Walk:
             self._see((0 if summed else states.w * part.weights.total) + beside)
 
     def _reduce_all(self, action: Action) -> None:
-        """What FSDP2 does at the end of a backward pass with gradients that are there: in the order of the model."""
+        """Reduce the gradients of all parts in the order of the model, as FSDP2 does at the end of a backward pass."""
         for index, _ in self._through(action.stage):
             self._reduce(action, index, 0)
 
     def _reduce(self, action: Action, index: int, beside: int) -> None:
-        """Reduce the gradients of a part, those that backward has just made if it holds no others."""
+        """Reduce the gradients that a part has accumulated, or else those just made; `beside` more bytes are in use."""
         states, key, part = self.states, (action.stage, index), self.parts[action.stage][index]
         summed = key in self.whole
         made = 0 if summed else states.w * part.weights.total
@@ -270,9 +270,9 @@ class Walk:
         if summed:
             self._hold_weights("gradients", part, -states.r)
             self.whole.remove(key)
-        if states.shards > 1:  # FSDP2 still has the gradient that it looked at last
+        if states.shards > 1:  # FSDP2 still holds the gradient that it handled last
             copy = part.newest * (states.r if summed else states.w)
-        else:  # and where it has nobody to reduce with, it divides by 1, in a copy
+        else:  # without other ranks to reduce with, FSDP2 divides by 1, into a copy
             copy = whole
         reduced = whole // states.shards
         self._see(beside + copy + reduced)
@@ -287,7 +287,7 @@ class Walk:
             self._share(key, part.times * reduced)
 
     def _end_reductions(self, action: Action) -> None:
-        """After the last backward pass of a stage nothing is kept of its reductions but their results."""
+        """After the last backward pass of a stage, free the buffers of its reductions; only the results stay."""
         if self.reductions[action].last:
             self._release_reduced(action.stage)
             for index in range(len(self.parts[action.stage])):
@@ -297,13 +297,13 @@ class Walk:
         self._hold("gradients", "being reduced", -self.reducing.pop(stage, 0))
 
     def _share(self, key: PartKey, size: int) -> None:
-        """`size` bytes are now what replicas add up of a part, in place of what was."""
+        """Replace the buffer in which replicas sum the gradients of a part by one of `size` bytes."""
         self._hold("gradients", "being reduced", size - self.shared.pop(key, 0))
         if size:
             self.shared[key] = size
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Buffers are made for what comes; what was sent before has arrived."""
+        """Hold buffers for the tensors to receive, and free the tensors that the exchange before has sent."""
         sends = sum(action == action.transfer for action in exchange.actions)
         self._hold("activations", "between stages", -self.sending * self.sizes.stream)
         self._hold("activations", "between stages", (len(exchange.actions) - sends) * self.sizes.stream)
@@ -311,11 +311,11 @@ class Walk:
         self._see()
 
     def _hold_states(self, part: Part) -> None:
-        """What a rank has of parameters from the first step on."""
+        """Hold parameters and optimizer states of a part, which exist from the first step on."""
         states, offload = self.states, self.config.optim.offload
         self._hold_weights("parameters", part, states.p, states.shards)
         for component, count, moments in part.weights.by_component:
-            if offload:  # beside moments, copies of weights and gradients
+            if offload:  # beside the states, copies of weights and gradients
                 self._hold(HOST, component, part.times * (states.p * (moments + 2 * count) // states.shards))
             else:
                 self._hold("optimizer states", component, part.times * (states.p * moments // states.shards))
@@ -323,17 +323,17 @@ class Walk:
             self._hold_weights("gathered weights", part, states.w)
 
     def _saved(self, part: Part) -> int:
-        """Bytes that a checkpoint has of a part; a save in the background copies them to memory that it keeps."""
+        """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
         p, shards = self.states.p, self.states.shards
         counts = (count for _, *counts in part.weights.by_component for count in counts)
         return part.times * sum(p * count // shards for count in counts)
 
     def _is_second_copy(self, stage: int, part: Part) -> bool:
-        """Whether a part is a tied embedding that this rank has in its first stage too: a checkpoint has it once."""
+        """Whether a part is a tied embedding that this rank's first stage has too; a checkpoint saves only one."""
         return stage > 0 and part.copy and 0 in self.parts
 
     def _hold_weights(self, kind: str, part: Part, each: int, shards: int = 1) -> None:
-        """Hold `each` bytes for every parameter of `part`, shared out over `shards` ranks; release if negative."""
+        """Hold `each` bytes for every parameter of `part`, sharded over `shards` ranks; release if negative."""
         for component, count, _ in part.weights.by_component:
             self._hold(kind, component, part.times * (each * count // shards))
 
@@ -348,7 +348,7 @@ class Walk:
             self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST})
 
     def _see(self, temporaries: int = 0, gathered: int = 0) -> None:
-        """Remember what is held, with what is used for a moment, if it is the most so far."""
+        """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far."""
         if not self.passing and self.total + temporaries + gathered > self.most:
             self.most = self.total + temporaries + gathered
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}

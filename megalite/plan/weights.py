@@ -44,7 +44,7 @@ def head(model: Model) -> Weight:
 
 
 def layer_weights(model: Model, kind: LayerKind) -> Iterator[tuple[str, Weight]]:
-    """Those of a layer, by their name in it."""
+    """The weights of a layer, each with its name inside of the layer."""
     width, ffn = model.width, kind.feed_forward.width
     queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
     projections = (("q", queries, roles.QUERY), ("k", keys, roles.KEY), ("v", keys, roles.VALUE))

@@ -1,7 +1,7 @@
-"""The hot operations of a decoder, each in a file of its own, as Triton kernels and in plain PyTorch.
+"""The hot operations of a decoder, one file each, as Triton kernels and in plain PyTorch.
 
-Stands on torch and, where it is installed, Triton: import one operation without the rest of megalite. `backend` tells
-which of both runs.
+This package needs only torch, and uses Triton if it is installed. Any operation can be imported without the rest of
+megalite. `backend` explains which of the two implementations runs.
 """
 
 from megalite_kernels.adamw import FusedAdamW, adamw, fused_adamw

@@ -1,11 +1,12 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over many tensors in one launch:
 
-    m = β₁·m + (1 − β₁)·c·g        v = β₂·v + (1 − β₂)·(c·g)²        (c: what clipping multiplies gradients by)
+    m = β₁·m + (1 − β₁)·c·g        v = β₂·v + (1 − β₂)·(c·g)²        (c: the clipping coefficient)
     w = (1 − lr·λ)·w − lr/(1 − β₁ᵗ) · m / (√v/√(1 − β₂ᵗ) + ε)
 
-Weights, moments and, where there is one, a copy of the weights in a narrower data type are each read or written once.
-Factors that depend on t, the number of the update, are computed in float64 from numbers on the device: near 1, βᵗ in
-float32 would leave few digits of 1 − βᵗ, and whether an update is skipped is known to the device alone.
+Weights, moments and the optional copy of the weights in a narrower data type are each read and written at most once.
+Factors that depend on t, the number of the update, are computed in float64, because βᵗ is near 1 and 1 − βᵗ would have
+few correct digits in float32. They are computed on the device, because only the device knows whether an update is
+skipped.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +53,7 @@ def _adamw_kernel(
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of one tensor. Factors of each: lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), 1 − lr·λ."""
+    """Update one chunk of one tensor. Factors of each tensor: lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), 1 − lr·λ."""
     tensor = find(Table, tensors, COLUMNS, STEPS)
     row = tensor * COLUMNS
     start = (tl.program_id(0) - tl.load(Table + row)) * CHUNK
@@ -91,13 +92,13 @@ def launch_adamw(
     lists: Sequence[Sequence[Tensor]], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
     betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """lists: weights, gradients, first and second moments and, if any, copies; factors `[tensors, 3]`."""
+    """Launch the kernel. lists: weights, gradients, both moments and, if any, copies; factors `[tensors, 3]`."""
     for numbers, is_aligned in launches(lists):
         tensors = [[some[number] for number in numbers] for some in lists]
         weight, grad, state, _, *copy = (tl_dtype(some[0].dtype) for some in tensors)
         wide = wide_dtype(tensors[0][0].dtype)
         table, programs = tensor_table(tensors)
-        rows = torch.tensor(numbers).to(factors.device, non_blocking=True)  # for a list the host waits for the device
+        rows = torch.tensor(numbers).to(factors.device, non_blocking=True)  # with a list, the host waits for the device
         _adamw_kernel[(programs,)](
             table, factors[rows].to(wide), None if clip is None else clip.to(wide), found_inf, len(numbers),
             BETA1=betas[0], BETA2=betas[1], EPS=eps, COLUMNS=table.shape[1],
@@ -156,12 +157,12 @@ def adamw(
     found_inf: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Update weights in place, and their moments, by gradients that are only read.
+    """Update weights and their moments in place. Gradients are not overwritten.
 
     The i-th tensors of all lists belong together; they may be empty. Moments are float32 or, for float64 weights,
-    float64. steps: float32, 0-dimensional: how many updates there were, which this increments. copies: of the weights
-    after the update, in any data type. clip, 0-dimensional: multiplies gradients. found_inf, float32 of one element:
-    where it is not 0, nothing changes. All but gradients must be contiguous.
+    float64. steps: float32, 0-dimensional: the numbers of updates so far, which are incremented. copies: tensors of any
+    data type that receive the weights after the update. clip, 0-dimensional: gradients are multiplied by it. found_inf,
+    float32 of one element: if it is not 0, nothing changes. All tensors but gradients must be contiguous.
     """
     for tensor in (*weights, *firsts, *seconds, *copies):
         if not tensor.is_contiguous():
@@ -195,10 +196,10 @@ def fused_adamw(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As `adamw`, for `FusedAdamW(…, update=fused_adamw)`; what `torch.optim.AdamW(fused=True)` runs.
+    """As `adamw`, for `FusedAdamW(…, update=fused_adamw)`, by the kernel that `torch.optim.AdamW(fused=True)` runs.
 
-    Differently, all tensors of a parameter are of one data type, and gradients are overwritten by those that `clip`
-    leaves.
+    There are two differences: all tensors of a parameter have one data type, and gradients are overwritten by the
+    clipped ones.
     """
     if clip is not None and grads:
         torch._foreach_mul_(list(grads), clip.to(grads[0].dtype))
@@ -209,11 +210,11 @@ def fused_adamw(
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW`, of the same state, that runs `update` once for each group: `adamw`, or one like it.
+    """`torch.optim.AdamW` with the same state, which calls `update` once per group: `adamw`, or a similar function.
 
-    Parameters may be DTensors, which are updated part by part: given them whole, PyTorch's optimizer takes some 10 ms
-    for each in its first step to find that nothing is to be communicated. As attributes that a training loop sets
-    before a step, tensors of the same meaning as arguments of `adamw`: found_inf and clip.
+    Parameters may be DTensors. Their local tensors are updated: with DTensors, PyTorch's optimizer needs some 10 ms
+    for each in its first step, to find that nothing must be communicated. A training loop may set two attributes before
+    a step, found_inf and clip: tensors with the same meaning as these arguments of `adamw`.
     """
 
     def __init__(
@@ -251,18 +252,18 @@ class FusedAdamW(torch.optim.Optimizer):
             )
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
-        """Moments and the number of updates; made as zeros where there are none."""
+        """The moments and the number of updates of a parameter. Missing states are created as zeros."""
         state = self.state[param]
         if not state:
             wide = wide_dtype(param.dtype)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state |= {moment: _zeros_like(param, wide) for moment in ("exp_avg", "exp_avg_sq")}
-        elif state["step"].device != param.device:  # loaded from a torch.optim.AdamW, which keeps it on the host
+        elif state["step"].device != param.device:  # loaded from a torch.optim.AdamW, which keeps steps on the host
             state["step"] = state["step"].to(param.device)
         return state
 
     def buffers(self) -> list[Tensor]:
-        """What is kept beside states: nothing."""
+        """Tensors kept beside states: none."""
         return []
 
 
@@ -279,7 +280,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def bytes_moved(elements: int, grad: torch.dtype = torch.float32, copy: torch.dtype | None = None) -> tuple[int, int]:
-    """Gradients in; float32 weights and moments in and out; copies out. There is no backward."""
+    """Bytes moved: gradients in; float32 weights and moments in and out; copies out. There is no backward."""
     return elements * (grad.itemsize + 6 * 4 + (copy.itemsize if copy else 0)), 0
 
 

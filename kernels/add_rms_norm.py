@@ -2,8 +2,8 @@
 
     t = x + y        n = RMSNorm(t) · w        dx = dy = dt + RMSNorm's gradient of n at t
 
-Both are results: the residual stream goes on with t, the next layer takes n. t is rounded to its data type before it is
-normalized, so that forward and backward see the same t.
+Both t and n are returned: t continues the residual stream, and n is the next layer's input. t is rounded to its data
+type before it is normalized, so that forward and backward see the same t.
 """
 
 from collections.abc import Iterator
@@ -74,8 +74,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x + y) · weight over the last dimension, and x + y.
 
-    x and y `[…, d]`, both of one shape and data type; weight `[d]`, maybe of another. Strides as for `rms_norm`.
-    Backward keeps x + y and one number per row. backend: apex too, whose norm comes after PyTorch's addition.
+    x and y `[…, d]` have one shape and data type; weight `[d]` may have another data type. Strides are as for
+    `rms_norm`. x + y and one number per row are saved for backward. backend: may be apex, whose norm then follows
+    PyTorch's addition.
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
@@ -89,7 +90,7 @@ def add_rms_norm(
 
 
 def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward: x and y in, their sum and its norm out. By backward: both gradients and the sum in, dx out."""
+    """Bytes moved by forward: x and y in, sum and norm out; by backward: both gradients and the sum in, dx out."""
     size = tokens * width * dtype.itemsize
     return 4 * size, 4 * size
 

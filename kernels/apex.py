@@ -1,7 +1,7 @@
-"""NVIDIA apex's fused kernels behind the interfaces of `adamw` and `rms_norm`, where they are compiled in.
+"""NVIDIA apex's fused kernels behind the interfaces of `adamw` and `rms_norm`, if apex was compiled with them.
 
-The name apex proves nothing: the package of that name on PyPI is another one, and NVIDIA's own can be installed without
-kernels. So what is looked for are the extension modules that hold them, amp_C and fused_layer_norm_cuda.
+An installed package named apex is not enough: the one on PyPI is unrelated, and NVIDIA's can be installed without
+kernels. So this module looks for the extension modules that hold the kernels, amp_C and fused_layer_norm_cuda.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ INSTALL = (
 
 
 def extension(name: str) -> ModuleType:
-    """An extension module of NVIDIA apex; ValueError, with how to install it, if it cannot be loaded."""
+    """An extension module of NVIDIA apex. Raises ValueError, which tells how to install it, if it cannot be loaded."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -32,7 +32,7 @@ def extension(name: str) -> ModuleType:
 
 
 def check(operation: str, device: torch.device) -> None:
-    """ValueError if apex cannot run `operation`, a key of MODULES, on `device`."""
+    """Raises ValueError if apex cannot run `operation`, a key of MODULES, on `device`."""
     for name in MODULES[operation]:
         extension(name)
     if device.type != "cuda":
@@ -55,10 +55,10 @@ def adamw(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As `megalite_kernels.adamw.adamw`, for `FusedAdamW(…, update=adamw)`; what apex's FusedAdam runs.
+    """As `megalite_kernels.adamw.adamw`, for `FusedAdamW(…, update=adamw)`, by the kernel of apex's FusedAdam.
 
-    Differently, weights are float32 only, all have had equally many updates, and float32 gradients are overwritten by
-    those that `clip` leaves.
+    There are three differences: weights must be float32, all must have had the same number of updates, and float32
+    gradients are overwritten by the clipped ones.
     """
     amp_c = extension("amp_C")
     for weight in weights:
@@ -72,7 +72,7 @@ def adamw(
         skips = (found_inf != 0).to(torch.int32).reshape(1)
     torch._foreach_add_(counts, (1 - skips[0]).to(torch.float32))
     whole = [grad.to(torch.float32).contiguous() for grad in grads]
-    # apex never launches what it has gathered if the last tensor is empty.
+    # If the last tensor is empty, apex never launches the kernel for the tensors before it.
     rows = [row for row in zip(whole, weights, firsts, seconds, strict=True) if row[0].numel()]
     if rows:
         amp_c.multi_tensor_adam_capturable(
@@ -93,6 +93,6 @@ def adamw(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `megalite_kernels.rms_norm.rms_norm`; what apex's FusedRMSNorm runs."""
+    """As `megalite_kernels.rms_norm.rms_norm`, by the kernel of apex's FusedRMSNorm."""
     extension("fused_layer_norm_cuda")
     return extension(NORMS).fused_rms_norm_affine(x, weight.to(x.dtype), (x.shape[-1],), eps)

@@ -6,10 +6,10 @@
 | `triton` | Triton, or an error if there is none | an error         | Triton's interpreter, which is slow  |
 | `torch`  | PyTorch                              | PyTorch          | PyTorch                              |
 
-Norms and AdamW have a fourth, `apex`: see that file.
+Norms and AdamW have a fourth backend, `apex`: see that file.
 
-Kernels are defined wherever this package is imported, and compiled when they are first launched. Nothing here asks
-for a device before that.
+Kernels are defined when this package is imported, on any machine, and compiled at their first launch. No code here
+needs a device before that.
 """
 
 from collections.abc import Callable
@@ -24,21 +24,21 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton, tl = None, SimpleNamespace(constexpr=None)  # enough to define kernels, which nothing will launch
+    triton, tl = None, SimpleNamespace(constexpr=None)  # enough to define kernels that are never launched
 
 Backend = Literal["auto", "triton", "torch"]
 
 HAS_TRITON = triton is not None
-INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # settled when Triton is imported
+INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton is imported
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`; without Triton the function as it is, which must not be called."""
+    """`triton.jit`. Without Triton, the unchanged function, which must not be called."""
     return triton.jit(function) if HAS_TRITON else function
 
 
 def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """`launch` with the device of its first tensor as the current one, to which Triton launches."""
+    """Wraps `launch`: the device of its first tensor is made the current one, since Triton launches there."""
 
     @wraps(launch)
     def launch_there(*args: Any, **kwargs: Any) -> Any:
@@ -52,16 +52,17 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def times(x: Tensor, factor: Tensor) -> Tensor:
-    """x · factor, in the memory of x, which is nobody else's.
+    """x · factor, computed in place, in the memory of x. No other code may use x.
 
-    Not while a graph is traced: of an autograd function whose result is another name of a tensor that it made, as
-    operations in place return, torch 2.11 makes gradients that are zero. Compiled, the memory is reused anyway.
+    While a graph is traced, it is not computed in place. In-place operations return an alias of their tensor, and if an
+    autograd function returns such an alias, torch 2.11 traces gradients that are zero. Compiled code reuses the memory
+    anyway.
     """
     return x * factor if torch.compiler.is_compiling() else x.mul_(factor)
 
 
 def use_triton(backend: Backend, device: torch.device) -> bool:
-    """Whether tensors on `device` are given to Triton; see the table above. ValueError where that cannot be."""
+    """Whether Triton runs on tensors on `device`; see the table above. Raises ValueError if `backend` cannot run."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"{backend!r} is no backend; choose auto, triton or torch")
     if backend == "auto":
@@ -81,24 +82,24 @@ def use_triton(backend: Backend, device: torch.device) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once if each fills a multiprocessor; a small number off CUDA, where they take turns."""
+    """The number of multiprocessors of a GPU; a small number on other devices, where programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have; off CUDA as many as on sm_80."""
+    """Bytes of shared memory that one program may use; on devices other than CUDA, those of sm_80."""
     if device.type == "cuda":
         return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
     return 163 * 1024
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What kernels compute in: float32, for float64 float64."""
+    """The data type in which kernels compute: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`[…, d]` as `[n, d]` whose rows are contiguous in themselves: a view where there is one, otherwise a copy."""
+    """`[…, d]` as `[n, d]`, each row of which is contiguous: a view if possible, otherwise a copy."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -109,12 +110,12 @@ def power_of_2(at_least: int) -> int:
 
 @jit
 def widen(x):
-    """To float32, for float64 not at all. Every load goes through it: bfloat16 arithmetic is wrong when interpreted."""
+    """Widen to float32; float64 stays. Applied to every load, since Triton's interpreter is wrong for bfloat16."""
     wide: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
     return x.to(wide)
 
 
 @jit
 def exp(x):
-    """eˣ, but 0 where that is subnormal: to tell those too costs `tl.exp` three instructions more."""
+    """eˣ, but 0 if eˣ is subnormal. `tl.exp` is right for subnormal results too, at the cost of three instructions."""
     return tl.exp2(x * 1.4426950408889634)

@@ -1,4 +1,4 @@
-"""What is compiled without a GPU: the launches of every kernel at the shapes of published models, on meta tensors."""
+"""The cases that are compiled without a GPU: all kernels at the shapes of published models, on meta tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ TOKENS = 8192  # of a micro-batch
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model that shape its kernels."""
+    """The sizes of a model on which its kernels depend."""
 
     width: int
     heads: int
@@ -31,9 +31,10 @@ LLAMAS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`launch` calls the functions behind the custom ops of one pass; its tensors are on the meta device.
+    """One pass of an operation to compile.
 
-    wide_loads: whether every kernel must load 16 bytes at a time; not where rows are too short or too few.
+    launch: calls the functions behind the custom ops of the pass, with tensors on the meta device.
+    wide_loads: whether every kernel must load 16 bytes at a time; false if rows are too short or too few for that.
     """
 
     op: str
@@ -44,7 +45,7 @@ class Case:
 
 
 def models() -> Iterator[tuple[str, Shape, torch.dtype]]:
-    """What to make cases of: every model in bfloat16, and the largest in float32, which needs the most registers."""
+    """The models of the cases: all in bfloat16, and the largest also in float32, which needs the most registers."""
     for name, shape in LLAMAS.items():
         yield name, shape, torch.bfloat16
     yield name, shape, torch.float32

@@ -1,11 +1,11 @@
-"""Compile every kernel for sm_80 and sm_90 where there is no GPU: `python -m megalite_kernels.compile_report`.
+"""Compile every kernel for sm_80 and sm_90 without a GPU: `python -m megalite_kernels.compile_report`.
 
-The functions behind the custom ops run on meta tensors of the shapes of published models, and what they would launch
-is compiled, specialised as a launch on a GPU would be. The cuobjdump that Triton brings along tells the registers of
-the result, and its PTX the instructions. The command compares with the report beside this file, and exits with 1 if a
-kernel spills registers, could not be launched for want of shared memory, has no 16-byte load, computes in float64 or
-with atomics, or needs more than it did when the report was written; --write writes the report anew, for a person to
-read what changed.
+The functions behind the custom ops run on meta tensors of the shapes of published models. The kernels that they would
+launch are compiled, with the same specialisation as for a launch on a GPU. Registers are read with the cuobjdump that
+Triton includes, and instructions from the PTX. The command compares the results with the report beside this file. It
+exits with 1 if a kernel spills registers, needs more shared memory than there is, has no 16-byte load, computes in
+float64 or with atomics, or needs more than it did when the report was written. --write writes a new report, so that a
+person can read what changed.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from megalite_kernels.compile_cases import Case
 
 OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
 ARCHITECTURES = (80, 90)
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
 REPORT = Path(__file__).with_name("compile_report.json")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SLACK = 8  # registers: as many more are no news
+SLACK = 8  # registers: so many more are not reported
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled for the launches of `models`."""
+    """The result of compiling one kernel for the launches of `models`."""
 
     op: str
     kernel: str
@@ -64,13 +64,13 @@ class Compiled:
 
 
 class _NoGpu:
-    """A Triton driver that has a target and nothing else."""
+    """A Triton driver that knows a target architecture, but no device."""
 
     def __init__(self, architecture: int) -> None:
         self.target = GPUTarget("cuda", architecture, 32)
 
     def get_current_device(self) -> int:
-        return self.target.arch  # Triton keeps what it compiled by device
+        return self.target.arch  # Triton's key for the kernels that it has compiled
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -80,7 +80,7 @@ class _NoGpu:
 
 
 def compile_module(module: str, architecture: int) -> list[Compiled]:
-    """What the compile cases of an op's module launch; once where several models launch the same."""
+    """The compiled kernels of the cases of an op's module; one entry if several models launch the same kernel."""
     driver.set_active(_NoGpu(architecture))
     found: dict[tuple[Any, ...], list[tuple[Case, Any]]] = {}
     for case in import_module(module).compile_cases():
@@ -133,21 +133,21 @@ def _measure(cases: Sequence[Case], binary: Any, architecture: int) -> Compiled:
 
 
 def _bytes_of_loads(ptx: str) -> list[int]:
-    """Of every load from global memory, into registers or into shared memory; the machine code has the same widths."""
+    """The width of every load from global memory to registers or shared memory; the same as in the machine code."""
     direct = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
     copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^,]*,[^,]*,\s*(\w+)", ptx)
     return [int(vector or 1) * int(bits) // 8 for vector, bits in direct] + [int(size, 0) for size in copies]
 
 
 def compile_all(processes: int) -> list[Compiled]:
-    """Every op for every architecture, each in one of `processes` fresh processes."""
+    """The compiled kernels of every op for every architecture, compiled in `processes` new processes."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         tasks = [(f"megalite_kernels.{op}", architecture) for op, architecture in product(OPS, ARCHITECTURES)]
         return [kernel for kernels in pool.map(compile_module, *zip(*tasks, strict=True)) for kernel in kernels]
 
 
 def faults(kernels: Iterable[Compiled]) -> list[str]:
-    """What no kernel may do."""
+    """Messages about kernels that break one of the rules for all kernels."""
     found = []
     for kernel in kernels:
         if kernel.stack:
@@ -164,7 +164,7 @@ def faults(kernels: Iterable[Compiled]) -> list[str]:
 
 
 def regressions(kernels: Iterable[Compiled], before: Iterable[Compiled]) -> list[str]:
-    """What kernels need more than before, with the same compiler; kernels that one of both lacks."""
+    """Messages about kernels that need more than before, with the same compiler, or are in only one of both reports."""
     old, new = ({kernel.name: kernel for kernel in some} for some in (before, kernels))
     found = [f"{name}: not in the report; write it anew" for name in new.keys() - old.keys()]
     found += [f"{name}: in the report, but compiled no more; write it anew" for name in old.keys() - new.keys()]
@@ -177,7 +177,7 @@ def regressions(kernels: Iterable[Compiled], before: Iterable[Compiled]) -> list
 
 
 def read_report(path: Path = REPORT) -> tuple[str, list[Compiled]]:
-    """The version of Triton that compiled them, and the kernels."""
+    """The version of Triton in the report, and the kernels that it compiled."""
     report = json.loads(path.read_text())
     return report["triton"], [Compiled(**kernel) for kernel in report["kernels"]]
 

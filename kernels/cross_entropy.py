@@ -4,9 +4,9 @@
     dx = softmax(x)·(1 + 2z·lse) − (1 − ε)·onehot(target) − ε/v
 
 x are one token's logits of all v classes, ε smooths labels (Szegedy et al. 2016, arXiv 1512.00567, §7) and z keeps
-lse small (Chowdhery et al. 2022, arXiv 2204.02311, §5). Each rank holds the logits of its own classes; ranks exchange
-two numbers per token, the log-sum-exp of their part and their part of what is linear in x, in one all-gather (compare
-Megatron-LM, arXiv 1909.08053, §3, which needs three all-reduces). Only lse is kept, and backward writes dx over x.
+lse small (Chowdhery et al. 2022, arXiv 2204.02311, §5). Each rank holds the logits of its own classes. In one
+all-gather, ranks exchange two numbers per token: the log-sum-exp of their part, and their part of the terms linear in x
+(Megatron-LM, arXiv 1909.08053, §3, needs three all-reduces). Only lse is saved, and backward overwrites x by dx.
 """
 
 import math
@@ -25,13 +25,13 @@ from megalite_kernels.collectives import all_gather_single, group_named, name_of
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, Case, meta
 from megalite_kernels.labels import Labels, labels_of
 
-ROWS = 128  # rows that PyTorch handles at a time: temporaries stay in cache, and small beside the logits
+ROWS = 128  # rows that PyTorch handles at a time: temporaries stay in cache, and are small beside the logits
 
 
 def reference(
     logits: Tensor, targets: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Of the whole vocabulary."""
+    """The loss over the whole vocabulary, in plain PyTorch."""
     wide = logits.to(wide_dtype(logits.dtype))
     squares = wide.logsumexp(1).square()[targets != ignore_index]
     loss = F.cross_entropy(wide, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
@@ -43,10 +43,10 @@ def _stats_kernel(
     X, Targets, Stats, x_stride, first, columns,
     KEPT: tl.constexpr, SHARE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Of one row's columns here: log-sum-exp, and what is linear in x.
+    """For one row's columns on this rank: the log-sum-exp, and the terms of the loss that are linear in x.
 
-    Every lane has a maximum and a sum of its own, so that lanes wait for each other only at the end. The maximum
-    starts at a finite number: a column of −inf then adds exp(−inf), not nan.
+    Every lane keeps its own maximum and sum, so that lanes wait for each other only at the end. The maximum starts at a
+    finite number, so that a column of −inf adds exp(−inf), not nan.
     """
     wide: tl.constexpr = Stats.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -79,7 +79,7 @@ def _merge_kernel(
     Parts, Targets, Losses, Lses, count, ranks, vocabulary, ignore_index,
     Z_LOSS: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and log-sum-exp of rows, from the stats of all ranks in order: every rank finds the same numbers."""
+    """Loss and log-sum-exp of rows, from the stats of all ranks, in their order: all ranks compute the same numbers."""
     wide: tl.constexpr = Parts.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
@@ -110,7 +110,7 @@ def _gradient_kernel(
     X, Targets, Lses, Scales, x_stride, scale_stride, first, columns, width, ignore_index,
     KEPT: tl.constexpr, SHARE: tl.constexpr, Z_LOSS: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a row of logits becomes its gradient, which is 0 in padding and in ignored rows whatever is there."""
+    """Overwrite a piece of a row of logits by its gradient: 0 in padding and ignored rows, whatever they hold."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     X += row * x_stride
@@ -131,7 +131,7 @@ def _gradient_kernel(
 
 @on_device
 def launch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
-    """`[n, 2]`: of every row's part here, log-sum-exp and what is linear in x."""
+    """`[n, 2]`: for every row's part on this rank, the log-sum-exp and the terms linear in x."""
     stats = logits.new_empty(len(logits), 2, dtype=wide_dtype(logits.dtype))
     vector = 16 // logits.itemsize
     lanes = min(power_of_2(-(-labels.columns // vector)), 512)
@@ -140,7 +140,7 @@ def launch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
         _stats_kernel[(len(logits),)](
             logits, targets, stats, logits.stride(0), labels.first, labels.columns,
             KEPT=constants["KEPT"], SHARE=constants["SHARE"], LANES=lanes, VECTOR=vector,
-            num_warps=max(lanes // 64, 1),  # two loads a thread: of more, the compiler keeps one in flight
+            num_warps=max(lanes // 64, 1),  # two loads a thread: with more, the compiler keeps only one in flight
         )  # fmt: skip
     return stats
 
@@ -160,7 +160,7 @@ def launch_merge(parts: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor
 
 @on_device
 def launch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor, labels: Labels) -> None:
-    """Overwrite logits by their gradient; scales `[n]`: that of every row's loss, maybe one number expanded."""
+    """Overwrite logits by their gradient. scales `[n]`: the gradients of rows' losses, maybe one number expanded."""
     count, width = logits.shape
     block = min(power_of_2(width), 8192 // logits.itemsize)
     if logits.numel():
@@ -207,7 +207,7 @@ def torch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor
     constants = labels.constants
     for rows in _blocks(len(logits)):
         block = logits[rows, : labels.columns]
-        part = block.to(lses.dtype).sub_(lses[rows, None]).exp_()  # in place where logits are as wide
+        part = block.to(lses.dtype).sub_(lses[rows, None]).exp_()  # in place if logits have that type
         if labels.z_loss:
             part.mul_(1 + 2 * labels.z_loss * lses[rows, None])
         if labels.smoothing:
@@ -227,7 +227,7 @@ def _blocks(count: int) -> list[slice]:
 
 
 def gather_stats(stats: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, Any]:
-    """The stats `[t, n, 2]` of all ranks, in one collective, and what to wait for if `async_op`."""
+    """The stats `[t, n, 2]` of all ranks, from one collective, and with `async_op` the work to wait for."""
     if group is None or group.size() == 1:
         return stats[None], None
     parts = stats.new_empty(group.size(), *stats.shape)
@@ -322,9 +322,9 @@ def cross_entropy(
     nothing; any other target outside the vocabulary makes the loss and its row's gradient nan. label_smoothing and
     z_loss: ε and z above.
 
-    columns: the classes in this rank's first columns, any further ones being padding; by default every rank has the
-    next w. vocabulary: how many classes there are, by default w times the ranks; those after them are padding.
-    Every rank returns the same sum, after one collective; backward, which runs once, needs none.
+    columns: the classes in this rank's first columns; further columns are padding. By default, every rank has the next
+    w classes. vocabulary: the number of classes, by default w times the ranks; classes from there on are padding.
+    All ranks return the same sum, after one collective. Backward may run only once and needs no collective.
     """
     labels = labels_of(*logits.shape, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     if not use_triton(backend, logits.device):
@@ -335,7 +335,7 @@ def cross_entropy(
 
 
 def bytes_moved(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward: logits in. By backward: logits in, their gradient out."""
+    """Bytes moved by forward: logits in; by backward: logits in, their gradient out."""
     size = tokens * columns * dtype.itemsize
     return size, 2 * size
 

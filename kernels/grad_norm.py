@@ -1,8 +1,8 @@
 """The norm of all gradients together: sqrt(Σ g²) over all tensors of all ranks, each element counted once.
 
-Every program sums the squares of its part of a tensor, and these sums are added in a fixed order, so that the norm of
-the same gradients is the same to the last bit. Gradients are clipped (Pascanu et al. 2013, arXiv 1211.5063, §3.2) by
-handing the coefficient to `adamw`, which saves reading and writing them once.
+Every program sums the squares of its part of a tensor. These sums are added in a fixed order, so that the norm of
+equal gradients is bitwise equal. To clip gradients (Pascanu et al. 2013, arXiv 1211.5063, §3.2), the coefficient is
+given to `adamw`, which saves one pass that reads and writes them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def launch_squares(grads: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("megalite::square_sum", mutates_args=())
 def _op(grads: Sequence[Tensor]) -> Tensor:
-    """In float64."""
+    """The sum of squares, in float64."""
     return launch_squares([grad.contiguous() for grad in grads]).sum().to(grads[0].device)
 
 
@@ -85,9 +85,9 @@ def grad_norm(
 ) -> Tensor:
     """The L2 norm of all gradients together, 0-dimensional, in float32 or wider; the same on every rank of `groups`.
 
-    grads: this rank's parts, on one device, at least one. counted: which of them this rank counts, by default all: of
-    ranks that hold the same elements, exactly one may. groups: one after the other, whose ranks' squares are added in
-    one all-reduce each; together they must reach every rank once.
+    grads: this rank's parts, at least one, all on one device. counted: for each, whether this rank counts it; by
+    default, all. If several ranks hold the same elements, exactly one may count them. groups: the sums of squares are
+    added over each group in turn, in one all-reduce each; together, the groups must reach every rank once.
     """
     if not grads:
         raise ValueError("grad_norm: no gradients; give at least one, counted or not, so that their device is known")
@@ -105,12 +105,12 @@ def grad_norm(
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this norm are multiplied by to have one of at most `limit`."""
+    """The factor that reduces gradients with this norm to a norm of at most `limit`."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def bytes_moved(elements: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Gradients in; there is no backward."""
+    """Bytes moved: gradients in. There is no backward."""
     return elements * dtype.itemsize, 0
 
 

@@ -1,4 +1,4 @@
-"""What the cross-entropies are told about classes and targets."""
+"""The options of both cross-entropies about classes and targets."""
 
 import math
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Labels(NamedTuple):
-    """Which classes the logits of this rank are of, and what a target stands for."""
+    """Which classes the columns of this rank's logits belong to, and how targets are read."""
 
     first: int  # class of the first column
     columns: int  # how many columns are classes; those after them are padding
@@ -27,7 +27,7 @@ class Labels(NamedTuple):
         }
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of every target, and whether it is one of this rank's: padding has no classes."""
+        """The column of every target, and whether its class is on this rank. Padding has no classes."""
         local = targets - self.first
         return local.clamp(0, max(self.columns - 1, 0)), (local >= 0) & (local < self.columns)
 
@@ -43,7 +43,7 @@ def labels_of(
     vocabulary: int | None,
     columns: range | None,
 ) -> Labels:
-    """What `cross_entropy` is told of `rows` and their targets, checked; ValueError where it contradicts itself."""
+    """The checked options of `cross_entropy` for `rows` and their targets. Raises ValueError if they contradict."""
     if targets.shape != (rows,):
         raise ValueError(f"cross_entropy: targets {list(targets.shape)} must be [{rows}], one for each row of logits")
     rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)

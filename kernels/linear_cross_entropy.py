@@ -1,13 +1,13 @@
-"""The last linear layer and cross-entropy in one; logits of many tokens exist in chunks only.
+"""The last linear layer and cross-entropy in one operation, which makes the logits of many tokens chunk by chunk.
 
-Tokens go through in chunks: logits = x·Wᵀ, their losses and gradient g as in `cross_entropy`, and at once, while these
-exist, dx = g·W and dW += gᵀ·x (after Hsu et al. 2024, arXiv 2410.10989, §3.2). What backward multiplies the loss by is
-not known yet, so dx and dW are multiplied by it then. The last chunk's logits wait for backward as those of the two
-layers one after the other would: a single chunk costs what they cost. A single chunk is used if the logits of all
-tokens take no more memory than several chunks and the float32 dW.
+For each chunk of tokens, forward computes logits = x·Wᵀ, their losses and gradient g as in `cross_entropy`, and then at
+once dx = g·W and dW += gᵀ·x, after which the logits can be freed (after Hsu et al. 2024, arXiv 2410.10989, §3.2). The
+gradient of the loss is not known in forward, so backward multiplies dx and dW by it. The last chunk's logits are kept
+for backward, as separate layers would keep theirs. So with a single chunk, the cost is that of separate layers. A
+single chunk is used if the logits of all tokens take no more memory than several chunks and the float32 dW.
 
-Each chunk reads and writes dW, kept in float32, so small chunks are slow. Over a split vocabulary each has one
-all-gather, which is under way while the next chunk's logits are computed.
+Each chunk reads and writes dW, kept in float32, so small chunks are slow. If ranks split the vocabulary, each chunk
+needs one all-gather, which overlaps with computing the next chunk's logits.
 """
 
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ from megalite_kernels.cross_entropy import (
 from megalite_kernels.cross_entropy import reference as reference_of_logits
 from megalite_kernels.labels import Labels, labels_of
 
-FEWEST = 4096  # tokens of a chunk: with fewer, what dW's sum in float32 takes shows beside the matrix products
+FEWEST = 4096  # tokens of a chunk: with fewer, the time to sum dW in float32 shows beside the matrix products
 TILE = 128  # tokens of a matrix product's tile
-CLASSES = 1024  # whose logits are widened at a time where that has to be
+CLASSES = 1024  # whose logits are widened at a time, if they must be
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Of the whole vocabulary; options: those of `cross_entropy.reference`."""
+    """The loss over the whole vocabulary. options: those of `cross_entropy.reference`."""
     wide = wide_dtype(x.dtype)
     return reference_of_logits(x.to(wide) @ weight.to(wide).T, targets, **options)
 
@@ -46,12 +46,12 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Ten
 def chunk_tokens(
     tokens: int, width: int, columns: int, dtype: torch.dtype, ranks: int = 1, memory: int | None = None
 ) -> int:
-    """How many tokens go through at a time, all chunks being of about one size.
+    """The number of tokens per chunk. All chunks have about the same size.
 
-    Logits, of which two chunks exist at a time if ranks split the vocabulary, take at most `memory` bytes; by default
-    as many as the weight `[columns, width]`, but at least those of 4096 tokens, and all tokens go through at once
-    where that takes no more than chunks and their sum of dW. Ranks must choose the same: `columns` is the same for
-    all, and free memory plays no part.
+    Logits take at most `memory` bytes; if ranks split the vocabulary, this includes two chunks at a time. The default
+    of `memory` is the size of the weight `[columns, width]`, but a chunk may always have 4096 tokens. By default, all
+    tokens are one chunk if that takes no more memory than chunks and their sum of dW. All ranks must choose the same
+    number. So `columns` is the same for all ranks, and free memory is not considered.
     """
     token = columns * dtype.itemsize
     buffers = 2 if ranks > 1 else 1
@@ -71,12 +71,12 @@ def _chunks(count: int, chunk: int) -> list[slice]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
-    """total = beta·total + a·b, rounded to the data type of `total` alone, which may be wider than that of a and b."""
+    """total = beta·total + a·b, rounded only to the data type of `total`, which may be wider than that of a and b."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    else:  # a CPU has no such product; wide copies of all logits would be larger than these
+    else:  # a CPU has no such product; wide copies of all logits would take more memory
         wide = b.to(total.dtype)
         for rows in _chunks(len(a), CLASSES):
             torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, out=total[rows])
@@ -86,9 +86,9 @@ def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int, triton: bool,
     wants_dx: bool, wants_dw: bool, labels: Labels,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss; dx and the sum of dW of all chunks but the last; the logits and log-sum-exps of the last.
+    """The loss; dx and the sum of dW of all chunks but the last; the logits and log-sum-exps of the last chunk.
 
-    Empty: what is not wanted, and dx and dW where there is one chunk.
+    Tensors that are not wanted are empty. With one chunk, dx and dW are empty too.
     """
     merge, gradient = (launch_merge, launch_gradient) if triton else (torch_merge, torch_gradient)
     wants, chunks = wants_dx or wants_dw, _chunks(len(x), chunk)
@@ -117,9 +117,9 @@ def _logits(
     x: Tensor, weight: Tensor, targets: Tensor, chunks: list[slice], group: dist.ProcessGroup | None, triton: bool,
     labels: Labels,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:  # fmt: skip
-    """Every chunk's tokens, logits, stats of all ranks and what to wait for before these may be read.
+    """Yields every chunk's tokens, logits, stats of all ranks, and the work to wait for before the stats may be read.
 
-    If there is something to wait for, the next chunk's logits are computed before; otherwise all use one buffer.
+    If there is work to wait for, the next chunk's logits are computed first. Otherwise all chunks use one buffer.
     """
     size = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     buffers = [x.new_empty(size, len(weight)) for _ in chunks[: 1 if group is None else 2]]
@@ -138,7 +138,7 @@ def _logits(
 def _outputs(
     x: Tensor, weight: Tensor, chunk: int, wants_dx: bool, wants_dw: bool, buffers: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `_forward` returns, unfilled; without `buffers` none for logits, which it makes itself."""
+    """The results of `_forward` as tensors without values; without `buffers`, those of the last chunk are empty."""
     wide, early = wide_dtype(x.dtype), _early(len(x), chunk)
     kept = len(x) - early if buffers and (wants_dx or wants_dw) else 0
     return (
@@ -151,7 +151,7 @@ def _outputs(
 
 
 def _early(tokens: int, chunk: int) -> int:
-    """How many tokens are in other chunks than the last."""
+    """The number of tokens in all chunks but the last."""
     return max(tokens - 1, 0) // chunk * chunk
 
 
@@ -159,9 +159,9 @@ def _backward(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
     triton: bool, wants_dx: bool, wants_dw: bool, labels: Labels,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the weight, from what forward kept; empty if unwanted, or if dx has that of x."""
+    """Gradients of x and of the weight, from the saved tensors; empty if unwanted, or if `dx` holds that of x."""
     early = len(x) - len(last)
-    # One chunk is rounded once, with its scale; the sum over several is scaled as a whole.
+    # With one chunk, the scaled gradient is rounded once; with several, their sum is scaled as a whole.
     of_last = torch.ones_like(scale) if early else scale
     gradient = launch_gradient if triton else torch_gradient
     gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
@@ -209,7 +209,7 @@ class _Torch(torch.autograd.Function):
 
 
 def _both(dx: Tensor, new_dx: Tensor, dw: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Tensor | None, ...]:
-    """The gradients for autograd: that of x has its place since forward if there were several chunks."""
+    """The gradients for autograd. With several chunks, that of x is in `dx`, which forward has made."""
     return (dx.detach() if len(dx) else new_dx) if wants_dx else None, dw if wants_dw else None
 
 
@@ -252,7 +252,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, weight, targets, _, _, *options = inputs
     ctx.save_for_backward(x, weight, targets, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # zeros in place of theirs would be as large
+    ctx.set_materialize_grads(False)  # zeros instead of missing gradients would take as much memory
     ctx.options = options
 
 
@@ -283,10 +283,9 @@ def linear_cross_entropy(
     """`cross_entropy(x @ weight.T, targets, …)`, whose logits exist in chunks of tokens.
 
     x `[n, d]`, the same on every rank of `group`; weight `[w, d]`: this rank's classes, of the same data type. memory:
-    bytes that logits may take; see `chunk_tokens` for what they take otherwise. The other arguments are those of
-    `cross_entropy`. Of several chunks most of backward's work is done in forward, where gradients are wanted; backward
-    runs once.
-    The gradient of x is this rank's part, for the caller to add up over the group.
+    bytes that logits may take; for the default, see `chunk_tokens`. The other arguments are those of `cross_entropy`.
+    With several chunks, forward does most of backward's work, if gradients are wanted. Backward may run only once.
+    The gradient of x is this rank's part, which the caller must add up over the group.
     """
     sizes = len(x), len(weight)
     labels = labels_of(*sizes, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
@@ -301,7 +300,7 @@ def linear_cross_entropy(
 
 
 def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward, of all chunks, and backward, of the last: logits, which pass six times, weight, x, dx and dW."""
+    """Bytes moved by forward, for all chunks, and by backward, for the last: logits six times, weight, x, dx and dW."""
     early = max(tokens - 1, 0) // chunk
     logits, weight, x = (size * dtype.itemsize for size in (columns, columns * width, width))
     sums = 4 * columns * width

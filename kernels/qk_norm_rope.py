@@ -3,8 +3,8 @@
     n = x · r · w        r = 1 / sqrt(mean(x²) + eps)        y = turn(n), as in `rope`
     dn = turn back(dy)        dx = r · (w · dn − x · r² · mean(x · w · dn))        dw = Σ over heads of dn · x · r
 
-The mean is over the features of a head. Only x is kept: a head fits into registers, so backward computes r again. Its
-programs each keep one partial dw, as in `rms_norm`. n is not rounded before it is turned.
+The mean is over the features of a head. Only x is saved: a head fits into registers, so backward computes r again. Each
+program of backward keeps one partial dw, as in `rms_norm`. n is not rounded before it is turned.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import Layout, block, check, load_heads, load_pairs, rope, store_pairs, tables, turn
 from megalite_kernels.rope import reference as rope_reference
 
-PROGRAMS = 3  # of backward, per multiprocessor: as many as its registers have room for at once
+PROGRAMS = 3  # of backward, per multiprocessor: as many as fit into its registers at once
 
 
 def reference(
@@ -45,7 +45,7 @@ def _load_weight(W, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.con
 
 @jit
 def _inverse(first, second, inside, HALF: tl.constexpr, EPS: tl.constexpr):
-    """1 / root mean square; 0 outside, so that nothing of those rows counts."""
+    """1 / root mean square of each row; 0 for rows that are not inside, so that these add nothing."""
     mean = tl.sum(first * first + second * second, 1, keep_dims=True) / (2 * HALF)
     return tl.where(inside, tl.rsqrt(mean + EPS), 0.0)
 
@@ -75,7 +75,7 @@ def _qk_norm_rope_backward(
     HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """DX, and this program's part of dw, of every num_programs-th block of heads."""
+    """Compute DX for every num_programs-th block of heads, and this program's part of dw."""
     w_first, w_second = _load_weight(W, HALF, PAIRS, INTERLEAVED)
     sum_first = tl.zeros([ROWS, PAIRS], Sums.dtype.element_ty)
     sum_second = tl.zeros([ROWS, PAIRS], Sums.dtype.element_ty)
@@ -88,7 +88,7 @@ def _qk_norm_rope_backward(
         inverse = _inverse(first, second, inside, HALF, EPS)
         first, second = first * inverse, second * inverse
         dy_first, dy_second = load_pairs(DY, offsets, inside, ROWS, HALF, PAIRS, INTERLEAVED)
-        # Not `turn` by −sin, which takes 24 registers more.
+        # `turn` by −sin would take 24 registers more.
         dn_first = dy_first * cos + dy_second * sin
         dn_second = dy_second * cos - dy_first * sin
         sum_first += dn_first * first
@@ -192,7 +192,7 @@ def qk_norm_rope(
     layout: Layout = "half",
     backend: Backend = "auto",
 ) -> Tensor:
-    """RMSNorm of every head of queries or keys x `[s, b, h, e]` by weight `[e]`, turned by its position's angles.
+    """RMSNorm of every head of queries or keys x `[s, b, h, e]` times weight `[e]`, turned by its position's angles.
 
     The other arguments are those of `rope`.
     """
@@ -204,7 +204,7 @@ def qk_norm_rope(
 
 
 def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward: x in, y out. By backward: x and dy in, dx out."""
+    """Bytes moved by forward: x in, y out; by backward: x and dy in, dx out."""
     size = tokens * heads * head_size * dtype.itemsize
     return 2 * size, 3 * size
 

@@ -3,9 +3,9 @@
     r = 1 / sqrt(mean(x²) + eps)        y = x · r · w
     dx = r · (w · dy − x · r² · mean(x · w · dy))        dw = Σ over rows of dy · x · r
 
-Backward runs a fixed number of programs, each over its own part of the rows; each keeps one partial dw in registers,
-and a second sum adds these in a fixed order, so that gradients are deterministic. Rows too wide for the registers are
-read twice, in tiles of columns, the second time from cache. `add_rms_norm` shares these kernels.
+Backward runs a fixed number of programs, each for its own part of the rows. Each program keeps one partial dw in
+registers. These are then added in a fixed order, so that gradients are deterministic. Rows too wide for the registers
+are read twice, in tiles of columns, the second time from cache. `add_rms_norm` uses the same kernels.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from megalite_kernels.backend import (
 )
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
-ELEMENTS = 4096  # of a program's block, where rows are narrow enough
+ELEMENTS = 4096  # of a program's block, if rows are narrow enough
 SCRATCH = 1024  # bytes of shared memory for sums over a program's threads
 
 
@@ -43,7 +43,7 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Torch(torch.autograd.Function):
-    """In few passes, keeping x and one number per row for backward."""
+    """RMSNorm in plain PyTorch, in few passes. It saves x and one number per row for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,7 +65,7 @@ class _Torch(torch.autograd.Function):
 
 @jit
 def _load(X, Add, x_offsets, add_offsets, inside):
-    """X or, where Add is given, their sum, rounded as it is stored."""
+    """X or, if Add is given, X + Add, rounded to the data type in which it is stored."""
     x = widen(tl.load(X + x_offsets, mask=inside, other=0.0))
     if Add is not None:
         x = widen((x + widen(tl.load(Add + add_offsets, mask=inside, other=0.0))).to(X.dtype.element_ty))
@@ -77,7 +77,7 @@ def _rms_norm_forward(
     X, Add, W, Y, Total, Inverse, count, x_stride, add_stride,
     WIDTH: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes ROWS rows of X or, where Add is given, of Total = X + Add."""
+    """Normalizes ROWS rows of X or, if Add is given, of Total = X + Add."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     squares = tl.zeros([ROWS, TILE], Inverse.dtype.element_ty)
     for tile in tl.static_range(TILES):
@@ -87,7 +87,7 @@ def _rms_norm_forward(
         if Add is not None:
             tl.store(Total + rows * WIDTH + columns, x.to(Total.dtype.element_ty), mask=inside)
         squares += x * x
-    if TILES == 1:  # before the sum, which waits for all loads
+    if TILES == 1:  # loaded before the sum, which waits for all loads
         w = widen(tl.load(W + columns, mask=columns < WIDTH, other=0.0))
     mean = tl.sum(squares, 1, keep_dims=True) / WIDTH
     inverse = tl.rsqrt(mean + EPS)
@@ -107,10 +107,10 @@ def _rms_norm_backward(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of every num_programs-th block of rows: DX, with DTotal added where that is given, and a partial sum of dw.
+    """For every num_programs-th block of rows, computes DX, with DTotal added if it is given, and a partial sum of dw.
 
-    PARTS programs share a block: each reads whole rows for the mean, and then again its own TILES tiles of columns.
-    STAGES: blocks that are read at a time, the next while one is summed.
+    PARTS programs share a block: each reads whole rows for the mean, and then its own TILES tiles of columns again.
+    STAGES: blocks in flight; the next are read while one is summed.
     """
     program, first = tl.program_id(1), tl.program_id(0) * TILES
     sums = ()
@@ -149,16 +149,17 @@ def _rms_norm_backward(
 
 
 def forward_block(width: int) -> dict[str, int]:
-    """What a program handles: several rows, one, or a row too wide for its registers in tiles of columns."""
+    """The block of a program of forward: several rows, or one, in tiles of columns if it is too wide for registers."""
     tile = min(power_of_2(width), 16384)
     rows = max(ELEMENTS // tile, 1)
     return {"ROWS": rows, "TILE": tile, "TILES": -(-width // tile), "num_warps": min(rows * tile // 512, 16)}
 
 
 def backward_block(width: int, itemsize: int, weight_itemsize: int, shared: int) -> dict[str, int]:
-    """Likewise; of rows of many tiles each of PARTS programs handles as many as its part of dw leaves registers for.
+    """The block of a program of backward. PARTS programs share rows of many tiles, so that each can hold its dw in
+    registers.
 
-    shared: bytes of shared memory that a program may have, in which three inputs and the weight lie twice at most.
+    shared: bytes of shared memory that a program may use. It holds three inputs and the weight, at most twice.
     """
     tile = power_of_2(width) if width <= 8192 else 4096
     rows = max(ELEMENTS // tile, 1)
@@ -179,7 +180,7 @@ def backward_block(width: int, itemsize: int, weight_itemsize: int, shared: int)
 
 @on_device
 def launch_forward(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The norm of x or of x + add, that sum, and 1 / root mean square `[n]` of every row."""
+    """The norm of x or, if add is given, of x + add; that sum; and 1 / root mean square `[n]` of every row."""
     rows, others = as_rows(x), None if add is None else as_rows(add)
     count, width = rows.shape
     y = x.new_empty(x.shape)
@@ -254,8 +255,8 @@ _op.register_autograd(_gradients, setup_context=_save)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["apex"] = "auto") -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 or wider, rounded once.
 
-    x `[…, d]`, of which kernels take a contiguous copy unless all rows are equally far apart and contiguous in
-    themselves; weight `[d]`, maybe of another data type. Backward keeps x and one number per row. backend: apex too.
+    x `[…, d]`: kernels copy it unless each row is contiguous and all rows are equally far apart. weight `[d]` may have
+    another data type. x and one number per row are saved for backward. backend: may be apex.
     """
     if backend == "apex":
         return apex.rms_norm(x, weight, eps)
@@ -267,7 +268,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["
 
 
 def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward: x in, y out. By backward: x and dy in, dx out."""
+    """Bytes moved by forward: x in, y out; by backward: x and dy in, dx out."""
     size = tokens * width * dtype.itemsize
     return 2 * size, 3 * size
 

@@ -18,12 +18,12 @@ from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 Layout = Literal["half", "interleaved"]
 
-ELEMENTS = 4096  # that a program handles
+ELEMENTS = 4096  # per program
 WARPS = 4
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int = 0, layout: Layout = "half") -> Tensor:
-    """Every pair as a complex number, multiplied by its phase."""
+    """Multiplies every pair, as a complex number, by its phase, in plain PyTorch."""
     wide = wide_dtype(x.dtype)
     cos, sin = angles_at(cos, sin, positions, len(x))
     pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if layout == "half" else x.unflatten(-1, (-1, 2))
@@ -33,7 +33,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int = 0, 
 
 
 def angles_at(cos: Tensor, sin: Tensor, positions: Tensor | int, length: int) -> tuple[Tensor, Tensor]:
-    """The rows of both tables that `length` tokens at `positions` turn by."""
+    """The rows of both tables for `length` tokens at `positions`."""
     if isinstance(positions, Tensor):
         return cos[positions, 0], sin[positions, 0]
     if len(cos) == length:
@@ -101,7 +101,7 @@ def load_heads(
     start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Block `number` of ROWS of the `count` heads of tokens: where they are stored, which there are, pairs, angles."""
+    """Block `number` of ROWS of the `count` heads of tokens: offsets, which of them exist, pairs, angles."""
     rows = number * ROWS + tl.arange(0, ROWS)[:, None]
     inside = rows < count
     token = rows // HEADS
@@ -147,7 +147,7 @@ def tables(
 
 
 def block(x: Tensor) -> dict[str, int]:
-    """What a program handles: ROWS heads, with HALF pairs of features among PAIRS, a power of 2."""
+    """The block of a program: ROWS heads, each of HALF pairs of features, padded to PAIRS, a power of 2."""
     half = x.shape[-1] // 2
     pairs = power_of_2(half)
     return {
@@ -212,9 +212,10 @@ def rope(
 ) -> Tensor:
     """Turn the heads of x `[s, b, h, e]` by their positions' angles, out of place.
 
-    cos, sin: tables `[p, 1, 1, e/2]`, or `[p, b, 1, e/2]` of every sequence, maybe wider than x; no gradient reaches
-    them. positions: where the first token stands in the tables, whose next s rows are used, or of every token `[s, b]`
-    where the tables are of all sequences. Heads whose features are not next to each other are copied by kernels.
+    cos, sin: tables `[p, 1, 1, e/2]` for all sequences, or `[p, b, 1, e/2]` for each. Their data type may be wider than
+    that of x. They get no gradient. positions: the row of the tables for the first token; the s rows from there on are
+    used. Or, with tables for all sequences, the position of every token, `[s, b]`. Kernels copy heads whose features
+    are not next to each other.
     """
     check(x, cos, sin, positions, layout)
     if not use_triton(backend, x.device):
@@ -224,7 +225,7 @@ def rope(
 
 
 def check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, layout: Layout) -> None:
-    """ValueError if these are no arguments of `rope`."""
+    """Raises ValueError if these arguments are not valid for `rope`."""
     if layout not in ("half", "interleaved"):
         raise ValueError(f"rope: {layout!r} is no layout; choose half or interleaved")
     length, batch, _, width = x.shape
@@ -243,7 +244,7 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, layout: 
 
 
 def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward and by backward: x in, y out; the tables are read once into cache."""
+    """Bytes moved by forward and by backward: x in, y out. The tables are read once into cache."""
     size = tokens * heads * head_size * dtype.itemsize
     return 2 * size, 2 * size
 

@@ -3,7 +3,7 @@
     y = silu(g) · u        silu(g) = g · σ(g)
     dg = dy · u · σ(g) · (1 + g · (1 − σ(g)))        du = dy · silu(g)
 
-Only the two inputs are kept: backward computes silu(g) again, which costs no memory traffic.
+Only the two inputs are saved: backward computes silu(g) again, which costs no memory traffic.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite_kernels.backend import Backend, as_rows, jit, on_device, times, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
-BYTES = 32  # of every tensor that a thread handles: two loads
+BYTES = 32  # per thread, of every tensor: two loads
 WARPS = 4
 
 
@@ -64,7 +64,7 @@ def _swiglu_backward(Gate, Up, DY, DGate, DUp, width, gate_stride, up_stride, dy
 
 
 def _grid(*tensors: Tensor) -> tuple[list[Tensor], int, int, int]:
-    """The tensors as rows, all of one if they are contiguous; programs, width of a row, and block of a program."""
+    """The tensors as rows, one row if all are contiguous; the number of programs; a row's width; a program's block."""
     rows = [x.view(1, -1) if all(y.is_contiguous() for y in tensors) else as_rows(x) for x in tensors]
     count, width = rows[0].shape
     block = 32 * WARPS * BYTES // tensors[0].itemsize
@@ -128,8 +128,8 @@ _op.register_autograd(_gradients, setup_context=_save)
 def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
     """silu(gate) · up, element by element; both `[…, f]`, of one shape and data type.
 
-    Kernels read rows that are contiguous in themselves and equally far apart, such as halves of a wider tensor, where
-    they are, and otherwise a contiguous copy.
+    Kernels read tensors in place if each row is contiguous and rows are equally far apart, as in halves of a wider
+    tensor. Otherwise they read a contiguous copy.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
@@ -140,7 +140,7 @@ def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
 
 
 def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:
-    """By forward: gate and up in, y out. By backward: gate, up and dy in, both gradients out."""
+    """Bytes moved by forward: gate and up in, y out; by backward: gate, up and dy in, both gradients out."""
     size = tokens * ffn * dtype.itemsize
     return 3 * size, 5 * size
 

@@ -1,4 +1,4 @@
-"""Many tensors in one launch: a table of where they are, in which every program finds its own part of one."""
+"""Many tensors in one launch: a table of their addresses, in which every program finds its tensor and chunk."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ CHUNK = 16384  # elements of one program
 
 
 def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[list[int], bool]]:
-    """The numbers of the tensors of each launch, and whether all its tensors are aligned.
+    """For each launch, the indices of its tensors, and whether all of these are aligned.
 
-    The i-th tensors of all lists belong together and are equally large; those without elements are left out. One
-    launch has one data type in each list. Aligned are tensors that may be read 16 elements at a time.
+    The i-th tensors of all lists belong together and have the same size; empty ones are left out. Each launch has one
+    data type per list. A tensor is aligned if it may be read 16 elements at a time.
     """
     parts: dict[tuple[object, ...], list[int]] = {}
     for number, tensors in enumerate(zip(*lists, strict=True)):
@@ -25,9 +25,9 @@ def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[list[int], bool]]:
 
 
 def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
-    """`[tensors, 2 + lists]` int64 on their device for `find`, and how many programs to launch.
+    """The table `[tensors, 2 + lists]` for `find`, int64 on the tensors' device, and the number of programs to launch.
 
-    A row is of the i-th tensors of all lists, which are contiguous: its first program, the elements, the addresses.
+    Row i describes the i-th tensors of all lists, which are contiguous: first program, number of elements, addresses.
     """
     rows, programs = [], 0
     for tensors in zip(*lists, strict=True):
@@ -38,13 +38,13 @@ def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
 
 
 def search_steps(tensors: int) -> int:
-    """How often `find` halves them; a small number of different ones, as each is a kernel of its own."""
+    """How often `find` halves the tensors. Only few different numbers, as each needs a kernel of its own."""
     return max(power_of_2(tensors).bit_length() - 1, 8)
 
 
 @jit
 def find(Table, tensors, COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """The number of this program's tensor: the last whose first program is not after this one."""
+    """The index of this program's tensor: the last tensor whose first program is not after this program."""
     low, high = 0, tensors - 1
     for _ in range(STEPS):
         middle = (low + high + 1) // 2

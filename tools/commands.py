@@ -1,4 +1,4 @@
-"""Where the installed programs begin: they hear signals before they import anything that takes time."""
+"""Entry points of the installed programs. They handle signals before they import anything that takes time."""
 
 import sys
 from collections.abc import Callable
@@ -12,9 +12,9 @@ def _program(module: str) -> Callable[[], int]:
         with ended_at_once():
             program = import_module(f"megalite_tools.{module}")
             try:
-                listen(stop)  # an exception now, so that the program leaves nothing behind
+                listen(stop)  # signals raise an exception from here on, so that the program can clean up
                 code: int = program.main()
-            except Stopped as stopped:  # while it reads its arguments
+            except Stopped as stopped:  # a signal came while the program read its arguments
                 print(stopped, file=sys.stderr)
                 return stopped.code
             return code

@@ -1,4 +1,4 @@
-"""What the inspecting programs print: tables and lines on stdout, progress on stderr."""
+"""Output of the programs that inspect files: tables and lines on stdout, progress on stderr."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from megalite.terminal import console
 
 
 class Terminal:
-    """Prints to stdout, or with `quiet` nothing. What is printed cannot disturb a terminal."""
+    """Prints to stdout; with `quiet`, prints nothing. Characters that could disturb a terminal are escaped."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._console = console()
@@ -25,11 +25,11 @@ class Terminal:
         self.text(printable(text))
 
     def text(self, text: str) -> None:
-        """Lines as they are."""
+        """Print lines as they are."""
         self._print(Text(text), soft_wrap=True)
 
     def table(self, columns: Iterable[str], rows: Iterable[tuple[str, ...]], marked: Iterable[int] = ()) -> None:
-        """A column whose name ends in a colon, which is not shown, is text: aligned left, and broken where it is long.
+        """Print a table. A column is text, aligned left and wrapped, if its name ends in a colon, which is not shown.
 
         marked: rows to show in red.
         """
@@ -56,7 +56,7 @@ class Terminal:
 
 @contextmanager
 def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar in bytes on stderr, if that is a terminal; gives what is to be told of bytes done."""
+    """A progress bar in bytes on stderr, if that is a terminal. Yields a function that takes numbers of bytes done."""
     told = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""The optimizer of one rank's parameters."""
+"""Builds the optimizer of one rank's parameters."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,10 +19,10 @@ from megalite_kernels import FusedAdamW, adamw, apex, fused_adamw
 def build_optimizer(
     stages: Iterable[nn.Module], optim: Optim, kernel: str = "auto", group: dist.ProcessGroup | None = None
 ) -> Optimizer:
-    """The optimizer `optim.name` for what is trained of `stages`.
+    """The optimizer `optim.name` for the trained parameters of `stages`.
 
-    kernel: `kernels.adamw`. group: all ranks with parts of these stages, which Muon needs; None: this rank has them
-    whole.
+    kernel: the configuration's `kernels.adamw`. group: all ranks that hold parts of these stages, which Muon needs;
+    None: this rank holds them whole.
     """
     parameters = [found for stage in stages for found in trainable(stage)]
     matrices = [found.value for found in parameters if uses_muon(optim, found.role)]
@@ -42,7 +42,7 @@ def build_optimizer(
 
 
 def decayed_apart(parameters: Iterable[Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices, which decay, and norms and biases, which do not."""
+    """Parameter groups: matrices, to which weight decay applies, and norms and biases, to which it does not."""
     both: tuple[dict[str, Any], ...] = (
         {"params": [], "weight_decay": weight_decay},
         {"params": [], "weight_decay": 0.0},

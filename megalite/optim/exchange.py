@@ -1,4 +1,4 @@
-"""Exchanges of matrices' pieces between ranks, as `plan.muon` plans them, each in one all-to-all."""
+"""Exchanges pieces of matrices between ranks, as `plan.muon` plans it. Each exchange is one all-to-all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from megalite.plan.muon import Box, Piece, moves
 
-Views = dict[int, list[tuple[Box, Tensor]]]  # by matrix: boxes, and where in a buffer they are
+Views = dict[int, list[tuple[Box, Tensor]]]  # by matrix: its boxes, each with its view of a buffer
 
 
 class Exchange:
-    """What one rank sends to and receives from each of `ranks` ranks.
+    """The pieces that one rank sends to and receives from each of `ranks` ranks.
 
-    A buffer is ordered by peer, and for each in the order of `pieces`, which is the same on both sides.
+    A buffer is ordered by peer, and for each peer in the order of `pieces`, which is the same for sender and receiver.
     """
 
     def __init__(self, pieces: Sequence[Piece], rank: int, ranks: int) -> None:
@@ -26,31 +26,31 @@ class Exchange:
             self.to[piece.target] += piece.elements
         for piece in self.received:
             self.of[piece.source] += piece.elements
-        self.moves = moves(pieces)  # of all ranks' pieces: either all take part in the all-to-all, or none
+        self.moves = moves(pieces)  # for all ranks: all take part in the all-to-all, or none
 
     def begin(self, dtype: torch.dtype, device: torch.device) -> "Outgoing":
-        """A buffer to be filled."""
+        """A new send buffer, to be filled."""
         buffer = torch.empty(sum(self.to), dtype=dtype, device=device)
         return Outgoing(self, buffer, _views(buffer, self.sent))
 
 
 @dataclass
 class Outgoing:
-    """A buffer of what is to be sent."""
+    """A send buffer."""
 
     exchange: Exchange
     buffer: Tensor
     views: Views
 
     def put(self, matrix: int, value: Tensor, held: Box) -> None:
-        """Copy the pieces of `matrix` into the buffer. value: what lies in the box `held` of the matrix."""
+        """Copy the pieces of `matrix` into the buffer. value: the elements of the matrix in the box `held`."""
         rows, columns = held
         for (lines, across), view in self.views.get(matrix, ()):
             first, left = lines.start - rows.start, across.start - columns.start
             view.copy_(value[first : first + len(lines), left : left + len(across)])
 
     def send(self, group: dist.ProcessGroup | None) -> "Arriving":
-        """Start the exchange. Collective over `group`, unless nothing goes to another rank."""
+        """Start the exchange. Collective over `group`, unless no rank sends anything to another."""
         exchange, buffer = self.exchange, self.buffer
         if group is None or not exchange.moves:
             return Arriving(exchange, buffer, buffer, None)
@@ -61,15 +61,15 @@ class Outgoing:
 
 @dataclass
 class Arriving:
-    """An exchange that is under way."""
+    """A started exchange."""
 
     exchange: Exchange
     buffer: Tensor
-    sent: Tensor | None  # has to stay until it has left
+    sent: Tensor | None  # must live until it is sent
     work: dist.Work | None
 
     def wait(self) -> Views:
-        """What has come, by matrix; on CUDA the stream waits, not the host."""
+        """The received pieces, by matrix. On CUDA, the stream waits for them, not the host."""
         if self.work is not None:
             self.work.wait()
         self.work = self.sent = None

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of an optimizer."""
+"""The interface of optimizers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,8 +9,8 @@ from torch import Tensor
 class Optimizer(Protocol):
     """Updates a rank's parameters. Has PyTorch's parameter groups; their `lr` is set before every step.
 
-    clip, found_inf: set before a step, on the device, so that nobody waits for it. Gradients are multiplied by `clip`,
-    0-dimensional; where `found_inf`, float32, is not 0, the step changes nothing.
+    clip, found_inf: tensors on the device, set before a step, so that the host does not wait for the device. Gradients
+    are multiplied by `clip`, 0-dimensional. If `found_inf`, float32, is not 0, the step changes nothing.
     """
 
     param_groups: list[dict[str, Any]]
@@ -24,13 +24,13 @@ class Optimizer(Protocol):
         """Free the gradients."""
 
     def states_of(self, param: Any) -> dict[str, Tensor]:
-        """The states of a parameter, made as zeros where there are none: those of `plan.states`, placed as it is.
+        """The states of a parameter, those of `plan.states`, with its placement. Missing states are created as zeros.
 
-        Beside them `step` may count the updates.
+        They may include `step`, the number of updates.
         """
 
     def buffers(self) -> Sequence[Tensor]:
-        """What it keeps from step to step beside states."""
+        """Tensors other than states that the optimizer keeps from step to step."""
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Have `hook` called before every step."""

@@ -3,10 +3,10 @@
     m = μ·m + (1 − μ)·g        u = (1 − μ)·g + μ·m with Nesterov, else m
     w = (1 − lr·λ)·w − lr·s·NS(u)                       (NS: see `newton_schulz`; s: `newton_schulz.scale`)
 
-The momentum is an average, as in torch.optim.Muon, and equals its state. A sum would be 1/(1 − μ) times as large and
-give the same directions. NS needs the whole matrix, since a shard would be given another direction. So every matrix has
-an owner among the ranks that hold its parts, which computes for all of them (`plan.muon`). The arithmetic is the same
-in every layout. Equal gradients therefore give equal bits.
+The momentum m is an average, with the same values as the state of torch.optim.Muon. A sum would be 1/(1 − μ) times as
+large and give the same directions. NS needs the whole matrix, since a shard alone would get another direction. So every
+matrix has an owner, one of the ranks that hold its parts, which computes the update for all of them (`plan.muon`). The
+arithmetic is the same in every layout. Equal gradients therefore give bitwise equal updates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ from megalite_kernels import FusedAdamW
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Indices of matrices that are exchanged together, and of those among them that this rank owns."""
+    """Indices of matrices that are exchanged together, and of those that this rank owns."""
 
     matrices: list[int]
     owned: list[int]
@@ -36,23 +36,24 @@ class _Bucket:
     scatter: Exchange
 
 
-Params = Sequence[tuple[Tensor, dict[str, Any]]]  # each with its group
+Params = Sequence[tuple[Tensor, dict[str, Any]]]  # each with its parameter group
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, in groups with settings of their own.
+    """Muon for matrices, in parameter groups that may have different settings.
 
     params: matrices of one data type, in the same order on all ranks. They are DTensors over exactly the ranks of
-    `stage`, or plain tensors, which all ranks hold alike; gradients are placed as they are. stage: `Mesh.stage`; None
-    means that there is one rank. steps: of Newton–Schulz. scale: a rule of `newton_schulz.scale`; with the default,
-    AdamW's learning rate and weight decay carry over. bucket_bytes: see `MuonPlan`.
+    `stage`, or plain tensors, which every rank holds whole. Gradients have the placement of their parameter. stage:
+    `Mesh.stage`; None means that there is one rank. steps: the number of Newton–Schulz steps. scale: a rule of
+    `newton_schulz.scale`; with the default, AdamW's learning rate and weight decay carry over. bucket_bytes: see
+    `MuonPlan`.
 
-    A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; where
-    it is not 0, nothing changes. clip is 0-dimensional and multiplies gradients, which are only read.
+    A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
+    is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
 
-    `state` has one tensor for each parameter, `momentum_buffer`, of its data type and placement. A step is collective
-    over `stage`; all ranks must have gradients of the same parameters. The constructor raises ValueError for settings
-    and shapes that cannot be, and the first step for parameters that are not laid out over `stage`.
+    `state` has one tensor for each parameter, `momentum_buffer`, of the parameter's data type and placement. A step is
+    collective over `stage`; all ranks must have gradients of the same parameters. The constructor raises ValueError for
+    invalid settings and shapes. The first step raises it for parameters that are not laid out over `stage`.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Muon(torch.optim.Optimizer):
             self._apply(returning.wait(), params)
 
     def _gather(self, bucket: _Bucket, params: Params) -> Arriving:
-        """Take gradients into the momentum, and start to send owners the update."""
+        """Update the momentum with the gradients, and start to send u to the owners of the matrices."""
         outgoing = bucket.gather.begin(working_dtype(params[0][0]), params[0][0].device)
         for index in bucket.matrices:
             param, group = params[index]
@@ -112,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         return outgoing.send(self.stage)
 
     def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's part of u, with its momentum updated."""
+        """Update the momentum of `param` with its gradient. Returns this rank's part of u."""
         assert param.grad is not None
         grad, average = local(param.grad), local(self.states_of(param)["momentum_buffer"])
         if self.clip is not None:
@@ -122,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         return grad.lerp(new, group["momentum"]) if group["nesterov"] else new
 
     def _orthogonalize(self, bucket: _Bucket, arrived: Views, params: Params) -> Arriving:
-        """Do so with the matrices that this rank owns, and start to send everybody the parts of the results."""
+        """Orthogonalize the matrices that this rank owns, and start to send back the parts of the results."""
         outgoing = bucket.scatter.begin(working_dtype(params[0][0]), params[0][0].device)
         for index in bucket.owned:
             param, group = params[index]
@@ -145,7 +146,7 @@ class Muon(torch.optim.Optimizer):
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf == 0, new, old))
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
-        """The momentum; made as zeros where there is none."""
+        """The momentum of a parameter, created as zeros if there is none."""
         state = self.state[param]
         if not state:
             zeros = torch.zeros_like(local(param))
@@ -155,11 +156,11 @@ class Muon(torch.optim.Optimizer):
         return state
 
     def buffers(self) -> list[Tensor]:
-        """What is kept beside states: nothing. The buffers of exchanges live for a step."""
+        """Tensors kept beside states: none. The buffers of exchanges exist during a step only."""
         return []
 
     def _buckets(self, params: Params) -> list[_Bucket]:
-        """What is exchanged for `params`: worked out once, since mostly all parameters have gradients."""
+        """The buckets for `params`. They are planned once and kept, since usually all parameters have gradients."""
         key = tuple(id(param) for param, _ in params)
         if key not in self._planned:
             self._planned[key] = self._plan(params)
@@ -182,9 +183,9 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers that a training loop and checkpoints see as one, with the groups and states of both.
+    """Muon and AdamW as one optimizer, with the parameter groups and states of both.
 
-    `found_inf` and `clip` are those of `Muon`.
+    `found_inf` and `clip` are as for `Muon`.
     """
 
     def __init__(self, muon: Muon, adamw: FusedAdamW) -> None:
@@ -205,12 +206,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
             optimizer.step()
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
-        """Those of the optimizer that updates the parameter, made as zeros where there are none."""
+        """The states of a parameter, from the optimizer that updates it. Missing states are created as zeros."""
         muon, adamw = self.optimizers
         return muon.states_of(param) if param in self._muons else adamw.states_of(param)
 
     def buffers(self) -> list[Tensor]:
-        """What is kept beside states: nothing."""
+        """Tensors kept beside states: none."""
         return []
 
 
@@ -226,7 +227,7 @@ def held_by(param: Tensor, rank: int, ranks: int) -> tuple[Box, ...]:
     if not isinstance(param, DTensor):
         return boxes(_shape(param), (ranks,), ())
     mesh, placements = param.device_mesh, param.placements
-    # FSDP2 comes after tensor parallelism, though its axis is first: a strided shard is cut from what is left.
+    # FSDP2 cuts the tensor-parallel part once more, though FSDP2's mesh axis is first: a strided shard.
     order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
     cuts = tuple((axis, dim) for axis in order if (dim := getattr(placements[axis], "dim", None)) is not None)
     found = boxes(_shape(param), tuple(mesh.shape), cuts)
@@ -244,7 +245,7 @@ def _shape(param: Tensor) -> tuple[int, int]:
 
 
 def _whole(rows: int, columns: int, pieces: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    """A matrix put together from all of its boxes."""
+    """A whole matrix, put together from all of its boxes."""
     if len(pieces) == 1:
         return pieces[0][1]
     whole = pieces[0][1].new_empty(rows, columns)

@@ -5,17 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values come near to 1 fast, and stay within 0.5 to 1.5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values approach 1 fast, and stay within 0.5 to 1.5
 EPS = 1e-7  # the least norm to divide by, as in torch.optim.Muon
 SCALES = ("match_rms_adamw", "spectral")
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
-    """About U Vᵀ of a matrix U S Vᵀ `[rows, columns]`, of its shape and data type, in which all is computed.
+    """Approximately U Vᵀ, for a matrix U S Vᵀ `[rows, columns]`, with its shape and data type.
 
-    Singular values are first divided by ‖matrix‖_F, which makes them at most 1. Every step then takes each of them to
-    a·s + b·s³ + c·s⁵. The first division makes a new tensor. So all products see the same alignment, and bits do not
-    depend on the buffer in which the matrix lies.
+    All is computed in that data type. The matrix is first divided by ‖matrix‖_F, which makes singular values at most 1.
+    Every step then replaces each singular value s by a·s + b·s³ + c·s⁵. The first division makes a new tensor. So all
+    products see the same alignment, and the bits of the result do not depend on the buffer that holds the matrix.
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
@@ -39,10 +39,10 @@ def working_dtype(param: Tensor) -> torch.dtype:
 
 
 def scale(rule: str, rows: int, columns: int) -> float:
-    """What a learning rate is multiplied by for a matrix `[rows, columns]`.
+    """The factor by which the learning rate is multiplied for a matrix `[rows, columns]`.
 
-    match_rms_adamw: 0.2·√max(rows, columns), with which an update is as large as AdamW's mostly is, so that its
-    learning rate and weight decay carry over (Moonlight: Liu et al. 2025, arXiv 2502.16982, §2.2). spectral: Jordan's
+    match_rms_adamw: 0.2·√max(rows, columns). An update then is about as large as one of AdamW, so that AdamW's learning
+    rate and weight decay carry over (Moonlight: Liu et al. 2025, arXiv 2502.16982, §2.2). spectral: Jordan's
     √max(1, rows/columns).
     """
     if rule == "match_rms_adamw":

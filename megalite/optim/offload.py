@@ -1,8 +1,8 @@
 """AdamW whose states live in host memory and whose update runs there (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840).
 
-Every step, of a rank's shard, gradients and weights are copied to the host and the new weights back: 12 bytes per
-parameter; the memory for the copies is kept. Between steps weights are on the device alone, so whatever else changes
-them, such as loading a checkpoint, need not tell the optimizer.
+Every step copies the gradients and weights of a rank's shard to the host, and the new weights back: 12 bytes per
+parameter. The memory for the copies is kept. Between steps, only the weights on the device count. So code that changes
+weights, such as loading a checkpoint, need not tell the optimizer.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,8 @@ from megalite_kernels import fused_adamw
 class HostAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW(fused=True)` on a CPU, for DTensors on any device.
 
-    `state` is there from the beginning: moments are DTensors placed as their parameter, with parts in host memory.
+    `state` is complete from the beginning. Moments are DTensors with the placement of their parameter; their local
+    tensors are in host memory.
     """
 
     def __init__(
@@ -33,19 +34,19 @@ class HostAdamW(torch.optim.Optimizer):
         weight_decay: float = 0,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.found_inf: Tensor | None = None  # as of torch's fused optimizers: a float32 1 skips the update
+        self.found_inf: Tensor | None = None  # as for torch's fused optimizers: a float32 1 skips the update
         self.clip: Tensor | None = None  # gradients are multiplied by it
         self._memory = HostMemory()
-        self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of weight and gradient, filled anew by every step
+        self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of weight and gradient, overwritten by every step
         for group in self.param_groups:
             for param in group["params"]:
-                if not param.is_meta:  # what has no data yet is not trained
+                if not param.is_meta:  # parameters without data are not trained
                     self.state[param] = _empty_state(param)
                     local = param.to_local().detach()
                     self.copies[param] = self._memory.empty_like(local), self._memory.empty_like(local)
 
     def states_of(self, param: DTensor) -> dict[str, Tensor]:
-        """Moments, placed as the parameter, with parts in host memory, and the number of updates."""
+        """The moments, placed as the parameter, with local tensors in host memory, and the number of updates."""
         return self.state[param]
 
     def buffers(self) -> list[Tensor]:
@@ -54,7 +55,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. All copies to the host are under way before the first update."""
+        """Update every parameter that has a gradient. All copies to the host are started before the first update."""
         skipped = None
         if self.found_inf is not None:
             host = torch.empty_like(self.found_inf, device="cpu", pin_memory=self._memory.stream is not None)

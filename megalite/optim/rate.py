@@ -8,8 +8,8 @@ from megalite.config.schema import LearningRate
 def learning_rate(schedule: LearningRate, peak: float, steps: int, step: int) -> float:
     """The rate of optimizer step `step`, counted from 0, in a run of `steps`.
 
-    It rises linearly over the warm-up, to reach `peak` at step `warmup`, and then follows the schedule so
-    that the last step has `floor · peak` (constant and inverse_sqrt have no floor).
+    The rate rises linearly over the warm-up and reaches `peak` at step `warmup`. It then follows the schedule, so
+    that the last step has the rate `floor · peak` (constant and inverse_sqrt have no floor).
     """
     if step < schedule.warmup:
         return peak * (step + 1) / (schedule.warmup + 1)
@@ -31,7 +31,7 @@ def learning_rate(schedule: LearningRate, peak: float, steps: int, step: int) ->
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """Share of the way from `start` to `end`, in [0, 1]."""
+    """The share of the steps from `start` to `end` that lie before `step`, in [0, 1]."""
     return 1.0 if end <= start else min(max((step - start) / (end - start), 0.0), 1.0)
 
 

@@ -1,12 +1,12 @@
 """Attention block by block: partial results of some queries over some keys, merged by their log-sum-exp.
 
 The softmax of a row over all its keys is the mean of its softmaxes over blocks of keys, weighted by the blocks'
-sums of exponentials (Milakov & Gimelshein 2018, arXiv 1805.02867; Liu et al. 2023, arXiv 2310.01889). Backward
-needs each row's final output and log-sum-exp, and is then exact for every block by itself (Dao et al. 2022,
-arXiv 2205.14135). Flash-attention kernels do the work where they can, on the CPU and on CUDA; a mask of all
-pairs is never made.
+sums of exponentials (Milakov & Gimelshein 2018, arXiv 1805.02867; Liu et al. 2023, arXiv 2310.01889). Given the final
+output and log-sum-exp of each row, backward computes exact gradients block by block (Dao et al. 2022,
+arXiv 2205.14135). Flash-attention kernels compute the blocks if they can, on the CPU and on CUDA. No mask of all pairs
+of queries and keys is ever made.
 
-    s  positions at hand     h  query heads          e  width of a head
+    s  positions held here   h  query heads          e  width of a head
     b  micro-batch           k  key-value heads      n  queries of a block, m  keys of a block
 """
 
@@ -25,11 +25,12 @@ ops = torch.ops.aten
 
 
 class Kernels(NamedTuple):
-    """What computes the attention of blocks.
+    """The functions that compute the attention of a block.
 
-    forward: q, k, v and the block to the output `[n, b, h, e]` and the log-sum-exp `[b, h, n]`.
-    backward: gradient of the output, final output and log-sum-exp, q, k, v and the block to the gradients of q, k, v.
-    parts: the blocks that these take in place of one.
+    forward: from q, k, v and the block, computes the output `[n, b, h, e]` and the log-sum-exp `[b, h, n]`.
+    backward: from the gradient of the output, the final output and log-sum-exp, q, k, v and the block, computes the
+    gradients of q, k, v.
+    parts: splits a block into the blocks that `forward` and `backward` can take.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -47,7 +48,7 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
 def attend(
     out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], softcap: float | None = None
 ) -> None:
-    """Add what q `[s, b, h, e]` find in kv `[s', 2, b, k, e]` to the result `out`, `lse`, in place."""
+    """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place."""
     kernels = _kernels(q, softcap)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         found, found_lse = kernels.forward(*_cut(q, kv, block), block)  # n b h e, b h n
@@ -68,7 +69,7 @@ def attend_backward(
     blocks: Iterable[Block],
     softcap: float | None = None,
 ) -> None:
-    """Add to `dq` and `dkv`, in place, what `blocks` owe to the gradient of the final `out`; lse is final too."""
+    """Add the gradients of q and kv from `blocks` to `dq` and `dkv`, in place. `out` and `lse` are the final ones."""
     kernels = _kernels(q, softcap)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         rows = block.queries, block.samples
@@ -82,7 +83,7 @@ def _add(totals: Iterable[Tensor], found: Iterable[Tensor]) -> None:
 
 
 def _kernels(q: Tensor, softcap: float | None) -> Kernels:
-    """FlashAttention's where these do what is asked: they cap no scores, and on CUDA take numbers of 16 bits only."""
+    """FlashAttention's kernels if they can be used: they cap no scores, and on CUDA take 16-bit data types only."""
     if softcap is not None or (q.is_cuda and q.element_size() > 2):
         forward, backward = partial(explicit.forward, softcap=softcap), partial(explicit.backward, softcap=softcap)
         return Kernels(forward, backward, _as_it_is)
@@ -120,14 +121,14 @@ def _backward_cpu(
         of_piece = grad[rows], out[rows], q[rows], k[rows], v[rows], lse[..., rows]
         for total, part in zip(totals, _backward_of_piece(block, causal, *of_piece), strict=True):
             _grouped(total[rows], k)[0].copy_(part)
-            del part  # before there are others
+            del part  # frees its memory before the next is made
     return totals
 
 
 def _backward_of_piece(
     block: Block, causal: bool, grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v as `_grouped` has them; grad and out are `[n, b, h, e]`, and lse `[b·k, g, n]`."""
+    """Gradients of q, k and v, shaped as by `_grouped`; grad and out are `[n, b, h, e]`, and lse `[b·k, g, n]`."""
     shared = _mirror(block, k, v)
     queries, result, given_grad = (_grouped(x, *shared) for x in _mirror(block, q, out, grad))
     given = given_grad[0], *queries, result[0], *_mirror(block, lse, dim=2)
@@ -136,12 +137,12 @@ def _backward_of_piece(
 
 
 def _mirror(block: Block, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    """Rows in reverse where the block is mirrored: an anti-causal triangle is then a causal one."""
+    """Reverse the rows if the block is mirrored, which makes a causal triangle of an anti-causal one."""
     return tuple(x.flip(dim) for x in tensors) if block.mirrored else tensors
 
 
 def _grouped(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
-    """Views with the query heads that share a kv head as heads, and all else as samples: `[b·k, g, n, e]`."""
+    """Views `[b·k, g, n, e]`: the g query heads that share a key-value head are heads; b and k are joined."""
     b_k = kv[0].shape[1] * kv[0].shape[2]
     queries = q.reshape(len(q), b_k, -1, q.shape[-1])
     shared = [x.reshape(len(x), b_k, 1, x.shape[-1]).expand(-1, -1, queries.shape[2], -1) for x in kv]
@@ -169,19 +170,19 @@ def _backward_cuda(
 
 
 def _packed(x: Tensor, block: Block) -> Tensor:
-    """As the CUDA kernels want it: `[b, n, h, e]`, or `[n, h, e]` for several documents of one sample."""
+    """x in the shape that CUDA kernels take: `[b, n, h, e]`, or `[n, h, e]` for several documents of one sample."""
     return x.transpose(0, 1) if block.offsets is None else x[:, 0]
 
 
 def _window(block: Block) -> dict[str, int]:
-    """How many keys a query attends to on its left and, but for itself, on its right; −1: all."""
+    """Options of CUDA kernels: how many keys on its left and right a query attends to, without its own; −1: all."""
     if block.left is None:
         return {}
     return {"window_size_left": block.left, "window_size_right": 0 if block.documents else -1}
 
 
 def _ends(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The documents of queries and keys, and the longest."""
+    """The offsets of documents among queries and among keys (None: one document), and the lengths of the longest."""
     if block.offsets is None:
         return None, None, q.shape[1], k.shape[1]
     longest = max(end - start for start, end in pairwise(block.documents))

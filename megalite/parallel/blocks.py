@@ -10,33 +10,35 @@ from torch import Tensor
 class Block:
     """Rows of queries and the rows of keys that they attend to, in some samples of a micro-batch.
 
-    Without `documents` every query attends to every key. With them there are as many keys as queries, and attention is
-    causal within each document: (0, …, number of rows) are the places where documents begin and end.
+    Without `documents`, every query attends to every key. With `documents`, there are as many keys as queries, and
+    attention is causal within each document. `documents` are the rows at which documents begin and end: (0, …, number
+    of rows).
 
-    left: of n queries and m keys, query a attends to no key before a + m − n − left. That is how FlashAttention counts
-    the keys left of a query. With documents it holds in each, where n = m.
-    mirrored: attention within documents is anti-causal, so that query a attends to the keys from a on.
+    left: for n queries and m keys, query a attends to no key before a + m − n − left. FlashAttention counts the keys
+    left of a query in the same way. With documents, the rule holds within each document, where n = m.
+    mirrored: attention within documents is anti-causal: query a attends to the keys from a on.
     """
 
     samples: slice
     queries: slice
     keys: slice
     documents: tuple[int, ...] = ()
-    offsets: Tensor | None = None  # `documents` on the device, int32, where it is a GPU and they are several
+    offsets: Tensor | None = None  # `documents` as int32 on the device, if it is a GPU and there are several documents
     left: int | None = None
     mirrored: bool = False
 
     @property
     def pieces(self) -> list[tuple[slice, bool]]:
-        """Ranges that attend to their counterparts, and whether causally."""
+        """Ranges of queries that attend to the same ranges of keys, each with whether attention is causal."""
         return [(slice(*ends), True) for ends in pairwise(self.documents)] or [(slice(None), False)]
 
 
 def triangles(block: Block) -> list[Block]:
-    """The same pairs of queries and keys as blocks that need no `left`: rectangles, and triangles of either kind.
+    """Splits `block` into blocks without `left` that have the same pairs of queries and keys.
 
-    A document is cut every `left` rows. A query then attends to the keys of its own part up to itself, which is a
-    causal triangle, and to those of the part before from its counterpart on, which is an anti-causal one.
+    These are rectangles, causal triangles and anti-causal triangles. A document is cut every `left` rows. In its own
+    part, a query then attends to the keys up to itself, a causal triangle. In the part before, it attends to the keys
+    from the one at the same place on, an anti-causal triangle.
     """
     left = block.left
     if left is None:
@@ -55,16 +57,16 @@ def triangles(block: Block) -> list[Block]:
 
 
 def _far_edges(block: Block, begin: int, end: int, left: int) -> list[Block]:
-    """Of a document that is longer than the window: what its parts attend to in the parts before."""
+    """Blocks of a document longer than the window: each of its parts attends to the part before."""
     found = [_part(block, (begin + left, end), (begin, end - left), mirrored_every=left)]
-    last = end - (end - begin) % left  # of the last part, the keys that all of its queries attend to
+    last = end - (end - begin) % left  # begin of a shorter part; all its queries attend to the keys from end − left
     if last < end:
         found.append(_part(block, (last, end), (end - left, last)))
     return found
 
 
 def _far_edge(block: Block, queries: int, keys: int, left: int) -> list[Block]:
-    """Of queries that come after all of the keys: the first attend to all of these, each later one to one key less."""
+    """Blocks of queries that come after all keys: the first queries attend to all keys, each later one to one less."""
     edge = min(queries, queries + left - keys)  # the last query that attends to all keys
     found = []
     if edge > 0:
@@ -78,7 +80,7 @@ def _far_edge(block: Block, queries: int, keys: int, left: int) -> list[Block]:
 
 
 def _part(block: Block, queries: tuple[int, int], keys: tuple[int, int], mirrored_every: int = 0) -> Block:
-    """A part of the rows of a block, whose queries attend to all of these keys, or as `mirrored` says."""
+    """The block of these queries and keys of `block`: all pairs, or mirrored triangles of `mirrored_every` rows."""
     rows, columns = (
         slice(whole.start + begin, whole.start + end)
         for whole, (begin, end) in ((block.queries, queries), (block.keys, keys))

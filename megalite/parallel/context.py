@@ -1,13 +1,15 @@
 """Context parallelism: attention over a sequence whose positions are spread over the ranks of a group.
 
-Three methods with one meaning, that of the unsplit sequence:
+Three methods compute the same result as attention over the unsplit sequence:
 
-* ring: keys and values go round while every rank works on those it has (Liu et al. 2023, arXiv 2310.01889), on
-  zigzag chunks, so that each has the same share of the causal triangle (cf. Brandon et al. 2023, arXiv 2311.09431);
+* ring: ranks pass keys and values on round a ring while they attend to those they have (Liu et al. 2023,
+  arXiv 2310.01889). Zigzag chunks give every rank the same share of the causal triangle (cf. Brandon et al. 2023,
+  arXiv 2311.09431);
 * all_gather: every rank gathers all keys and values (Llama 3, arXiv 2407.21783, §3.3.2), on the same chunks;
-* ulysses: positions are exchanged for heads (Jacobs et al. 2023, arXiv 2309.14509).
+* ulysses: an all-to-all gives every rank all positions of some heads (Jacobs et al. 2023, arXiv 2309.14509).
 
-With a window, ring and all_gather are the same: a rank gets those keys and values that its windows reach.
+With a window, ring and all_gather are the same: a rank fetches the keys and values in the windows of its queries, the
+halo.
 
     s  positions of this rank     h  query heads          e  width of a head
     b  micro-batch                k  key-value heads      c  ranks of the group
@@ -45,7 +47,7 @@ def attention(
 ) -> Attention:
     """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
 
-    documents: of every sample, where attention is to stay inside of them. Nothing here waits for the device.
+    documents: those of every sample, if attention must stay inside of them. The host never waits for the device here.
     """
     if documents is None:
         sequences = [Sequences(slice(None), (0, length))]
@@ -67,7 +69,7 @@ def attention(
 
 
 def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], kind: AttentionKind) -> Attention:
-    """Attention in documents, in a window or with capped scores over whole sequences at hand."""
+    """Attention over sequences that this rank holds whole, in documents, in a window or with capped scores."""
     window = kind.window_in(length)
     if kind.softcap is not None and device.type == "cuda":
         return Flex([sequence.documents for sequence in sequences], window, kind.softcap, device)
@@ -75,7 +77,7 @@ def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], ki
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over whole sequences at hand."""
+    """Causal attention over sequences that this rank holds whole."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # b h s e
     if _needs_equal_heads(q, k):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -84,18 +86,18 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _needs_equal_heads(q: Tensor, k: Tensor) -> bool:
-    """Whether only as many key-value as query heads spare CUDA a matrix of all queries and keys.
+    """Whether key-value heads must be repeated, one per query head, so that CUDA can use a fused kernel.
 
-    Of its fused kernels, flash and cuDNN attention take grouped queries but no fp32, and the memory-efficient one takes
-    fp32 but no grouped queries. In fp64 there is none.
+    Without a fused kernel, CUDA makes the matrix of all queries and keys. Flash and cuDNN attention take grouped
+    queries but no fp32. Memory-efficient attention takes fp32 but no grouped queries. No fused kernel takes fp64.
     """
     return q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]
 
 
-# None of these is frozen: PyTorch 2.11 looks into what is when it compiles, and compiles anew for other documents.
+# These dataclasses are not frozen: PyTorch 2.11 looks into frozen ones, and compiles anew for other documents.
 @dataclass(eq=False)
 class Ring:
-    """Keys and values go round. Without a group there is one step, for documents of whole sequences at hand."""
+    """Ring attention. Without a group there is a single step, over sequences that this rank holds whole."""
 
     steps: Sequence[Sequence[Block]]
     group: dist.ProcessGroup | None
@@ -108,7 +110,7 @@ class Ring:
 
 @dataclass(eq=False)
 class Fetching:
-    """A rank attends to its own keys and values while those of others arrive, then to these."""
+    """A rank attends to its own keys and values while those of other ranks arrive, then to those of other ranks."""
 
     own: Sequence[Block]
     far: Gaps
@@ -122,7 +124,7 @@ class Fetching:
 
 @dataclass(eq=False)
 class Ulysses:
-    """A rank gives away positions for heads, attends over the whole sequence, and gives the result back."""
+    """An all-to-all gives a rank all positions of its heads; a second one takes outputs back to their ranks."""
 
     whole: Attention
     group: dist.ProcessGroup
@@ -130,7 +132,7 @@ class Ulysses:
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cp = self.group.size()
-        copies = lcm(k.shape[2], cp) // k.shape[2]  # so that the ranks can share out the kv heads
+        copies = lcm(k.shape[2], cp) // k.shape[2]  # so that cp divides the number of key-value heads
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
         by_rank = [x.unflatten(2, (cp, -1)).movedim(2, 0) for x in (q, k, v)]  # c s b h/c e
         everywhere = _AllToAll.apply(torch.cat(by_rank, dim=3), self.group).flatten(0, 1)  # c·s b (h + 2k)/c e
@@ -139,9 +141,10 @@ class Ulysses:
 
 
 class _Ring(torch.autograd.Function):
-    """At step i a rank has the keys and values of the rank i before it, and sends them on while it uses them.
+    """At step i, a rank has the keys and values of the rank i places before it, and sends them on while it uses them.
 
-    In backward their gradients follow one step behind; what a rank adds to those of its own rows stays at home.
+    In backward, their gradients go round the ring one step behind them. Each rank adds its part, and the sum ends at
+    the rank that owns the rows. The part that a rank computes for its own rows is not sent.
     """
 
     @staticmethod
@@ -199,7 +202,7 @@ def _pass_on(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]
 
 
 class _Fetching(torch.autograd.Function):
-    """What was fetched is not kept: backward fetches it again."""
+    """Fetched keys and values are not saved for backward, which fetches them again."""
 
     @staticmethod
     def forward(
@@ -215,7 +218,7 @@ class _Fetching(torch.autograd.Function):
         arriving = exchange.fetch(kv)
         attend(out, lse, q, kv, own, softcap)
         fetched = arriving()
-        del arriving  # it has a copy, which is large
+        del arriving  # it holds a large copy
         for gap, blocks in far:
             attend(out, lse, q, fetched[gap], blocks, softcap)
         out = out.to(q.dtype)
@@ -239,12 +242,12 @@ class _Fetching(torch.autograd.Function):
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """Sums of gradients of `x`, in float32 or wider."""
+    """Zeros to which gradients of `x` are added, in float32 or wider."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class _AllToAll(torch.autograd.Function):
-    """x `[c, …]`: part i goes to rank i, and what rank i sends becomes part i. Its own transpose."""
+    """x `[c, …]`: part i is sent to rank i, and the part from rank i becomes part i. Backward is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""How keys and values that other ranks hold come to a rank, and their gradients go back."""
+"""Exchanges of context parallelism: a rank fetches keys and values of other ranks, and sends their gradients back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,23 +11,26 @@ from torch import Tensor
 from megalite.dist.collectives import start_gather, start_reduce_scatter
 from megalite.parallel.sequence import missing, overlaps, place, rows, split, unsplit
 
-Parts = Mapping[int, Sequence[slice]]  # by rank of the group: rows that go there, or that come from there
+Parts = Mapping[int, Sequence[slice]]  # by rank of the group: rows sent to that rank, or received from it
 
 
 class Exchange(Protocol):
-    """Collective: every rank of the group calls the same methods in the same order."""
+    """A way to fetch keys and values. Collective: all ranks of the group call the same methods in the same order."""
 
     def fetch(self, kv: Tensor) -> Callable[[], Tensor]:
-        """Begin to bring what this rank attends to; the answer waits for it. kv `[s, …]` are the rank's own rows."""
+        """Start to fetch the keys and values that this rank attends to. Returns a function that waits for them.
+
+        kv `[s, …]`: the rank's own rows.
+        """
 
     def give_back(self, dfar: Tensor, dkv: Tensor) -> None:
-        """Add gradients of what was fetched to those of the ranks' own rows, `dkv`."""
+        """Send `dfar`, the gradients of fetched rows, to the ranks that own these rows and add them to their `dkv`."""
 
 
-# Neither is frozen: PyTorch 2.11 looks into what is when it compiles, and compiles anew for other documents.
+# These dataclasses are not frozen: PyTorch 2.11 looks into frozen ones, and compiles anew for other documents.
 @dataclass(eq=False)
 class AllGather:
-    """Every rank gets the whole sequence in its order (Llama 3, arXiv 2407.21783, §3.3.2)."""
+    """Every rank gathers the whole sequence, in the order of positions (Llama 3, arXiv 2407.21783, §3.3.2)."""
 
     group: dist.ProcessGroup
 
@@ -43,9 +46,10 @@ class AllGather:
 
 @dataclass(eq=False)
 class Halo:
-    """A rank gets the positions that lie in the windows of its rows, straight from those that hold them.
+    """A rank receives the positions that lie in the windows of its rows, directly from the ranks that hold them.
 
-    What arrives is in the order of positions. Nothing is sent that the receiver does not attend to, but for documents.
+    Received rows are in the order of positions. The ends of documents are not considered: rows are sent even if they
+    belong to a document that the receiver does not attend to.
     """
 
     takes: Parts
@@ -54,7 +58,7 @@ class Halo:
 
     @staticmethod
     def over(group: dist.ProcessGroup, length: int, window: int) -> "Halo":
-        """For sequences of `length`, split as the ring has them."""
+        """The exchange for sequences of `length`, split as for the ring."""
         cp, rank = group.size(), group.rank()
         held = [rows("ring", cp, other, length) for other in range(cp)]
         wanted = [missing(mine, window) for mine in held]
@@ -84,7 +88,7 @@ def _parts(by_rank: Sequence[Sequence[slice]]) -> Parts:
 
 
 def _start(x: Tensor, gives: Parts, takes: Parts, group: dist.ProcessGroup) -> Callable[[], list[tuple[slice, Tensor]]]:
-    """Begin to send rows of `x` to other ranks, in one message to each; the answer is where what they send belongs."""
+    """Start to send rows of `x`, one message per rank. Returns a function that waits for received rows and places."""
     received = {rank: x.new_empty(sum(p.stop - p.start for p in parts), *x.shape[1:]) for rank, parts in takes.items()}
     sent = {rank: torch.cat([x[part] for part in parts]) for rank, parts in gives.items()}
     operations = [dist.P2POp(dist.isend, piece, group=group, group_peer=rank) for rank, piece in sent.items()]
@@ -94,7 +98,7 @@ def _start(x: Tensor, gives: Parts, takes: Parts, group: dist.ProcessGroup) -> C
     def wait() -> list[tuple[slice, Tensor]]:
         for work in works:
             work.wait()
-        sent.clear()  # not before, as it was being read
+        sent.clear()  # only now, since sending reads it until here
         return [
             found
             for rank, parts in takes.items()

@@ -1,11 +1,12 @@
-"""Attention over a block in plain PyTorch, some rows of queries at a time, for what flash kernels do not do.
+"""Attention over a block in plain PyTorch, where flash kernels cannot be used: capped scores, fp32 or fp64 on CUDA.
 
-With s = scale · q · k, scores are cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, §2), or s without a cap. Backward has
-the rows' final log-sum-exp L and output o, as flash attention does (Dao et al. 2022, arXiv 2205.14135, appendix B.2):
+With s = scale · q · k, scores are cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, §2), or s without a cap. Backward
+uses the final log-sum-exp L and output o of the rows, as flash attention does (Dao et al. 2022, arXiv 2205.14135,
+appendix B.2):
 
     P = exp(score − L)     dV = Pᵀ dO     dS = P ∘ (dO Vᵀ − rowsum(dO ∘ o)) ∘ (1 − tanh²(s / cap))
 
-All is computed in float32 or wider. The matrix of scores exists for a few rows at a time.
+All is computed in float32 or wider. Scores are made for a few rows of queries at a time.
 
     n  queries     b  micro-batch        h  query heads                  g  query heads of a key-value head
     m  keys        e  width of a head    k  key-value heads              r  rows of queries at a time
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from megalite.parallel.blocks import Block
 
-ROWS = 128  # of queries at a time at most, as each makes scores for some keys that only the others attend to
-SCORES = 2**24  # numbers that are made at a time, unless a single row has more
+ROWS = 128  # of queries at a time, at most: each gets scores for all keys that any of them attends to
+SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ def _by_head(x: Tensor, k: Tensor) -> Tensor:
 def _scores(
     queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores `[b·k, g, r, m]`, −∞ where hidden, and with a cap their tanh."""
+    """The scores `[b·k, g, r, m]`, −∞ for hidden keys, and with a cap also tanh(s / cap)."""
     scores, bent = _times(queries, keys.mT).mul_(_scale(queries)), None
     if softcap is not None:
         bent = scores.div_(softcap).tanh_()
@@ -88,10 +89,10 @@ def _scale(q: Tensor) -> float:
 
 
 def _steps(block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Rows of queries, the keys that any of them attends to, and which of these each does not attend to."""
+    """Yields rows of queries, the range of keys that they attend to, and a mask of keys hidden from single rows."""
     ends = [(begin, end, begin, end) for begin, end in pairwise(block.documents)] or [(0, len(q), 0, len(k))]
     for begin, end, first, last in ends:
-        shift = last - end  # from a query to the key at its place
+        shift = last - end  # from a query to the key at its position
         longest = last - first
         if block.documents and block.left is not None:
             longest = min(longest, block.left + ROWS)
@@ -105,7 +106,7 @@ def _steps(block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, T
 
 
 def _hidden(block: Block, places: range, keys: range, device: torch.device) -> Tensor | None:
-    """Which of the keys queries at these places do not attend to."""
+    """A mask of keys that the query at each of `places` does not attend to; None if all attend to all."""
     if block.left is None and not block.documents:
         return None
     at, key = (torch.arange(rows.start, rows.stop, device=device) for rows in (places, keys))

@@ -1,8 +1,8 @@
 """Attention over whole sequences with a cap on scores, by the kernels that FlexAttention generates on CUDA.
 
-A query attends to an unbroken range of keys that ends with its own: those of its document that are in its window. Where
-that range begins says all. Which tiles of queries and keys have any pair, and which have all, follows without a mask of
-all pairs (Dong et al. 2024, arXiv 2412.05496).
+A query attends to an unbroken range of keys that ends with its own: the keys of its document that are in its window. So
+the first key of each query describes the whole mask. From these first keys follows which tiles of queries and keys have
+some pairs, and which have all, without a mask of all pairs (Dong et al. 2024, arXiv 2412.05496).
 
     s  length     h  query heads         e  width of a head
     b  samples    k  key-value heads     t  tiles of a sequence
@@ -20,7 +20,10 @@ TILE = 128  # rows of queries, and of keys
 
 
 class Flex:
-    """Causal attention within documents (of every sample, or of all alike) and a window, with scores capped."""
+    """Causal attention with capped scores, within documents and a window.
+
+    documents: one entry per sample, or one for all samples.
+    """
 
     def __init__(
         self, documents: Sequence[tuple[int, ...]], window: int | None, softcap: float, device: torch.device
@@ -46,7 +49,7 @@ class Flex:
 
 @cache
 def compiled(on_cuda: bool) -> Callable[..., Tensor]:
-    """FlexAttention as a kernel; elsewhere as it is, which makes all scores and is for tests."""
+    """FlexAttention as a compiled kernel on CUDA. Elsewhere it is not compiled and makes all scores, for tests only."""
     run: Callable[..., Any] = flex_attention
     return torch.compile(run) if on_cuda else run
 
@@ -75,6 +78,6 @@ def _block_mask(begins: Tensor) -> BlockMask:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each tile of queries, how many tiles of keys there are, and these in front of the others: `[b, 1, t, …]`."""
+    """Per tile of queries, the number of its tiles of keys, and all tiles of keys, its own first: `[b, 1, t, …]`."""
     tiles = tiles[:, None].int()
     return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()

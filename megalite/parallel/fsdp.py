@@ -1,4 +1,4 @@
-"""FSDP2 over the data-parallel ranks: what is gathered when, in which precision, and how gradients reduce.
+"""FSDP2 over the data-parallel ranks: when weights are gathered, in which precision, and when gradients are reduced.
 
     mode   gathered weights              gradients reduced
     ddp    never sharded                 once a step
@@ -6,8 +6,8 @@
     zero2  kept through a step           after every micro-batch
     zero3  freed after every use         after every micro-batch
 
-Layers are gathered one after another by FSDP2's own hooks. Where weights are kept, a schedule's GATHER starts that
-earlier and its RESHARD ends it; its REDUCE says after which backward gradients are reduced.
+FSDP2's own hooks gather layers one after another. In modes that keep weights, a schedule's GATHER starts the all-gather
+earlier, and its RESHARD frees the weights. Its REDUCE says after which backward gradients are reduced.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,12 +26,12 @@ Precision = Literal["bf16", "fp32", "fp64"]
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """Type of the sharded parameters, their gradients and the optimizer's states."""
+    """The data type of sharded parameters, their gradients and the optimizer's states."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Type of gathered weights and activations."""
+    """The data type of gathered weights and activations."""
     return torch.bfloat16 if precision == "bf16" else parameter_dtype(precision)
 
 
@@ -44,9 +44,9 @@ def shard(
 ) -> None:
     """Shard the parameters of `stage` over the data-parallel ranks, in place.
 
-    groups: modules that are gathered by themselves, each over a mesh of its own. The rest is gathered with the stage,
-    over `mesh`. A mesh has one axis, or for HSDP two, replicas first. Gradients are summed, not averaged: the loss
-    already is divided by the tokens of the whole step.
+    groups: modules that are gathered one by one, each with the mesh over which it is sharded. All other parameters are
+    gathered together, over `mesh`. A mesh has one axis, or two for HSDP: replicas, then shards. Gradients are summed,
+    not averaged, because the loss is already divided by the tokens of the whole step.
     """
     narrow = precision == "bf16" and data.reduce_precision == "bf16"
     policy = MixedPrecisionPolicy(
@@ -63,7 +63,7 @@ def shard(
 
 
 def gather(stage: object) -> None:
-    """Start to gather the weights of `stage`; its layers wait for them."""
+    """Start to gather the weights of `stage`; every layer waits for its own weights."""
     for group in _groups(stage):
         group.unshard(async_op=True)
 
@@ -84,18 +84,18 @@ def before_backward(stage: object, mode: str, reduction: Reduction) -> None:
 
 
 def after_weight_gradients(stage: object, reduction: Reduction) -> None:
-    """Take in gradients that were made outside of autograd, and reduce them if asked to.
+    """Hand gradients that were made outside of autograd to FSDP2, and reduce them if `reduction` says so.
 
-    FSDP2 does both in what it runs at the end of a backward pass; torch's own pipeline runtime calls it as well.
+    FSDP2 does both in a callback at the end of a backward pass. PyTorch's own pipeline runtime calls that one as well.
     """
     if isinstance(stage, FSDPModule):
-        if reduction.now:  # take them in first: I has widened the vectors' gradients, and only one dtype can be reduced
+        if reduction.now:  # first without: action I has widened the vectors' gradients, and a reduction needs one dtype
             after_weight_gradients(stage, replace(reduction, now=False, last=False))
         before_backward(stage, "", reduction)
         stage._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def _groups(stage: object) -> Iterator[FSDPModule]:
-    """The modules of `stage` that are gathered by themselves."""
+    """The modules of `stage` whose parameters FSDP2 gathers as one group."""
     if isinstance(stage, nn.Module):
         yield from (module for module in stage.modules() if isinstance(module, FSDPModule))

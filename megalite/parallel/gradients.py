@@ -1,4 +1,4 @@
-"""Finishing gradients after the last backward of a step: the one place, in one order."""
+"""Finishes gradients after the last backward of a step. No other module does so."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,11 +17,11 @@ Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 
 @torch.no_grad()
 def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:
-    """Make every gradient of `stages` complete, placed as its parameter.
+    """Make every gradient of `stages` complete, with the placement of its parameter.
 
-    FSDP2 has done this for the parameters that it shards. What is left are tensor-parallel partial sums
-    where nothing is sharded, and the two copies of a tied embedding at the ends of the model.
-    placement: stage -> the pipeline rank that owns it.
+    FSDP2 has done this for the parameters that it shards. Two sums are left: tensor-parallel partial sums of parameters
+    that are not sharded, and the sum over both copies of a tied embedding, in the first and the last stage.
+    placement: the pipeline rank that owns each stage.
     """
     for _, param, _ in _trainable(stages):
         if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
@@ -39,7 +39,7 @@ def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> 
 
 
 def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:
-    """Add to `grad` its counterpart on pipeline rank `peer`."""
+    """Add the gradient of the embedding's other copy, on pipeline rank `peer`, to `grad`."""
     other = mesh.along("pp", peer)
     received = torch.empty_like(grad)
     group = mesh.group("pp")
@@ -51,10 +51,10 @@ def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:
 
 @torch.no_grad()
 def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> tuple[list[str], Tensor]:
-    """Parameters whose gradients this rank counts, and the L2 norms of its parts of them, `[parameters]`.
+    """The names of parameters that this rank counts, and the L2 norms of its parts of their gradients, `[parameters]`.
 
-    Of ranks that hold the same elements, the one at position 0 counts them, so the squares of all ranks' norms add up
-    to the square of the global norm, the same in every layout.
+    Of ranks that hold the same elements, only the one at position 0 counts them. So the squares of all ranks' norms add
+    up to the square of the global norm, which is the same in every layout.
     """
     counted = {name: _local_grad(param) for name, param in _counted(stages, placement, tied)}
     if not counted:
@@ -76,7 +76,7 @@ def _trainable(stages: Stages) -> Iterator[Parameter]:
 
 
 def _counted(stages: Stages, placement: Sequence[int], tied: bool) -> Iterator[tuple[str, DTensor]]:
-    """The parameters that this rank counts, by name."""
+    """The names and values of the parameters that this rank counts."""
     copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
     for number, stage in stages.items():
         for name, param, role in trainable(stage):

@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies to and from by itself: page-locked, and no larger than asked for.
+"""Page-locked host memory, which a GPU copies to and from without the host's help, in blocks of the size asked for.
 
-PyTorch hands out page-locked memory in powers of two, up to twice what is needed. Here a block is ordinary memory of
-whole pages that is registered with CUDA once, and used again by whatever has the same size.
+PyTorch's page-locked memory comes in powers of two, up to twice the bytes needed. Here, a block is ordinary memory of
+whole pages. It is registered with CUDA once, and used again for tensors of the same size.
 """
 
 import logging
@@ -19,22 +19,22 @@ log = logging.getLogger("megalite")
 
 
 class HostMemory:
-    """Blocks for copies of a GPU's tensors, and the stream that copies. Nothing of it touches CUDA on a CPU.
+    """Blocks of host memory for copies of a GPU's tensors, and the stream that copies. CUDA is not used on a CPU.
 
-    Blocks stay registered until they are trimmed, or the object or the process ends. Where CUDA refuses to register,
-    which is told once, they are PyTorch's page-locked memory.
+    Blocks stay registered until they are trimmed, or until this object or the process ends. If CUDA refuses to register
+    memory, a warning is logged once, and blocks are PyTorch's page-locked memory from then on.
     """
 
     def __init__(self) -> None:
-        self.stream: torch.cuda.Stream | None = None  # None: no tensor of a GPU has been seen
-        self.watch: Callable[[Tensor], None] | None = None  # is given all that `empty_like` gives
+        self.stream: torch.cuda.Stream | None = None  # None until there is a tensor on a GPU
+        self.watch: Callable[[Tensor], None] | None = None  # called with every result of `empty_like`
         self._free: dict[int, list[Tensor]] = {}  # by bytes
         self._registered: set[int] = set()  # addresses
         self._refused = False
         finalize(self, _unregister, self._registered)
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Contiguous host memory for a copy of `tensor`; ordinary memory where it is on the host already."""
+        """Contiguous host memory for a copy of `tensor`; ordinary memory if the tensor is on the host."""
         host = self._empty_like(tensor)
         if self.watch is not None:
             self.watch(host)
@@ -50,12 +50,12 @@ class HostMemory:
         return block.view(tensor.dtype).view(tensor.shape)
 
     def give_back(self, host: Tensor) -> None:
-        """Let what `empty_like` gave be used again, by what `stream` does after all that it was told before."""
+        """Return a block of `empty_like` for reuse by later work on `stream`; earlier work there may still read it."""
         if self.stream is not None and host.nbytes:
             self._free.setdefault(host.nbytes, []).append(host.view(-1).view(torch.uint8))
 
     def trim(self) -> None:
-        """Give the system the blocks that nobody uses. Waits for the stream."""
+        """Return unused blocks to the operating system. Waits for the stream."""
         if self.stream is not None:
             self.stream.synchronize()
         free, self._free = self._free, {}
@@ -64,7 +64,7 @@ class HostMemory:
         _unregister(addresses)
 
     def close(self) -> None:
-        """Make ordinary memory of all blocks. Waits for nothing: copies must have ended."""
+        """Unregister all blocks, which become ordinary memory. Does not wait: copies must have ended before."""
         self._free.clear()
         _unregister(self._registered)
 
@@ -84,7 +84,7 @@ class HostMemory:
                 error,
             )
             with suppress(RuntimeError):
-                torch.zeros(1, device=device)  # takes the error up; else the next kernel would be blamed for it
+                torch.zeros(1, device=device)  # clears the error, which the next kernel would report otherwise
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

@@ -1,9 +1,9 @@
-"""Matrix products with the backward that tensor parallelism and split schedules want.
+"""Matrix products with a backward for tensor parallelism and for schedules that split backward.
 
-Layers that share an input are one function. Of an input that tensor parallelism gathers along the sequence only
-the rank's own part is kept, and gathered again in backward beside the first matrix products (Korthikanti et al.
-2022, arXiv 2205.05198, §4.2.2). Where a schedule splits backward, gradients of weights wait until they are asked
-for (Qi et al., arXiv 2401.10241).
+Layers that share an input are computed by one function. If tensor parallelism gathers the input along the sequence, the
+rank saves only its own part, and backward gathers it again while the first matrix products run (Korthikanti et al.
+2022, arXiv 2205.05198, §4.2.2). If a schedule splits backward, gradients of weights are put off until the schedule asks
+for them (Qi et al., arXiv 2401.10241).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,14 @@ from megalite.parallel.product import PLAIN, Product
 
 
 class WeightGradients:
-    """The gradients of weights that the layers of one stage have put off."""
+    """Collects the weight gradients that the layers of one stage put off."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] | None = None
 
     @contextmanager
     def put_off(self) -> Iterator[list[Callable[[], None]]]:
-        """Inside, a backward pass makes no gradients of weights: it leaves what makes them in the list."""
+        """Inside, backward computes no weight gradients. It adds functions that compute them to the list."""
         waiting: list[Callable[[], None]] = []
         self._waiting = waiting
         try:
@@ -38,7 +38,7 @@ class WeightGradients:
             self._waiting = None
 
     def later(self, make: Callable[[], None]) -> bool:
-        """Take `make` if gradients are being put off; whether it was taken."""
+        """Put off the call of `make` if gradients are being put off. Returns whether it was put off."""
         if self._waiting is None:
             return False
         self._waiting.append(make)
@@ -52,13 +52,13 @@ def linears(
     gradients: WeightGradients | None = None,
     product: Product = PLAIN,
 ) -> Sequence[Tensor]:
-    """x Wᵀ for every weight, x gathered along the sequence over `group` first, if there is one.
+    """x Wᵀ for every weight; with a `group`, x is first gathered over it along the sequence.
 
-    x `[s/t, b, in]`, or `[…, in]` without a group; weights: sharded parameters, `[out, in]` here. gradients: of
-    weights, where a split backward leaves them; None: they are always made with the rest. Of weights that are not
-    trained no gradients are made.
+    x `[s/t, b, in]`, or `[…, in]` without a group. weights: sharded parameters, `[out, in]` on this rank. gradients:
+    collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
+    that are not trained get no gradients.
     """
-    if torch.compiler.is_compiling():  # it cannot trace collectives that overlap, nor what is put off
+    if torch.compiler.is_compiling():  # it can trace neither overlapped collectives nor gradients put off
         whole = x if group is None else all_gather(x, group)
         return [product.forward(whole, part(weight)) for weight in weights]
     return _Linears.apply(x, group, gradients, product, weights, *(part(weight) for weight in weights))
@@ -105,7 +105,7 @@ class _Linears(torch.autograd.Function):
 def _accumulate(
     trained: Sequence[tuple[DTensor, Tensor]], x: Tensor, group: dist.ProcessGroup | None, product: Product
 ) -> None:
-    """The second half of a backward pass. trained: weights, and the gradients of their outputs."""
+    """Compute and add the weight gradients that were put off. trained: weights, and the gradients of their outputs."""
     if not trained:
         return
     whole = x if group is None else start_gather(x, group).wait()

@@ -1,8 +1,8 @@
-"""Activations that wait for backward in host memory.
+"""Offloading: activations wait for backward in host memory.
 
-Autograd hands every tensor it saves to a `Keep`, which may put it elsewhere. Offloaded, each storage is copied once
-however many saved tensors view it, on a stream of its own; when backward reaches a layer, what the layer before it
-has left starts to come back too.
+Autograd hands every tensor that it saves to a `Keep`, which may put it elsewhere. `Offload` copies each storage to the
+host once, however many saved tensors view it, on a separate stream. When backward reaches a layer, the copies of the
+layer before it also start to come back.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megalite.plan.activations import OFFLOAD_SHARE
 
 
 class Keep(Protocol):
-    """What becomes of the tensors that one call of a layer saves for backward."""
+    """Stores the tensors that one call of a layer saves for backward."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """Called in forward; what is kept in place of `tensor`."""
+        """Called in forward. Returns the object that is kept instead of `tensor`."""
 
     def unpack(self, packed: Any) -> Tensor:
-        """Called in backward, once for each tensor that was packed."""
+        """Called in backward, once for each packed tensor. Returns that tensor."""
 
 
-Keeping = Callable[[nn.Module, Sequence[Any]], Keep]  # from the layer and the inputs of a call
+Keeping = Callable[[nn.Module, Sequence[Any]], Keep]  # takes the layer and the inputs of a call
 
 
 class AsIs:
@@ -50,7 +50,7 @@ class AsIs:
 
 
 def keep(forward: Callable[..., Tensor], layer: nn.Module, keeping: Keeping, *inputs: Any) -> Tensor:
-    """`forward(*inputs)`, with what it saves for backward kept as `keeping` says."""
+    """`forward(*inputs)`; the tensors that it saves for backward are stored by `keeping`."""
     if not torch.is_grad_enabled():
         return forward(*inputs)
     kept = keeping(layer, inputs)
@@ -59,19 +59,19 @@ def keep(forward: Callable[..., Tensor], layer: nn.Module, keeping: Keeping, *in
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """The identity of a storage; while the result lives, no other storage has the same."""
+    """The identity of a tensor's storage. While the result lives, no other storage has the same identity."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def elsewhere(layer: nn.Module, inputs: Sequence[Any]) -> set[StorageWeakRef]:
-    """The storages that live on whatever a call of `layer` does with them: its weights, and inputs without gradient."""
+    """Storages that stay allocated whether `layer` saves them or not: its weights, and inputs without gradient."""
     weights = [param.to_local() if isinstance(param, DTensor) else param for param in layer.parameters()]
     shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
     return {storage_of(tensor) for tensor in (*weights, *shared)}
 
 
 def to_host(tensor: Tensor, host: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-    """`host`, which becomes a copy of `tensor`: at once, or when `stream` has come so far if there is one."""
+    """Copy `tensor` to `host`, at once or, with a `stream`, asynchronously on that stream. Returns `host`."""
     if stream is None:
         return host.copy_(tensor)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -82,7 +82,7 @@ def to_host(tensor: Tensor, host: Tensor, stream: torch.cuda.Stream | None) -> T
 
 
 class Offload:
-    """Moves what the layers of one stage save for backward to `memory`; a `Keeping`."""
+    """A `Keeping` that moves the tensors saved by the layers of one stage to `memory`."""
 
     def __init__(self, memory: HostMemory | None = None) -> None:
         self._memory = memory or HostMemory()
@@ -91,7 +91,7 @@ class Offload:
 
     def __call__(self, layer: nn.Module, inputs: Sequence[Any]) -> Keep:
         if self._size not in (0, inputs[0].nbytes):
-            self._memory.trim()  # batches or sequences have grown: blocks of the old sizes fit nothing
+            self._memory.trim()  # sizes of batches or sequences have changed: nothing fits the old blocks
         self._size = inputs[0].nbytes
         call = _Call(layer, inputs, self._memory, self._latest)
         self._latest = ref(call)
@@ -109,7 +109,7 @@ class _Packed:
 
 
 class _Call:
-    """What one call of a layer has saved. Only what backward still needs keeps it and its copies alive."""
+    """The tensors that one call of a layer has saved. Tensors that backward still needs keep it and copies alive."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Call:
 
 
 class _Copy:
-    """One storage, on the host until it is fetched, and on the device then until it has been used."""
+    """A storage's copy on the host. Once fetched, it is also on the device, until all its tensors have been used."""
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
         self.device, self.memory, self.uses = tensor.device, memory, 0
@@ -171,7 +171,7 @@ class _Copy:
         self.fetched = back, None if self.stream is None else self.stream.record_event()
 
     def take(self) -> Tensor:
-        """The storage's elements on the device."""
+        """The storage's elements on the device, fetched if necessary. Counts as one use."""
         self.fetch()
         assert self.fetched is not None
         back, arrived = self.fetched

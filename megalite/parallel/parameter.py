@@ -1,4 +1,4 @@
-"""Between parameters, which are DTensors on the `tp` mesh, and the plain local tensors that layers compute with."""
+"""Parameters, which are DTensors on the `tp` mesh, and their plain local tensors, with which layers compute."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from megalite.plan.roles import Role
 
 
 def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """An unfilled parameter of global `shape`, this rank's part of it on the meta device."""
+    """A parameter of global `shape`, without values: this rank's part is on the meta device."""
     part = list(shape)
     if isinstance(placement, Shard):
         part[placement.dim] //= mesh.size()
@@ -22,9 +22,10 @@ def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) ->
 
 
 def whole(param: Tensor) -> Tensor:
-    """A replicated parameter as a plain tensor, for use on this rank's part of the sequence or heads.
+    """A replicated parameter as a plain tensor, for use with this rank's part of the sequence or heads.
 
-    Every rank then has a gradient of its own; declared partial, they are summed when gradients are finished.
+    Each rank then computes a different gradient. It is declared partial, so the ranks' gradients are summed when
+    gradients are finished.
     """
     assert isinstance(param, DTensor)
     return _local(param, Partial() if param.device_mesh.size() > 1 else param.placements[0])
@@ -37,7 +38,7 @@ def part(param: Tensor | None) -> Tensor:
 
 
 class Parameter(NamedTuple):
-    """One of a stage."""
+    """One parameter of a stage."""
 
     name: str  # in the whole model
     value: DTensor
@@ -45,7 +46,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(stage: nn.Module) -> Iterator[Parameter]:
-    """All parameters of `stage`, with the roles that their modules give them. Raises KeyError where one gives none."""
+    """All parameters of `stage`, with the roles that their modules give them. Raises KeyError if one has no role."""
     for prefix, module in stage.named_modules():
         for name, value in module.named_parameters(prefix, recurse=False):
             assert isinstance(value, DTensor)
@@ -53,12 +54,12 @@ def parameters(stage: nn.Module) -> Iterator[Parameter]:
 
 
 def trainable(stage: nn.Module) -> Iterator[Parameter]:
-    """Those of `parameters` that training changes; the others have no gradients and no optimizer states."""
+    """The parameters of `stage` that training changes. All others have no gradients and no optimizer states."""
     return (found for found in parameters(stage) if found.value.requires_grad)
 
 
 def add_gradient(param: DTensor, grad: Tensor) -> None:
-    """Accumulate the local gradient of a sharded parameter, as autograd would."""
+    """Add `grad`, a local gradient, to that of a sharded parameter, as autograd would."""
     if param.grad is None:
         param.grad = DTensor(grad, param._spec, requires_grad=False)
     else:
@@ -67,14 +68,14 @@ def add_gradient(param: DTensor, grad: Tensor) -> None:
 
 
 def _local(param: DTensor, placement: Placement) -> Tensor:
-    """The local tensor of `param`, whose gradient is a DTensor of `placement`."""
-    if torch.compiler.is_compiling():  # it cannot trace _Local, and pays for the checks of to_local only once
+    """The local tensor of `param`. The gradient that reaches `param` is a DTensor with `placement`."""
+    if torch.compiler.is_compiling():  # it cannot trace _Local, and runs the checks of to_local only once
         return param.to_local(grad_placements=[placement])
     return _Local.apply(param, placement)
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` without its checks in backward, which on the host cost more than a small matrix product."""
+    """`DTensor.to_local` without the checks in backward, which take the host longer than a small matrix product."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, placement: Placement) -> Tensor:
@@ -87,6 +88,6 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
-        if grad is None:  # it was put off
+        if grad is None:  # the gradient was put off
             return None, None
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False), None

@@ -1,7 +1,7 @@
 """The pipeline runner: executes one rank's program of a schedule table.
 
-It knows no schedule and no model. Transfers are posted where the table says and waited for where their
-data is needed, so they overlap with compute. pp = 1 is a table without transfers.
+The runner knows no schedule and no model. It posts transfers where the table says, and waits for them only when their
+data is needed, so they overlap with compute. With pp = 1, the table has no transfers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +21,18 @@ from megalite.schedule.reductions import Reduction, reductions
 
 
 class Stage(Protocol):
-    """What the runner asks of a pipeline stage."""
+    """A pipeline stage, as the runner calls it."""
 
     def __call__(self, x: Tensor, positions: Any, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """A micro-batch, or the activations of the stage before → activations or, given targets, the summed loss.
+        """From a micro-batch or the activations of the stage before, activations or, given targets, the summed loss.
 
-        Any stage may add to the loss: it then gives that, 0-dimensional, beside its result.
+        Any stage may add to the loss: it then returns a pair of that result and its own loss, 0-dimensional.
         """
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What stages hand to each other."""
+    """Shape, data type and device of the activations that a stage sends to the next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,19 +44,24 @@ class Activation:
 
 @dataclass
 class Flight:
-    """Tensors of one step that are between two actions."""
+    """Tensors of one step that are between two actions.
+
+    inputs: by action F, received activations, whose gradients are sent back.
+    outputs: by action F, the graphs from which backward starts, without the output tensors.
+    put_off: by action W, the functions that compute weight gradients.
+    """
 
     inbox: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     outbox: dict[Action, Tensor] = field(default_factory=dict)
-    inputs: dict[Action, Tensor] = field(default_factory=dict)  # by F: leaves whose gradient is sent back
-    outputs: dict[Action, list[GradientEdge]] = field(default_factory=dict)  # by F: graphs alone, not their tensors
-    put_off: dict[Action, list[Callable[[], None]]] = field(default_factory=dict)  # by W: what makes the gradients
+    inputs: dict[Action, Tensor] = field(default_factory=dict)
+    outputs: dict[Action, list[GradientEdge]] = field(default_factory=dict)
+    put_off: dict[Action, list[Callable[[], None]]] = field(default_factory=dict)
     sending: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What the runner notes while an action has no input yet."""
+    """The activity that the runner reports while an action waits for its input."""
 
     action: Action
     transfer: Action
@@ -69,19 +74,20 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is made of: one entry per micro-batch."""
+    """The inputs of a step: one entry per micro-batch."""
 
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor]
-    positions: Sequence[Any]  # what every stage is told about a micro-batch; the runner does not look into it
-    scale: float = 1.0  # gradients are those of scale · loss
+    positions: Sequence[Any]  # given to every stage as they are; the runner does not look into them
+    scale: float = 1.0  # the gradients are of scale · loss
 
 
 class Pipeline:
-    """Runs `table` as pipeline rank `rank`, which owns `stages` by their global number.
+    """Runs `table` as pipeline rank `rank`, which owns `stages`, by their global number.
 
-    gradients: of each stage whose backward the table splits, where its layers leave what W makes.
-    mode: of data parallelism, `parallel.data.mode`.
+    gradients: for each stage whose backward the table splits, the object that collects the weight gradients put off
+    until action W.
+    mode: that of data parallelism, `parallel.data.mode`.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class Pipeline:
         self.reductions = reductions(table, rank)
 
     def run(self, step: Step) -> Tensor:
-        """Run one step; the sum of the losses of this rank's stages, 0 where there is none.
+        """Run one step. Returns the sum of the losses of this rank's stages, 0 if they have none.
 
         Gradients are accumulated in the parameters, unless the table is forward only.
         """
@@ -127,7 +133,7 @@ class Pipeline:
                 case Kind.RESHARD:
                     fsdp.reshard(self.stages[item.stage])
                 case Kind.REDUCE:
-                    pass  # begun layer by layer by the backward before it, which is told that this comes
+                    pass  # the backward before it is told of it, and reduces layer by layer
         if flight.sending:
             self.activity("waiting until other pipeline ranks have received everything")
         for _, work in flight.sending:
@@ -155,7 +161,7 @@ class Pipeline:
         return sum((loss.detach() for loss in losses), start=0.0)
 
     def _backward(self, action: Action, flight: Flight) -> None:
-        """B: all gradients, or I: those of the inputs, while those of weights are put off."""
+        """Action B: compute all gradients. Action I: compute gradients of inputs; those of weights are put off."""
         stage, reduction = self.stages[action.stage], self.reductions[action]
         at_end = reduction.now and not reduction.by_layer
         fsdp.before_backward(stage, self.mode, Reduction() if at_end else reduction)
@@ -180,12 +186,12 @@ class Pipeline:
     @torch.no_grad()
     def _weight_gradients(self, action: Action, flight: Flight) -> None:
         put_off = flight.put_off.pop(action)
-        while put_off:  # from the last layer on; each frees what it held
+        while put_off:  # from the last layer to the first; each call frees the tensors that it held
             put_off.pop(0)()
         fsdp.after_weight_gradients(self.stages[action.stage], self.reductions[action])
 
     def _hand_over(self, send: Action, tensor: Tensor, flight: Flight) -> None:
-        """Leave a result for the stage it is for: on this rank at once, elsewhere until its exchange."""
+        """Put a result into the inbox, if its stage is on this rank, else into the outbox until its exchange."""
         if self.table.peer(send) == self.rank:
             flight.inbox[send.matching] = tensor, None
         else:
@@ -212,7 +218,7 @@ class Pipeline:
                 flight.inbox[action_in] = operation.tensor, work
 
     def _received(self, transfer: Action, action: Action, flight: Flight) -> Tensor:
-        """What `action` needs, once it is there."""
+        """The tensor that `transfer` brings for `action`. Waits for it."""
         tensor, work = flight.inbox.pop(transfer)
         if work is not None:
             peer = self.table.peer(transfer)

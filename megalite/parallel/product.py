@@ -1,4 +1,4 @@
-"""The matrix products of a linear layer, as one value: what computes in another precision replaces it here."""
+"""The matrix products of a linear layer, as one object. To compute them in another precision, replace that object."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class Product(Protocol):
     """Products of activations `[…, in]`, a weight `[out, in]`, and gradients of outputs `[…, out]`.
 
-    A compiled layer uses `forward` alone, which autograd must then be able to differentiate.
+    A compiled layer calls `forward` only, so autograd must be able to differentiate `forward`.
     """
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ class Product(Protocol):
 
 
 class Plain:
-    """As PyTorch computes them, in the data type of the operands."""
+    """Products by PyTorch, in the data type of the operands."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)

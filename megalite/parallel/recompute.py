@@ -1,8 +1,9 @@
-"""Activation recomputation: less is kept for backward, which runs some of forward again.
+"""Activation recomputation: forward saves fewer tensors, and backward runs parts of forward again.
 
-Full keeps the layer's input alone (Chen et al. 2016, arXiv 1604.06174). Selective keeps what is costly to compute
-(Korthikanti et al. 2022, arXiv 2205.05198, §5): where backward would need the result of a `Cheap` function, its
-inputs are kept instead, which backward needs anyway, and the function runs again, alone. So no collective does.
+Mode full saves only the layer's input (Chen et al. 2016, arXiv 1604.06174). Mode selective saves results that are
+costly to compute (Korthikanti et al. 2022, arXiv 2205.05198, §5). The result of a `Cheap` function is not saved.
+Its inputs are saved instead, which backward needs anyway, and backward runs that function again. No collective runs
+again.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from torch.utils.checkpoint import checkpoint
 from megalite.parallel.offload import AsIs, Keep, Keeping, elsewhere, keep, storage_of
 from megalite.plan.recompute_modes import MODES, Cost, Mode
 
-REPEATS = 5  # of a timed layer
+REPEATS = 5  # timed passes through a layer, per mode
 
 
 class Cheap(nn.Module):
-    """A function as a layer of its own: one result, made from tensors that backward needs as well, in little time."""
+    """A cheap function as a module: it quickly computes one result from tensors that backward needs as well."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
-        self.call: _Call | None = None  # of the layer around it, where that recomputes
+        self.call: _Call | None = None  # the call of the layer around it, if that recomputes
 
     def forward(self, *inputs: Any) -> Tensor:
         return self.remember(self.function(*inputs), *inputs)
 
     def remember(self, result: Tensor, *inputs: Any) -> Tensor:
-        """Take `result`, however it came about, for what the function makes of `inputs`."""
+        """Note that `result` is what the function computes from `inputs`, even if other code has computed it."""
         if self.call is not None:
             self.call.made(result, self.function, inputs)
         return result
 
 
 def recompute(layer: nn.Module, mode: Mode, keeping: Keeping = AsIs) -> None:
-    """Let backward run `layer` again as `mode` says, in place; what is kept is kept as `keeping` says.
+    """Change `layer`, in place, to recompute as `mode` says. The tensors that it saves are stored by `keeping`.
 
     The first input of `layer` is its activation. Call it before FSDP2 wraps the layer.
     """
@@ -71,7 +72,7 @@ def _selective(
         with saved_tensors_hooks(call.pack, call.unpack):
             return forward(*inputs)
     finally:
-        call.recipes.clear()  # those that no saved tensor needs end here
+        call.recipes.clear()  # frees the recipes that no saved tensor needs
         for module in cheap:
             module.call = None
 
@@ -80,12 +81,12 @@ def _selective(
 class _Recipe:
     function: Callable[..., Tensor]
     inputs: tuple[Any, ...]
-    packed: tuple[bool, ...]  # which inputs are
+    packed: tuple[bool, ...]  # whether each input is packed
 
 
 @dataclass(frozen=True)
 class _Again:
-    """A saved tensor that is a view of what `recipe` makes."""
+    """A saved tensor that is a view of the result of `recipe`."""
 
     recipe: _Recipe
     size: torch.Size
@@ -94,7 +95,7 @@ class _Again:
 
 
 class _Call:
-    """One call of a layer whose cheap results are made again."""
+    """One call of a layer whose cheap results backward computes again."""
 
     def __init__(self, kept: Keep) -> None:
         self.kept = kept
@@ -145,9 +146,9 @@ class Counted:
 
 
 def measure(run: Callable[[], Tensor], layer: nn.Module) -> dict[Mode, Cost]:
-    """What `run`, a forward pass through `layer`, and its backward pass cost in every mode.
+    """For every mode, the time of `run`, a forward pass through `layer`, with its backward, and the bytes saved.
 
-    The modes take turns, and the best of their times counts: whatever else the machine does slows all of them.
+    The modes take turns, so that other load on the machine slows all of them, and the shortest time of each counts.
     """
     bytes_kept: dict[Mode, int] = {}
     seconds: dict[Mode, list[float]] = {mode: [] for mode in MODES}
@@ -157,7 +158,7 @@ def measure(run: Callable[[], Tensor], layer: nn.Module) -> dict[Mode, Cost]:
             recompute(layer, mode, counted)
             seconds[mode].append(_seconds(run, layer))
             bytes_kept[mode] = counted.bytes
-            del layer.forward  # the wrapper: below it is the class's
+            del layer.forward  # removes the wrapper, so that the method of the class is called again
     return {mode: Cost(min(seconds[mode][1:]), bytes_kept[mode]) for mode in MODES}  # the first pass warms up
 
 
@@ -172,7 +173,7 @@ def _seconds(run: Callable[[], Tensor], layer: nn.Module) -> float:
 
 
 def _now() -> float:
-    """The time when everything launched so far is done."""
+    """The time, once everything launched so far is done."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

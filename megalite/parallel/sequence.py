@@ -1,10 +1,11 @@
 """Which positions of a sequence each rank of a context-parallel group holds, and the blocks of attention that follow.
 
-A rank's rows are its positions in ascending order, so a document, an interval of positions, is an interval of rows
-too. Where all keys come before all queries, only the document of the last key reaches over: one rectangle, no mask.
+A rank's rows are its positions in ascending order. So a document, which is an interval of positions, is an interval of
+rows too. If all keys come before all queries, only the document of the last key can have both keys and queries. Its
+block is one rectangle, which needs no mask.
 
-With a window, a query attends to so many positions up to its own. Rows that are neighbours on a rank can be far from
-each other in the sequence, so blocks are then made for each pair of a rank's parts.
+With a window of w, a query attends to at most w positions: its own and those just before. Rows that are neighbours on a
+rank can be far apart in the sequence. So with a window, there are blocks for each pair of a rank's parts.
 """
 
 from bisect import bisect_right
@@ -32,7 +33,7 @@ class Sequences:
 
 
 def rows(method: Method, cp: int, rank: int, length: int) -> Rows:
-    """The positions of `rank`: contiguous for ulysses, else a chunk from each half, which balances causal work."""
+    """The positions of `rank`: one part for ulysses, else a chunk from each half, which balances causal work."""
     if method == "ulysses" or cp == 1:
         part = length // cp
         return (range(rank * part, (rank + 1) * part),)
@@ -46,7 +47,7 @@ def split(x: Tensor, mine: Rows) -> Tensor:
 
 
 def unsplit(parts: Sequence[Tensor], method: Method) -> Tensor:
-    """What every rank holds, in the order of ranks, as the whole `[length, …]`: the inverse of `split`."""
+    """The whole `[length, …]`, joined from the rows of all ranks, in the order of ranks: the inverse of `split`."""
     cp, length = len(parts), sum(map(len, parts))
     pieces: list[tuple[int, Tensor]] = []
     for rank, part in enumerate(parts):
@@ -58,7 +59,7 @@ def unsplit(parts: Sequence[Tensor], method: Method) -> Tensor:
 def own_blocks(
     mine: Rows, sequences: Sequence[Sequences], device: torch.device, window: int | None = None
 ) -> list[Block]:
-    """The rows of a rank over each other: causal, document by document."""
+    """The blocks in which a rank's rows attend to rows of the same rank, causally within each document."""
     if window is None:
         return _own(mine, mine, sequences, device)
     return [
@@ -74,7 +75,7 @@ def own_blocks(
 def _own(
     mine: Rows, parts: Rows, sequences: Sequence[Sequences], device: torch.device, left: int | None = None
 ) -> list[Block]:
-    """The rows of these neighbouring `parts` of a rank over each other."""
+    """The blocks in which the rows of neighbouring `parts` of a rank attend to each other."""
     first, last = _below(mine, parts[0].start), _below(mine, parts[-1].stop)
     found = []
     for sequence in sequences:
@@ -87,14 +88,14 @@ def _own(
 
 
 def ring_steps(cp: int, rank: int, length: int, sequences: Sequence[Sequences]) -> list[list[Block]]:
-    """The blocks of the ring's steps 1, 2, …, at which the keys and values of ranks rank − 1, rank − 2, … are there."""
+    """The blocks of the ring's steps 1, 2, …, which use the keys and values of ranks rank − 1, rank − 2, …."""
     mine = rows("ring", cp, rank, length)
     others = (rows("ring", cp, (rank - step) % cp, length) for step in range(1, cp))
     return [list(_past(mine, theirs, sequences)) for theirs in others]
 
 
 def gaps(mine: Rows, sequences: Sequence[Sequences], window: int | None = None) -> list[tuple[range, list[Block]]]:
-    """The positions before and between the rows of a rank that these attend to, and the blocks over the keys there."""
+    """The gaps before and between a rank's rows that these rows attend to, each with the blocks over its keys."""
     between = missing(mine, window)
     if window is None:
         return [(gap, list(_past(mine, (gap,), sequences))) for gap in between]
@@ -102,7 +103,7 @@ def gaps(mine: Rows, sequences: Sequence[Sequences], window: int | None = None) 
 
 
 def missing(mine: Rows, window: int | None = None) -> Rows:
-    """The positions before and between the rows of a rank; with a window, those that any of the rows attends to."""
+    """The gaps before and between a rank's rows; with a window, only the positions that some of its rows attend to."""
     starts = [0, *(part.stop for part in mine[:-1])]
     if window is not None:
         starts = [max(start, part.start - window + 1) for start, part in zip(starts, mine, strict=True)]
@@ -110,18 +111,18 @@ def missing(mine: Rows, window: int | None = None) -> Rows:
 
 
 def overlaps(wanted: Rows, held: Rows) -> list[range]:
-    """The positions in both, in one order for whoever wants them and whoever holds them."""
+    """The positions in both, in an order on which sender and receiver agree."""
     found = (range(max(x.start, y.start), min(x.stop, y.stop)) for x in wanted for y in held)
     return [positions for positions in found if positions]
 
 
 def place(held: Rows, positions: range) -> slice:
-    """The rows that positions have among those held."""
+    """The rows of `positions` among the rows of `held`."""
     return slice(_below(held, positions.start), _below(held, positions.stop))
 
 
 def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator[Block]:
-    """One block per sequence over those of `keys`, held by another rank, that come before any of `queries`."""
+    """For each sequence, the block over those `keys`, held by another rank, that come before some of `queries`."""
     earlier = [part for part in keys if part.stop <= queries[-1].start]
     if not earlier:
         return
@@ -138,14 +139,14 @@ def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator
 def _past_in_window(
     mine: Rows, queries: Rows, keys: Rows, sequences: Sequence[Sequences], window: int
 ) -> Iterator[Block]:
-    """One block per sequence, part of `queries`, which are rows of `mine`, and earlier part of `keys`."""
+    """One block for each sequence, part of `queries` (which are rows of `mine`) and earlier part of `keys`."""
     for part, earlier, sequence in product(queries, keys, sequences):
         end = earlier.stop
         if end > part.start:
             continue
         document = bisect_right(sequence.documents, end - 1)  # of the last key
         begin = max(earlier.start, sequence.documents[document - 1], part.start - window + 1)
-        last = min(part.stop, sequence.documents[document], end + window - 1)  # behind the last query
+        last = min(part.stop, sequence.documents[document], end + window - 1)  # the end of the queries
         if begin < end and part.start < last:
             left = end + window - 1 - last
             columns, reach = place(keys, range(begin, end)), left if left < end - begin - 1 else None
@@ -153,5 +154,5 @@ def _past_in_window(
 
 
 def _below(held: Rows, position: int) -> int:
-    """How many of the rows lie before `position`."""
+    """The number of rows of `held` before `position`."""
     return sum(len(range(part.start, min(part.stop, position))) for part in held)

@@ -1,7 +1,7 @@
-"""Tensor-parallel layers (Megatron-LM, arXiv 1909.08053) whose collectives stand in the model's source.
+"""Tensor-parallel layers (Megatron-LM, arXiv 1909.08053) that call their collectives explicitly.
 
-A parameter is a DTensor on the `tp` mesh, so its global shape and placement are known to FSDP2, clipping
-and checkpoints. `forward` computes on the rank's own part, a plain tensor.
+A parameter is a DTensor on the `tp` mesh, so FSDP2, clipping and checkpoints know its global shape and placement.
+`forward` computes with the rank's own part, a plain tensor.
 
     t  tensor-parallel size
 """
@@ -22,7 +22,7 @@ from megalite.plan.roles import EMBEDDING, Role
 
 
 class Linear(nn.Module):
-    """A layer of matrix products; `gradients` is where a split backward leaves those of its weights."""
+    """A layer of matrix products. `gradients` collects the weight gradients that a split backward puts off."""
 
     gradients: WeightGradients | None = None
     product: Product = PLAIN
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
 
 class ColumnLinear(Linear):
-    """y = x Wᵀ + b, the output features split over tp; see `columns`."""
+    """y = x Wᵀ + b, with output features split over tp; see `columns`."""
 
     def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role, bias: bool = False) -> None:
         super().__init__(role)
@@ -62,7 +62,7 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows of a table split by vocabulary over tp: tokens `[s, b]` → `[s/t, b, d]`."""
+    """An embedding table split by vocabulary over tp: tokens `[s, b]` → `[s/t, b, d]`."""
 
     def __init__(self, vocabulary: int, width: int, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 def split_backward(stage: nn.Module) -> WeightGradients:
-    """Let the layers of `stage` put off the gradients of their weights whenever they are told to."""
+    """Give the layers of `stage` an object that can make them put off weight gradients. Returns that object."""
     gradients = WeightGradients()
     for module in stage.modules():
         if isinstance(module, Linear):

@@ -1,8 +1,8 @@
 """Saving and loading a checkpoint on local processes, beside `torch.distributed.checkpoint` and `torch.save`.
 
 Every rank holds its shard of a model's weights and moments in fp32. All write it to the disk (flushed), and read it
-back; megalite also hashes every file when it writes and when it reads. An asynchronous save stops training for its
-stall, and slows it down while it writes: what a fixed amount of work takes longer is lost.
+back; megalite also hashes every file when it writes and when it reads. An asynchronous save stops training for a time,
+its stall, and slows training down while it writes. The lost time is how much longer a fixed amount of work takes.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from megalite.train.build import build_stage
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-checkpoint"
-KEPT_STAGER = not torch.__version__.startswith("2.11.")  # whether a stager of DCP can take DTensors again and again
-WORK = 40  # matrix products that training stands for, while an asynchronous save is written
+KEPT_STAGER = not torch.__version__.startswith("2.11.")  # whether a stager of DCP can take DTensors more than once
+WORK = 40  # matrix products that stand for training during an asynchronous save
 Timing = dict[str, list[float]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark, or as one of its ranks measures; the exit code."""
+    """Runs the benchmark or, as one of its ranks, measures. Returns the exit code."""
     return run_on_ranks("megalite_tools.bench.checkpoint", _parser(), argv, _ranks, _measure)
 
 
@@ -102,7 +102,7 @@ class Bench:
 
     @property
     def bytes(self) -> int:
-        """Of all ranks."""
+        """The bytes of all ranks."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
     def local(self) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ class Bench:
 
     @contextmanager
     def fresh_folder(self) -> Iterator[Path]:
-        """A fresh folder, whose files are gone afterwards. Nothing else waits to be written when it is given."""
+        """A new folder, deleted with its files afterwards. Earlier writes reach the disk before it is yielded."""
         path = self.folder / f"save-{next(self.names)}"
         if self.group.leads:
             path.mkdir()
@@ -127,7 +127,7 @@ class Bench:
 
 
 def together(work: Callable[[], object]) -> float:
-    """Seconds until the last rank has done `work`."""
+    """The seconds until the last rank has done `work`."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -136,7 +136,7 @@ def together(work: Callable[[], object]) -> float:
 
 
 def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
-    """One round of every way, each on files of its own."""
+    """Run one round: every way saves and loads its own files."""
     rank, local = bench.group.rank, bench.local()
 
     def with_torch(file: Path) -> None:
@@ -163,7 +163,7 @@ def save_and_load(bench: Bench, saves: Timing, loads: Timing) -> None:
 
 
 def load_memory(bench: Bench) -> dict[str, int]:
-    """Bytes by which a load's peak of resident memory exceeds what was there before, on the first rank; by way."""
+    """By way, the growth of resident memory to its peak during a load, in bytes, on the first rank."""
     with bench.fresh_folder() as path, bench.saver(path, in_background=False) as saver:
         saver.save(Progress(step=1))
         _check(saver)
@@ -177,13 +177,13 @@ def load_memory(bench: Bench) -> dict[str, int]:
 
 def _peak_growth(work: Callable[[], object]) -> int:
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     together(work)
     return _resident("VmHWM") - before
 
 
 def _resident(field: str) -> int:
-    """Bytes of this process that are resident now (VmRSS), or were at their peak (VmHWM)."""
+    """The resident bytes of this process: now (VmRSS) or at the peak (VmHWM)."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -195,12 +195,12 @@ def _check(saver: Saver) -> None:
 
 
 def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """By way, of every asynchronous save: seconds that training stands still, and seconds lost in all.
+    """By way, for every asynchronous save: the seconds that training stands still, and all seconds lost.
 
-    The first save of each, which allocates, is not among them.
+    The first save of each way, which allocates memory, is left out.
     """
     ways: dict[str, Callable[[Path, int], Callable[[], object]]] = {}
-    apart = dist.new_group()  # its collectives run in a thread beside training's
+    apart = dist.new_group()  # its collectives run in a thread at the same time as training's
     stager = DefaultStager(StagingOptions(False, False, False, False))
     with bench.fresh_folder() as ours, bench.saver(ours, in_background=True) as saver:
 
@@ -233,7 +233,7 @@ def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def _while_training(save: Callable[[], Callable[[], object]]) -> tuple[float, float]:
-    """Seconds that `save` kept this rank, the longest of all ranks; and that it took with the work after it."""
+    """The longest seconds that `save` stopped any rank, and the seconds of `save` and the work after it together."""
     dist.barrier()
     began = time.perf_counter()
     finish = save()
@@ -257,7 +257,7 @@ def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str,
     told: list[Any] = [None]
     with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own:
         told = [own]
-        dist.broadcast_object_list(told)  # all write into the first rank's
+        dist.broadcast_object_list(told)  # all ranks write into the folder of the first
         bench = Bench(options.ranks, options.layers, options.width, Path(told[0]))
         saves: Timing = {"megalite": [], "dcp": [], "torch.save": []}
         loads: Timing = {way: [] for way in saves}

@@ -1,7 +1,8 @@
 """The methods of context parallelism on local processes: bytes sent (counted), memory (measured) and time.
 
-Every rank runs attention, forward and backward, over its part of two sequences, with 8 query and 2 kv heads. Bytes are
-those that a rank hands to collectives and sends for others; memory is the peak of live tensors beside the inputs.
+Every rank runs attention, forward and backward, over its part of two sequences, with 8 query and 2 key-value heads.
+Bytes are those that one rank sends, including those that it forwards for other ranks. Memory is the peak of live
+tensors besides the inputs.
 """
 
 import argparse
@@ -39,12 +40,12 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark, or as one of its ranks measures; the exit code."""
+    """Runs the benchmark or, as one of its ranks, measures. Returns the exit code."""
     return run_on_ranks("megalite_tools.bench.context", _parser(), argv, _ranks, _measure)
 
 
 def configuration(method: Method, cp: int, length: int, precision: str, head_width: int = 8) -> Config:
-    """Two samples of 8 query heads and 2 kv heads."""
+    """The configuration of two samples with 8 query heads and 2 key-value heads."""
     return Config(
         model=Model(heads=8, kv_heads=2, head_width=head_width, sequence_length=length),
         parallel=Parallel(dp_shard=1, cp=cp, context=Context(method)),
@@ -54,7 +55,7 @@ def configuration(method: Method, cp: int, length: int, precision: str, head_wid
 
 
 def attend(config: Config, mesh: Mesh, kind: AttentionKind = FULL) -> Callable[[], Tensor]:
-    """Attention of this rank's part of random sequences; the leaves are made before."""
+    """A function that runs attention over this rank's part of random sequences, which are made once, before it runs."""
     model, part = config.model, config.model.sequence_length // config.parallel.cp
     dtype = compute_dtype(config.train.precision)
     q, k, v = (
@@ -67,7 +68,7 @@ def attend(config: Config, mesh: Mesh, kind: AttentionKind = FULL) -> Callable[[
 
 @contextmanager
 def counted_bytes(cp: int) -> Iterator[list[int]]:
-    """What this rank sends to others inside, transfer by transfer."""
+    """Yields a list that receives the bytes of each transfer of this rank to others inside the context."""
     found: list[int] = []
 
     def counting(function: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
@@ -138,7 +139,7 @@ def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str,
 
 
 def _time(run: Callable[[], Tensor], mesh: Mesh) -> float:
-    """Seconds of forward and backward, until the last rank has finished."""
+    """The seconds of forward and backward, until the last rank has finished."""
     dist.barrier(group=mesh.world)
     began = time.perf_counter()
     run().sum().backward()
@@ -147,7 +148,7 @@ def _time(run: Callable[[], Tensor], mesh: Mesh) -> float:
 
 
 def _bytes(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Bytes sent by this rank, counted and predicted, and the peak of live bytes beside the inputs."""
+    """The bytes that this rank sends, counted and predicted, and the peak of live bytes besides the inputs."""
     run = attend(config, mesh)
     with counted_bytes(config.parallel.cp) as found, LiveBytes() as live:
         y = run()

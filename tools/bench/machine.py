@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: the machine they name."""
+"""The name of the machine, for the reports of benchmarks."""
 
 import platform
 from contextlib import suppress

@@ -1,7 +1,7 @@
-"""Peak memory of a training step with and without what saves memory: predicted, and counted on real tensors.
+"""Peak memory of a training step with and without each method that saves memory: predicted, and counted.
 
-Live bytes of all tensors are counted while a model of 100 million parameters takes a step on CPU, with two ranks
-where data parallelism is what saves. Counts are exact and repeat, so nothing is averaged.
+Live bytes of all tensors are counted while a model of 100 million parameters takes a step on CPU, with two ranks for
+methods of data parallelism. Counts are exact and the same in every run, so nothing is averaged.
 """
 
 import argparse
@@ -49,7 +49,7 @@ MODEL = (
     "model.vocab_size=32000",
     "model.sequence_length=512",
 )
-SAVERS = {  # by name: what changes from the base
+SAVERS = {  # by name: the settings that differ from the base
     "nothing saved": (),
     "recompute selective": ("train.recompute=selective",),
     "recompute full": ("train.recompute=full",),
@@ -65,7 +65,7 @@ TOLERANCE = 0.05  # of the prediction, relative to what is counted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: FAILED where a prediction is off by more than the tolerance."""
+    """Runs the benchmark. Returns the exit code: FAILED if a prediction is off by more than the tolerance."""
     return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
@@ -119,7 +119,7 @@ def _row(name: str, config: Config) -> dict[str, Any]:
 
 
 def _count(config: Config) -> dict[str, int]:
-    """What rank 0 holds at the peak of a step on real tensors, as many processes working as there are ranks."""
+    """The bytes that rank 0 holds at the peak of a step with real tensors, by kind. Every rank is a process."""
     context, size = get_context("spawn"), config.parallel.layout.world_size
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="megalite-") as meeting:

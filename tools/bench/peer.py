@@ -1,4 +1,4 @@
-"""Hugging Face transformers' Llama, trained from our initial weights: what `megalite-bench-step` compares with."""
+"""Hugging Face transformers' Llama, trained from our initial weights, with which `megalite-bench-step` compares."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ try:
 except ImportError:  # optional: pip install megalite[hf]
     LlamaForCausalLM = None  # type: ignore[assignment,misc]
 
-Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], number) → mean loss, gradient norm
+Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], step number) → mean loss, gradient norm
 
 
 def build_peer(job: Job, adamw: dict[str, Any]) -> Step:
-    """The same training step in transformers; `adamw`: further arguments of `torch.optim.AdamW`."""
+    """The same training step with transformers. adamw: further arguments of `torch.optim.AdamW`."""
     optim = job.config.optim
     model = _model(job)
     optimizer = _optimizer(model, optim, adamw)
@@ -41,7 +41,7 @@ def build_peer(job: Job, adamw: dict[str, Any]) -> Step:
 
 
 def _model(job: Job) -> LlamaForCausalLM:
-    """With the memory of our initial weights for its own, so that nothing of them is held twice."""
+    """Transformers' model. It uses the memory of our initial weights, so that no weight is held twice."""
     model = LlamaForCausalLM(_config(job.config.model))
     model.set_attn_implementation("sdpa")
     weights = {their_name(name): _plain(param) for name, param in job.named_parameters()}
@@ -53,7 +53,7 @@ def _model(job: Job) -> LlamaForCausalLM:
 
 
 def _optimizer(model: nn.Module, optim: Optim, adamw: dict[str, Any]) -> torch.optim.Optimizer:
-    """In the same two groups as ours."""
+    """The optimizer, with the same two parameter groups as ours."""
     params = list(model.parameters())
     groups = [
         {"params": [param for param in params if param.ndim > 1], "weight_decay": optim.weight_decay},

@@ -1,9 +1,9 @@
-"""The pipeline runner on four local processes whose compute sleeps: beside the simulated time, and beside torch's.
+"""The pipeline runner on four local processes that sleep instead of computing, compared with simulation and torch.
 
-Every stage sleeps for a forward, and for each half of a backward pass, and does next to nothing else; so what a step
-takes is the schedule, and what running it costs. The lengths of the sleeps are measured in the same run and given to
-the simulation. The two runners take steps in turn, and a ratio is the median over rounds. Nothing is shown unless
-their gradients agree.
+Every stage sleeps for a forward pass, and for each half of a backward pass, and does almost nothing else. So the time
+of a step is that of the schedule plus the overhead of the runner. The lengths of the sleeps are measured in the same
+run and given to the simulation. The two runners take steps in turn, and a ratio is the median over rounds. Results are
+shown only if their gradients agree.
 """
 
 import argparse
@@ -57,12 +57,12 @@ TORCH: dict[str, Any] = {
 if torch.__version__.startswith("2.11."):  # there, the rank with both ends of a V sends to itself, which gloo cannot
     del TORCH["zbv"], TORCH["dualpipev"]
 TOLERANCE = 0.05  # of the time of a step, above the simulated one
-NOISE = 0.02  # of the ratio to torch's time: repeated runs differ by as much
+NOISE = 0.02  # of the ratio to torch's time: repeated runs differ by so much
 Run = Callable[[], None]
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, whose forward and backward take their time."""
+    """The identity, whose forward and backward sleep for given seconds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -77,7 +77,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """x · w for a number w, whose gradient of w takes its time, now or when it is asked for."""
+    """x · w for a number w. Computing the gradient of w sleeps, in backward or later if it is put off."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, gradients: WeightGradients, seconds: float) -> Tensor:
@@ -102,7 +102,7 @@ def _weight_gradient(weight: nn.Parameter, x: Tensor, grad: Tensor, seconds: flo
 
 
 class Stage(nn.Module):
-    """A sleeping stage. `gradients`: for our runner; without, autograd is left to split backward, as torch's does."""
+    """A sleeping stage. gradients: given for our runner; None for torch's runner, which splits backward by autograd."""
 
     def __init__(self, unit: float, gradients: WeightGradients | None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Stage(nn.Module):
         self.unit, self.gradients = unit, gradients
 
     def forward(self, x: Tensor, positions: object = None, targets: Tensor | None = None) -> Tensor:
-        if not x.requires_grad:  # tokens; torch needs a gradient to hand back
+        if not x.requires_grad:  # tokens; torch needs a gradient to send back
             x = x.detach().requires_grad_()
         x = _Sleep.apply(x, self.unit, self.unit)
         if self.gradients is None:
@@ -124,9 +124,9 @@ class Stage(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark, or as one of its ranks measures; the exit code.
+    """Runs the benchmark or, as one of its ranks, measures. Returns the exit code.
 
-    That is FAILED where the runners disagree, or ours is slower than it should be.
+    The code is FAILED if the runners disagree, or if ours is too slow.
     """
     return run_on_ranks("megalite_tools.bench.pipeline", _parser(), argv, _ranks, _measure, _judge)
 
@@ -145,7 +145,7 @@ def _judge(options: argparse.Namespace) -> int:
 
 
 def too_slow(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The schedules that take longer than `TOLERANCE` above their simulation, or `NOISE` above torch's runner."""
+    """The schedules that take `TOLERANCE` longer than simulated, or `NOISE` longer than with torch's runner."""
     found = []
     for row in rows:
         ours = statistics.median(row["seconds"]["megalite"])
@@ -205,7 +205,7 @@ def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str,
 
 
 def _length(unit: float) -> float:
-    """How long a sleep of `unit` seconds really is."""
+    """The real length of a sleep of `unit` seconds."""
     began = time.perf_counter()
     for _ in range(20):
         time.sleep(unit)
@@ -213,7 +213,7 @@ def _length(unit: float) -> float:
 
 
 def _transfer(mesh: Mesh) -> float:
-    """How long an activation takes to the next rank: half of the way there and back, of pairs of neighbours."""
+    """The seconds to send an activation to a neighbour: half of a round trip, run by pairs of neighbours at once."""
     group, rank = mesh.group("pp"), mesh.rank
     buffer, lengths = torch.zeros(SIZE), []
     for _ in range(50):
@@ -231,7 +231,7 @@ def _average(value: float, mesh: Mesh) -> float:
 
 
 def _compare(table: Table, mesh: Mesh, unit: float, steps: int) -> dict[str, Any]:
-    """Seconds per step of our runner, and of torch's where it has the schedule; in turn, the order reversed in turn."""
+    """Seconds per step of our runner and, if it has the schedule, of torch's. They take turns, in alternating order."""
     ours, weights = _ours(table, mesh, unit)
     runs = {"megalite": ours}
     if table.name in TORCH:
@@ -250,7 +250,7 @@ def _compare(table: Table, mesh: Mesh, unit: float, steps: int) -> dict[str, Any
 
 
 def _time(run: Run, mesh: Mesh) -> float:
-    """Seconds from when all ranks are ready until the last has finished."""
+    """The seconds from when all ranks are ready until the last rank has finished."""
     dist.barrier(group=mesh.world)
     began = time.perf_counter()
     run()

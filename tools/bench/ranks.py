@@ -1,4 +1,4 @@
-"""What the benchmarks on local ranks have in common: they start themselves once more for every rank."""
+"""Runs benchmarks on local ranks: a benchmark starts itself once more for every rank."""
 
 import argparse
 import os
@@ -31,10 +31,11 @@ def run_on_ranks(
     measure: Callable[[RankInfo, argparse.Namespace, dict[str, Any]], None],
     judge: Callable[[argparse.Namespace], int] = lambda _: ExitCode.DONE,
 ) -> int:
-    """The exit code of a benchmark: that of its ranks, or then what `judge` says.
+    """Run a benchmark. Returns the exit code of its ranks if that is not 0, else the one of `judge`.
 
-    module: what is started for every rank. ranks: how many the options ask for; raises InputError for bad ones.
-    measure: runs on every rank, in a process group and one thread, and is given what a report begins with.
+    module: the module that is started for every rank. ranks: the number of ranks for given options; raises InputError
+    for bad options. measure: runs on every rank, in a process group, with one thread; its last argument is the header
+    of a report.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 

@@ -1,8 +1,8 @@
 """Time and memory of a training step on CPU, beside Hugging Face transformers on the same weights and tokens.
 
-Every variant lives in a process of its own. They take their steps in turn, so that what else the machine does
-meets all of them, and a time ratio is the median over rounds of two steps of the same round. Nothing is shown
-unless losses and gradient norms agree.
+Every variant runs in a separate process. Variants take their steps in turn, so that other load on the machine slows all
+of them. A time ratio is that of two steps of the same round; the median over rounds is shown. Results are shown only if
+losses and gradient norms agree.
 """
 
 import argparse
@@ -59,27 +59,27 @@ PEERS: dict[str, dict[str, Any]] = {  # further arguments of torch.optim.AdamW
     "transformers, AdamW": {},
     "transformers, fused AdamW": {"fused": True},
 }
-COMPARED = 3  # first steps, whose losses and gradient norms are compared; they warm up and are not timed
+COMPARED = 3  # the first steps: losses and gradient norms are compared; not timed, since they warm up
 TOLERANCE = 1e-5  # relative
 
 
 @dataclass
 class Variant:
-    """One implementation and what was measured of it."""
+    """One implementation, with its measurements."""
 
     name: str
     losses: list[float] = field(default_factory=list)  # of the compared steps
     norms: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of the timed steps
-    peak_bytes: int = 0  # of resident memory, above that after the imports
+    peak_bytes: int = 0  # growth of resident memory since the imports
 
 
 class Disagreement(Exception):
-    """A variant does not compute what ours computes."""
+    """The results of a variant differ from ours."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: FAILED where the implementations disagree, or one died."""
+    """Runs the benchmark. Returns the exit code: FAILED if the implementations disagree, or one died."""
     return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
@@ -140,7 +140,7 @@ def _measure(config: Config, steps: int) -> list[Variant]:
             processes.append(context.Process(target=_serve, args=(variant.name, config, remote)))
             processes[-1].start()
             remote.close()
-            pipes[variant.name].recv()  # ready: never two at work at once
+            pipes[variant.name].recv()  # waits until the process is ready: two never work at the same time
         for step in range(COMPARED + steps):
             for variant in variants if step % 2 else variants[::-1]:
                 _take_step(variant, step, pipes[variant.name])
@@ -175,7 +175,7 @@ def _compare(ours: Variant, peers: Iterable[Variant]) -> None:
 
 
 def _serve(name: str, config: Config, pipe: Connection) -> None:
-    """Say when ready, take the steps that the parent asks for, and at the end tell the peak memory."""
+    """Tell the parent process when ready, take the steps that it asks for, and at the end tell it the peak memory."""
     imported = _peak_bytes()
     start_alone()
     mesh = Mesh.build(Layout(), torch.device("cpu"))
@@ -209,7 +209,7 @@ def _batch(config: Config, step: int) -> Tensor:
 
 
 def _peak_bytes() -> int:
-    """Largest resident memory of this process so far."""
+    """The largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

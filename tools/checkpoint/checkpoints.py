@@ -1,4 +1,4 @@
-"""Checkpoints as files: which there are, and in what state."""
+"""Checkpoints as files: which of them exist, and their states."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from megalite.config.errors import InputError
 from megalite.config.files import exists, is_folder
 from megalite.config.layout import Layout
 
-STATES = {  # by what a folder's name ends in
+STATES = {  # by the end of a folder's name: state, reason
     PARTIAL: ("partial", "being written, or left by an interrupted save"),
     DELETED: ("being deleted", "the next save goes on with it"),
     DAMAGED: ("set aside", ""),
@@ -34,11 +34,11 @@ class Entry:
     state: str  # complete, damaged, of another format, or one of STATES
     why: str
     bytes: int  # on the disk
-    manifest: Manifest | None  # if it is as it was written
+    manifest: Manifest | None  # None if it is damaged or of another format
 
 
 def survey(path: Path) -> list[Entry]:
-    """All that is among the checkpoints of a run, oldest first; sizes are compared, not hashes."""
+    """All folders among the checkpoints of a run, oldest first. File sizes are compared, but not hashes."""
     folder = _folder_of(path)
     named = {child: FOLDER.fullmatch(child.name) for child in folder.iterdir()}
     folders = sorted((int(match[1]), child, match[2]) for child, match in named.items() if match)
@@ -53,7 +53,7 @@ def survey(path: Path) -> list[Entry]:
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints that `path` means, oldest first: itself, or all that a run has completed."""
+    """The checkpoints at `path`, oldest first: the one given, or all complete ones of a run."""
     if _is_checkpoint(path):
         return [path]
     folder = _folder_of(path)
@@ -63,7 +63,7 @@ def find(path: Path) -> list[Path]:
 
 
 def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> list[str]:
-    """What is wrong with the files of a checkpoint, which are read in full.
+    """Messages about damage to the files of a checkpoint, which are read in full.
 
     advanced: called with the number of bytes read.
     """
@@ -78,7 +78,7 @@ def damage(path: Path, manifest: Manifest, advanced: Callable[[int], None]) -> l
 
 
 def _misplaced(path: Path) -> list[str]:
-    """What is wrong with the positions of tensors in a checkpoint whose files are as they were written."""
+    """Messages about wrong positions of tensors in the index of a checkpoint whose files are not damaged."""
     try:
         checkpoint = Checkpoint(path)
         checkpoint.check_locations()
@@ -89,7 +89,7 @@ def _misplaced(path: Path) -> list[str]:
 
 
 def choose(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that match `pattern`, as files would. Raises InputError if none does."""
+    """The names that match `pattern`, by the rules for file names. Raises InputError if none does."""
     if not (chosen := [name for name in names if fnmatchcase(name, pattern)]):
         raise InputError(f"--tensors {pattern}: no tensor has such a name")
     return chosen
@@ -109,7 +109,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder of checkpoints that `path` is, or has as a run."""
+    """The folder of checkpoints: `path`, or the one in the run folder `path`."""
     if not is_folder(path):
         raise InputError(f"{path}: no such folder")
     if exists(path / METADATA) and not exists(path / MANIFEST):
@@ -121,7 +121,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def _examine(path: Path, step: int, suffix: str | None) -> Entry | None:
-    """None: it has gone meanwhile, since its run goes on."""
+    """The entry for a folder; None if a run that goes on has deleted it meanwhile."""
     manifest = None
     state, why = "complete", ""
     try:

@@ -1,7 +1,7 @@
-"""The index of any folder that PyTorch Distributed Checkpoint (DCP) has written, without running what it says.
+"""Makes an index of any folder that PyTorch Distributed Checkpoint (DCP) has written, without running its pickles.
 
-DCP's own index is a pickle, and so is what `torch.save` writes around a tensor. Both are read as data, and every part
-is looked at where it should lie, so that our index tells of what is there.
+DCP's own index is a pickle, and `torch.save` wraps every tensor in one. Both are read as data only. Every part of a
+tensor is looked up in its file, so that our index describes what is really there.
 """
 
 import math
@@ -38,7 +38,7 @@ STORAGES = {
 
 
 class Part(NamedTuple):
-    """A part of a tensor, as DCP's index tells of it."""
+    """A part of a tensor, as described by DCP's index."""
 
     name: str
     dtype: str
@@ -46,14 +46,14 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # of what torch.save wrote, in bytes
+    start: int  # of the bytes that torch.save wrote
     length: int
 
 
 def dcp_index(path: Path) -> tuple[Index, list[str]]:
-    """The index of the tensors in the folder `path`, and the names of what is there and no tensor.
+    """The index of the tensors in the folder `path`, and the names of entries that are no tensors.
 
-    Raises DamagedError where a file is not what DCP would have written, or has elements in another order.
+    Raises DamagedError if a file is not as DCP writes it, or has elements in another order.
     """
     with _told(path, METADATA):
         fields = _state(read_pickle(read_whole(path, METADATA, LIMIT)), "metadata.Metadata")
@@ -66,15 +66,15 @@ def dcp_index(path: Path) -> tuple[Index, list[str]]:
 
 
 def _locations(storage_data: dict[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where every part lies, by `_key`."""
+    """The location of every part, with its `_key`."""
     for key, location in storage_data.items():
         found = _state(key, "metadata.MetadataIndex")
-        if found.get("offset") is not None:  # else it is no tensor
+        if found.get("offset") is not None:  # otherwise it is no tensor
             yield _key(_text(found["fqn"]), _sizes(found["offset"])), _state(location, "filesystem._StorageInfo")
 
 
 def _key(name: str, offsets: tuple[int, ...]) -> str:
-    """Of a part. It is a text, as tuples of numbers can be chosen so that all have the same hash."""
+    """The key of a part. It is a string, as tuples of numbers could be chosen to have equal hashes."""
     return f"{name} {offsets}"
 
 
@@ -99,7 +99,7 @@ def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Itera
 
 
 def _chunks(path: Path, parts: Iterable[Part]) -> Iterator[Chunk]:
-    """Where the elements of `parts` lie, looked up in the files themselves."""
+    """The positions of the elements of `parts`, looked up in the files themselves."""
     for file, group in groupby(sorted(parts, key=attrgetter("file", "start")), attrgetter("file")):
         with opened(path, file) as descriptor, _told(path, file):
             end = 0
@@ -112,7 +112,7 @@ def _chunks(path: Path, parts: Iterable[Part]) -> Iterator[Chunk]:
 
 
 def _position(descriptor: int, part: Part) -> int:
-    """Of the first element of a part. Raises ValueError unless all of them follow, the last dimension fastest."""
+    """The position of a part's first element. Raises ValueError unless all follow it, the last dimension fastest."""
     archive = Archive(descriptor, part.start, part.length)
     match read_pickle(archive.read("data.pkl")):
         case Made(
@@ -137,7 +137,7 @@ def _position(descriptor: int, part: Part) -> int:
 
 @contextmanager
 def _told(path: Path, file: str) -> Iterator[None]:
-    """Makes DamagedError of whatever is not where DCP puts it."""
+    """Turns errors about data that is not as DCP writes it into DamagedError."""
     with damage_of(path, file):
         try:
             yield
@@ -170,7 +170,7 @@ def _text(value: Any) -> str:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Whole numbers, of which a torch.Size is made."""
+    """The whole numbers of a torch.Size or of a tuple. Raises ValueError for anything else."""
     numbers = value.arguments[0] if isinstance(value, Made) and value.name == "torch.Size" else value
     if not isinstance(numbers, tuple) or not all(type(number) is int and 0 <= number < 1 << 56 for number in numbers):
         raise ValueError("has something else in place of sizes")

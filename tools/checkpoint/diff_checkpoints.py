@@ -14,7 +14,7 @@ from megalite_tools.terminal import Terminal, bar
 
 
 def diff(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any], bool]:
-    """Prints how `options.a` and `options.b` differ; that, for JSON, and whether all tensors are within tolerance."""
+    """Prints how `options.a` and `options.b` differ. Returns that for JSON, and if all tensors are within tolerance."""
     if not options.tolerance >= 0:
         raise InputError(f"--tolerance {options.tolerance}: must be 0 or more")
     a, b = (Checkpoint(find(path)[-1]) for path in (options.a, options.b))
@@ -46,7 +46,7 @@ def changed_keys(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, A
 
 
 def verdict(names: list[str], found: dict[str, Difference], beyond: list[str], tolerance: float) -> str:
-    """One line. `found`: of the tensors of the same shape in both; `beyond`: of these, those that differ too much."""
+    """The result in one line. found: for tensors of the same shape in both; beyond: those that differ too much."""
     unequal = [name for name, apart in found.items() if not apart.bitwise]
     most = max(unequal, key=lambda name: found[name].relative, default="")
     at_most = f"at most {found[most].relative:.3g} relative, in {most}" if most else ""
@@ -70,7 +70,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _compare(a: Checkpoint, b: Checkpoint, names: Iterable[str]) -> dict[str, Difference]:
-    """Of the tensors that have the same shape in both, the farthest apart first."""
+    """The differences of tensors that have the same shape in both, the largest first."""
     common = [name for name in names if name in a.tensors and name in b.tensors]
     common = [name for name in common if a.tensors[name].shape == b.tensors[name].shape]
     work = {name: a.tensors[name].bytes + b.tensors[name].bytes for name in common}

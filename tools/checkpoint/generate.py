@@ -32,12 +32,12 @@ from megalite.train.build import build_stage
 from megalite.train.starts import kept_tokenizer
 
 COMMAND = "megalite-generate"
-LONGEST = 1 << 24  # bytes of a prompt
-CHARACTERS = 64  # of a prompt's end, for every token that the model sees: no piece of text is longer
+LONGEST = 1 << 24  # bytes of a prompt, at most
+CHARACTERS = 64  # of a prompt's end that are kept, per token that the model sees: no token is longer
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Runs the program. Returns the exit code."""
     return exit_code(COMMAND, lambda: _generate(_parser().parse_args(argv)))
 
 
@@ -92,7 +92,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _draw(options: argparse.Namespace) -> Draw:
-    """Raises InputError for numbers that mean nothing."""
+    """How tokens are drawn. Raises InputError for options out of range."""
     rules = {
         "--tokens": (options.tokens, options.tokens >= 1, "must be at least 1"),
         "--temperature": (options.temperature, 0 <= options.temperature < math.inf, "must be a number of at least 0"),
@@ -107,7 +107,7 @@ def _draw(options: argparse.Namespace) -> Draw:
 
 
 def _prompt(options: argparse.Namespace) -> str:
-    """The text to continue, as it is. Raises InputError where it is too large, or no UTF-8."""
+    """The text to continue, unchanged. Raises InputError if it is too large, or no UTF-8."""
     name, file = "--prompt", options.prompt_file
     if file is None:
         raw = os.fsencode(options.prompt)
@@ -133,7 +133,7 @@ def _continue(folder: Path, path: Path, text: str, draw: Draw, options: argparse
     manifest = check_sizes(path)
     config = manifest.configuration
     tokenizer_file = options.tokenizer or kept_tokenizer(folder)
-    if tokenizer_file is None:  # a path that a checkpoint names is not opened: it may be anybody's
+    if tokenizer_file is None:  # a path in a checkpoint is not opened: anybody may have written it
         trained = f", as {config.data.tokenizer!r:.200}" if config.data.tokenizer else ""
         raise InputError(f"{folder}: has no copy of the run's tokenizer; give --tokenizer{trained}")
     tokenizer = load_tokenizer(tokenizer_file)
@@ -157,7 +157,7 @@ def _continue(folder: Path, path: Path, text: str, draw: Draw, options: argparse
 
 
 def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
-    """The run folder and the checkpoints that `path` means, oldest first: all of a run, or the one given."""
+    """The run folder, and the checkpoints at `path`, oldest first: all of a run, or the one given."""
     if NAME.fullmatch(path.absolute().name):
         return Path(os.path.realpath(path)).parent.parent, [path]
     found = complete(path / "checkpoints")
@@ -169,7 +169,7 @@ def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
 def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     """The whole model in this process, in float32, from a checkpoint of any layout."""
     model = manifest.configuration.model
-    if differ := differences_from(Reader(path, manifest).index, model):  # told before any memory is asked for
+    if differ := differences_from(Reader(path, manifest).index, model):  # reported before any memory is allocated
         raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
     alone = Config(model=model, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
@@ -180,9 +180,9 @@ def load_decoder(path: Path, manifest: Manifest) -> Decoder:
 
 
 def _write(tokenizer: Tokenizer, tokens: Iterable[int]) -> None:
-    """Print the text as it comes; a token may hold part of a character, so what is decoded is the whole.
+    """Print the text token by token. A token may hold part of a character, so all tokens so far are decoded together.
 
-    A terminal is not given what could disturb it.
+    Characters that could disturb a terminal are escaped.
     """
     new: list[int] = []
     shown = ""

@@ -1,4 +1,4 @@
-"""Giving an index to what has none, for `megalite-inspect-checkpoint index`."""
+"""Gives an index to checkpoints that have none, for `megalite-inspect-checkpoint index`."""
 
 import argparse
 from dataclasses import replace
@@ -35,7 +35,7 @@ from megalite_tools.terminal import Terminal
 
 
 def index(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any], bool]:
-    """Prints what became of the checkpoints `options.paths`; that, for JSON, and that all is well."""
+    """Prints what was done to the checkpoints `options.paths`. Returns that for JSON, and True."""
     config = None if options.config is None else _model_of(options.config)
     results = []
     for path in [checkpoint for given in options.paths for checkpoint in _meant(given)]:
@@ -47,7 +47,7 @@ def index(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, An
 
 
 def _model_of(files: list[str]) -> Config:
-    """The configuration in `files`. Raises InputError unless its model can be."""
+    """The configuration in `files`. Raises InputError if its model is not valid."""
     config = load(files)
     if problems := list(config_problems(to_plain(config))):
         raise InputError(problems)
@@ -55,12 +55,12 @@ def _model_of(files: list[str]) -> Config:
 
 
 def _meant(path: Path) -> list[Path]:
-    """`find`, and any folder that DCP has written."""
+    """As `find`, but `path` may also be a folder that DCP has written."""
     return [path] if exists(path / METADATA) else find(path)
 
 
 def _index(path: Path, config: Config | None) -> tuple[str | None, list[str]]:
-    """Write what `path` lacks: what was done (None: nothing), and the names of what is no tensor."""
+    """Write the files that `path` lacks. Returns what was done, None for nothing, and names that are no tensors."""
     if not exists(path / MANIFEST, follow=False):
         return "has an index now", _take_in(path, config)
     try:
@@ -81,7 +81,7 @@ def _index(path: Path, config: Config | None) -> tuple[str | None, list[str]]:
 
 
 def _take_in(path: Path, config: Config | None) -> list[str]:
-    """Write index and manifest of what another program has saved; the names of what is no tensor."""
+    """Write index and manifest for a folder of another program. Returns the names of entries that are no tensors."""
     if config is None:
         raise InputError(f"{path}: has no {MANIFEST}; give the configuration of its model with --config")
     found, left_out = _indexed(path)
@@ -102,10 +102,10 @@ def _take_in(path: Path, config: Config | None) -> list[str]:
 
 
 def _indexed(path: Path) -> tuple[Index, list[str]]:
-    """`dcp_index`. Raises InputError where `path` has a file in place of ours, which somebody may need."""
+    """As `dcp_index`. Raises InputError if `path` has another program's file of that name, which somebody may need."""
     if exists(path / INDEX, follow=False):
         try:
-            Index.decode(read_whole(path, INDEX, LIMIT))  # as an attempt that was interrupted has left it
+            Index.decode(read_whole(path, INDEX, LIMIT))  # an interrupted attempt of ours may have left one
         except ValueError:
             raise InputError(f"{path}: has another program's {INDEX}, which is not overwritten; move it away") from None
     return dcp_index(path)
@@ -122,7 +122,7 @@ def _refuse_other_model(path: Path, found: Index, config: Config) -> None:
 
 
 def _write(path: Path, index: Index, manifest: Manifest) -> None:
-    """Write an index, and the manifest that names it, once both are known to be readable."""
+    """Write an index, and the manifest that names it, after a check that both can be read again."""
     content, sizes = index.encode(), {name: file.bytes for name, file in manifest.files.items()}
     with damage_of(path, METADATA):
         if len(content) > LIMIT:
@@ -149,5 +149,5 @@ def _write_manifest(path: Path, manifest: Manifest, index: bytes | None = None) 
 def _time_of(file: Path) -> datetime:
     try:
         return datetime.fromtimestamp(file.lstat().st_mtime, UTC)
-    except (ValueError, OverflowError):  # a file system may say anything
+    except (ValueError, OverflowError):  # file systems may report any number
         return datetime.now(UTC)

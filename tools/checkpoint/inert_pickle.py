@@ -1,7 +1,8 @@
-"""Pickles as data. Nothing is imported, called or changed: a call becomes a record of its name and arguments.
+"""Reads pickles as data. Nothing is imported, called or changed: a call becomes a record of its name and
+arguments.
 
 Only the opcodes are known that `torch.save` and PyTorch Distributed Checkpoint (DCP) need for tensors and their index.
-Time and memory grow with the length of the pickle, whoever has written it.
+Time and memory grow only with the length of the pickle, even if it was written to do harm.
 """
 
 import pickletools
@@ -10,27 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST = 200  # characters of a module's name, and of a name in it
-LARGEST = 1 << 31  # of whole numbers that are keys: hashes of larger ones can be made to collide
+LARGEST = 1 << 31  # whole number as a key: larger ones can be chosen to have equal hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A class or function, which is not looked up."""
+    """The name of a class or function, which is not looked up."""
 
     name: str  # with its module
 
 
-@dataclass(eq=False, repr=False, slots=True)  # what it holds may be deep, and may hold itself
+@dataclass(eq=False, repr=False, slots=True)  # its contents may be nested deep, and may contain it
 class Made:
-    """What a call would have made."""
+    """Stands for the result of a call that was not made."""
 
-    name: str  # of what would have been called
+    name: str  # of the function that would have been called
     arguments: tuple[Any, ...]
-    state: Any = None  # that it would have been given
+    state: Any = None  # with which the result would have been filled
 
 
 def read_pickle(data: bytes) -> Any:
-    """What `data` holds. Raises ValueError for any other opcode, and for operands of another type than it has there."""
+    """The value in the pickle `data`. Raises ValueError for unknown opcodes, and for operands of a wrong type."""
     machine = _Machine()
     try:
         for name, argument in _opcodes(data):
@@ -41,13 +42,13 @@ def read_pickle(data: bytes) -> Any:
             if (apply := OPCODES.get(name)) is None:
                 raise ValueError(f"has the opcode {name}, which no checkpoint needs")
             apply(machine, argument)
-    except (IndexError, KeyError) as error:  # an empty stack, no mark, or nothing of that number in the memo
+    except (IndexError, KeyError) as error:  # an empty stack, no mark, or no such number in the memo
         raise ValueError(f"is damaged: {error!r}") from None
     raise ValueError("has no end")
 
 
 def _opcodes(data: bytes) -> Iterator[tuple[str, Any]]:
-    """Every opcode's name and argument."""
+    """The name and argument of every opcode."""
     try:
         yield from ((opcode.name, argument) for opcode, argument, _ in pickletools.genops(data))
     except ValueError as error:
@@ -55,11 +56,11 @@ def _opcodes(data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 class _Machine:
-    """What a pickle has made so far. Every method is an opcode, or a kind of them, and takes its argument."""
+    """The state of reading a pickle. Every method runs an opcode, or a kind of opcodes, and takes its argument."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
-        self._below: list[list[Any]] = []  # stacks that were there before a mark
+        self._below: list[list[Any]] = []  # the stacks from before each mark
         self._memo: dict[int, Any] = {}
 
     def skip(self, _: Any) -> None:
@@ -138,7 +139,7 @@ class _Machine:
         return items
 
     def _name(self, module: Any, name: Any) -> None:
-        # Both may be long texts of the memo, which would be joined anew by every opcode of one byte.
+        # Both may be long texts of the memo, and every opcode, a single byte, would join them again.
         if not all(isinstance(part, str) and len(part) <= LONGEST for part in (module, name)):
             raise ValueError(f"names a class by what is no text of at most {LONGEST} characters")
         self.push(Named(f"{module}.{name}"))
@@ -190,5 +191,5 @@ def _set(target: Any, items: list[Any]) -> None:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether `value` has a hash that is soon made, and that nobody can choose. Those of tuples and floats are not."""
+    """Whether the hash of `value` is quick to compute and cannot be chosen, unlike those of tuples and floats."""
     return isinstance(value, str | Made) or (type(value) is int and -LARGEST <= value < LARGEST)

@@ -44,7 +44,7 @@ Report = tuple[dict[str, Any], bool]  # for JSON, and whether all is well
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code, one of `CODES`."""
+    """Runs the program. Returns the exit code, one of `CODES`."""
     return exit_code(COMMAND, lambda: _run(_parser().parse_args(argv)))
 
 
@@ -98,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     alone = options.json == "-"
-    torch.set_num_threads(1)  # enough for pieces of this size, and a run may need the others
+    torch.set_num_threads(1)  # enough for small pieces, and a run may need the other cores
     report, well = options.work(options, Terminal(quiet=alone))
-    report = json.loads(json.dumps(report), parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+    report = json.loads(json.dumps(report), parse_constant=lambda _: None)  # JSON has no NaN and Infinity
     if alone:
         Terminal().text(as_json(report).rstrip("\n"))
     elif options.json is not None:
@@ -144,7 +144,7 @@ def _verify(options: argparse.Namespace, terminal: Terminal) -> Report:
 
 
 def _damage(path: Path, own: bool) -> list[str]:
-    """own: of a run, which must have it in its folder."""
+    """Messages about damage to a checkpoint. own: it is one of a run, and must be in the run's folder."""
     try:
         if own:
             check_folder(path)

@@ -1,4 +1,4 @@
-"""What one checkpoint holds, for `megalite-inspect-checkpoint show`."""
+"""Shows the contents of one checkpoint, for `megalite-inspect-checkpoint show`."""
 
 import argparse
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from megalite_tools.terminal import Terminal, bar
 
 
 def show(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any], bool]:
-    """Prints the checkpoint `options.path`; what it is, for JSON, and whether no value was seen that is not finite."""
+    """Prints the checkpoint `options.path`. Returns its facts for JSON, and whether all values read are finite."""
     checkpoint = Checkpoint(find(options.path)[-1])
     names = choose(checkpoint.tensors, options.tensors)
     summary = _summary(checkpoint)

@@ -1,4 +1,4 @@
-"""What the values of tensors amount to: in float64, a piece at a time, so that memory does not grow with a tensor."""
+"""Statistics of the values of tensors, in float64, piece by piece, so that memory does not grow with a tensor."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PIECE = 1 << 18  # elements, so that a piece and what is made of it stay in the cache
+PIECE = 1 << 18  # elements, so that a piece and its temporaries stay in the cache
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Statistics:
 class Difference:
     """How far two tensors are apart."""
 
-    largest: float  # of two elements; infinite where one of them is not finite and the other is another
-    relative: float  # that, to the largest finite magnitude in both tensors
-    bitwise: bool  # equal to the bit, and of the same type
+    largest: float  # difference of two elements; infinite if only one is finite, or both are not and differ
+    relative: float  # `largest`, relative to the largest finite magnitude in both tensors
+    bitwise: bool  # whether both have the same bits and data type
 
 
 def statistics(tensor: Tensor) -> Statistics:
-    """Of a tensor of any type and shape on the CPU."""
+    """The statistics of a tensor of any data type and shape on the CPU."""
     norm, largest, nan, infinite = 0.0, 0.0, 0, 0
     for start in range(0, tensor.numel(), PIECE):
         piece = _piece(tensor, start)
-        if not math.isfinite(torch.linalg.vector_norm(piece)):  # else nothing needs to be counted
+        if not math.isfinite(torch.linalg.vector_norm(piece)):  # otherwise all elements are finite
             nan += int(piece.isnan().sum())
             infinite += int(piece.isinf().sum())
             piece = _finite_magnitudes(piece)
@@ -47,7 +47,7 @@ def statistics(tensor: Tensor) -> Statistics:
 
 
 def difference(one: Tensor, other: Tensor) -> Difference:
-    """Of two tensors of the same shape on the CPU. Elements that are both NaN, or the same infinity, do not differ."""
+    """The difference of two tensors of one shape on the CPU. Two NaN, or two equal infinities, do not differ."""
     if one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other)):
         return Difference(0.0, 0.0, True)
     largest, scale = 0.0, 0.0

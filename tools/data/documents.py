@@ -25,8 +25,8 @@ except ImportError:  # optional: pip install megalite[data]
 
 PARQUET_ROWS = 64  # rows decoded at a time
 TEXT_TYPES = ("is_null", "is_string", "is_large_string", "is_binary", "is_large_binary", "is_fixed_size_binary")
-BLOCK = 1 << 20  # bytes of text looked at at a time
-MOST = 256 << 20  # bytes of a document, unless told otherwise
+BLOCK = 1 << 20  # bytes of text read at a time
+MOST = 256 << 20  # bytes of a document, by default
 
 EMPTY = "empty document"
 UNREADABLE = "unreadable file"
@@ -44,7 +44,7 @@ class Reading:
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
-    """What programs that read documents are told about them."""
+    """Add the options of programs that read documents."""
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory of files")
     parser.add_argument(
         "--glob", help="files to take from a directory, as '**/*.txt' (default: all whose suffix tells of a format)"
@@ -74,7 +74,7 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
 
 
 def reading_of(options: argparse.Namespace, separator: str | None = None) -> Reading:
-    """The options of `add_reading_options`. Raises InputError."""
+    """How to read, from the options of `add_reading_options`. Raises InputError if they are not valid."""
     check_encoding(options.encoding)
     if options.max_document < 1:
         raise InputError(f"--max-document {options.max_document}: must be at least 1")
@@ -95,25 +95,26 @@ class Document:
 
 @dataclass(frozen=True)
 class Reject:
-    """A document that cannot be used: where it is, the kind of trouble, and what exactly."""
+    """A document that cannot be used: its place, the kind of problem, and details."""
 
     origin: str  # FILE, FILE:LINE or FILE:ROW
     reason: str
     detail: str = ""
 
     def __str__(self) -> str:
-        detail = " ".join(self.detail.split())  # what packages say may have several lines
+        detail = " ".join(self.detail.split())  # messages of packages may have several lines
         return f"{self.origin}: {self.reason}" + (f": {detail}" if detail else "")
 
 
 def find_files(
     inputs: Iterable[str], pattern: str | None, reading: Reading, on_error: Literal["stop", "skip"], skipped: "Skipped"
 ) -> list[Path]:
-    """The files named by `inputs`, in order; a directory stands for what `pattern` matches in it, sorted.
+    """The files named by `inputs`, in order. A directory stands for the files in it that match `pattern`, sorted.
 
-    Without a pattern it stands for all files of known formats, hidden ones left out; the others are added to `skipped`.
-    A file that was there before, under whatever name, is added to `skipped` if `on_error` is "skip". Raises InputError
-    for it otherwise, for a missing path, a directory without a match, and a named file whose format is not known.
+    Without a pattern, a directory stands for all its files of known formats. Hidden files are left out, and files of
+    other formats are added to `skipped`. If a file is named twice, by whatever names, the second is added to `skipped`
+    if `on_error` is "skip"; otherwise InputError is raised. InputError is also raised for a missing path, a directory
+    without a match, and a named file whose format is not known.
     """
     files: dict[tuple[int, int], Path] = {}
     for path in map(Path, inputs):
@@ -141,8 +142,8 @@ def read_documents(
 ) -> Iterator[Document | Reject]:
     """Every document of one file; `advanced` is called with the number of bytes read from it.
 
-    A document is a JSON object on a line, a row of Parquet, a text file, or what stands between separators in one.
-    Memory: one document of at most `reading.most` bytes, or 64 rows. What cannot be used comes as a Reject; only a
+    A document is a JSON object on a line, a row of Parquet, a text file, or the text between separators in one. Memory
+    holds one document of at most `reading.most` bytes, or 64 rows. Data that cannot be used gives a Reject; only a
     missing optional package raises InputError.
     """
     form = format_of(path, reading.format)
@@ -160,7 +161,7 @@ def read_documents(
 
 @dataclass
 class Skipped:
-    """Documents left out so far, by reason, with the first of each kind."""
+    """Counts the documents left out so far, by reason, and keeps the first of each kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, Reject] = field(default_factory=dict)
@@ -170,7 +171,7 @@ class Skipped:
         self.first.setdefault(reject.reason, reject)
 
     def nothing_kept(self, files: Sequence[Path]) -> str:
-        """The message for `files` that are left without a document."""
+        """The message for the case that `files` have no usable document."""
         empty = f"{files[0]} is empty" + (f", and so are {len(files) - 1:,} more files" if len(files) > 1 else "")
         return "no usable document in the input: " + ("; ".join(self.lines()) or empty)
 
@@ -204,7 +205,7 @@ def read_texts(
                 yield document.text
             else:
                 _refuse(document, "skip" if document.reason == EMPTY else on_error, skipped)
-        advanced(left)  # a damaged file is not read to its end
+        advanced(left)  # the rest of a damaged file, which is not read
 
 
 def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped) -> None:
@@ -214,7 +215,7 @@ def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped)
 
 
 def _known(folder: Path, reading: Reading, skipped: Skipped) -> list[Path]:
-    """The files at any depth whose format is known. A hidden file, or one in a hidden directory, is none of them."""
+    """The files at any depth whose format is known, without hidden files and those in hidden directories."""
     known = []
     for file in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in file.relative_to(folder).parts) or not is_file(file):
@@ -265,9 +266,9 @@ def _json_lines(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterat
 
 
 def _between(file: io.BufferedIOBase, separator: bytes, most: int) -> Iterator[bytes | None]:
-    """What stands between separators; None where that is longer than `most`. Without one, the whole file.
+    """Yields each text between separators, or None if it has over `most` bytes. Without separator, the whole file.
 
-    The mark of UTF-8 at the beginning is left out, and so is an empty rest after the last separator.
+    A byte order mark at the beginning is left out, and so is an empty rest after the last separator.
     """
     held, looked_at, dropping = bytearray(), 0, False
     first = True
@@ -301,7 +302,7 @@ def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Rej
     except UnicodeDecodeError as error:
         return Reject(origin, "not valid UTF-8", f"byte 0x{line[error.start]:02x}")
     except (ValueError, RecursionError) as error:
-        what = str(error).partition("; use sys.")[0]  # that is advice for programmers
+        what = str(error).partition("; use sys.")[0]  # the rest is advice for programmers
         return Reject(origin, "not valid JSON", f"{what[:200]}; expected one object per line")
     if not isinstance(record, dict):
         return Reject(origin, "not a JSON object", type(record).__name__)
@@ -309,7 +310,7 @@ def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Rej
 
 
 def _inside(record: dict[str, Any], key: str) -> object:
-    """The field `key`, or else what its dots lead to; a Missing tells where they lead no further."""
+    """The field `key`, or else the nested field that `key` names with dots; Missing if there is no such field."""
     value: object = record
     for name in (key,) if key in record else key.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -320,7 +321,7 @@ def _inside(record: dict[str, Any], key: str) -> object:
 
 @dataclass(frozen=True)
 class Missing:
-    """There is no such field among these."""
+    """The field is not there: `fields` are there instead."""
 
     fields: tuple[str, ...]
 
@@ -339,7 +340,7 @@ def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> I
             row = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=[fields[0]]):
                 values = batch.column(fields[0])
-                if fields[1:]:  # the other fields of a struct may hold what Python has no value for
+                if fields[1:]:  # Python may have no values for other fields of the struct
                     values = pyarrow.compute.struct_field(values, fields[1:])
                 for value in values.to_pylist():
                     row += 1
@@ -350,7 +351,7 @@ def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> I
 
 
 def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> Reject | None:
-    """Why the column, or the field inside of it, that `fields` lead to holds no text; None: it does."""
+    """Why the column, or the field inside of a column, at `fields` holds no text; None if it holds text."""
     inside = pyarrow.struct(schema)
     for name in fields:
         names = [field.name for field in inside] if pyarrow.types.is_struct(inside) else []

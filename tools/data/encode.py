@@ -24,21 +24,21 @@ from megalite_tools.data.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
-Batch = list[tuple[str, bool]]  # pieces of texts, and whether they are the last of their text
+Batch = list[tuple[str, bool]]  # pieces of texts, each with whether it is the last of its text
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a worker needs to know to tokenize a document."""
+    """The settings with which workers tokenize documents."""
 
     tokenizer: str  # path
-    eod_token: str | None = None  # what ends documents, where the tokenizer does not say
-    ends: bool = True  # whether every document is given its end
+    eod_token: str | None = None  # the end-of-document token, if the tokenizer does not name one
+    ends: bool = True  # whether the end-of-document id follows every document
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Pieces of documents end to end, how many tokens each has, and whether its document ends with it."""
+    """The tokens of pieces of documents, end to end; the length of each piece; whether it is its document's last."""
 
     tokens: NDArray[np.integer]
     lengths: list[int]
@@ -49,10 +49,10 @@ class Encoded:
 
 
 def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Generator[Encoded]:
-    """Tokenized batches of `texts`, in their order whatever `workers` is; 1 runs in this process.
+    """Tokenized batches of `texts`, in their order for any number of `workers`. With 1, this process does the work.
 
-    Long texts are cut, so that memory does not grow with them and all workers share them. Raises InputError if a worker
-    dies.
+    Long texts are cut, so that memory does not grow with their length and all workers share the work. Raises InputError
+    if a worker dies.
     """
     batches = _batches(texts, _tokenizer(encoding))
     encode = partial(encode_batch, encoding)
@@ -73,12 +73,12 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
 
 
 def _submit(pool: Executor, encode: Callable[[Batch], Encoded], batch: Batch) -> Future[Encoded]:
-    with held_up():  # this may start a worker, which must not end with a traceback of its imports
+    with held_up():  # a signal must not end a worker, which may start here, with a traceback of its imports
         return pool.submit(encode, batch)
 
 
 def encode_batch(encoding: Encoding, batch: Batch) -> Encoded:
-    """Tokenize texts in one go; one that is the last of its document is followed by the end-of-document id."""
+    """Tokenize a batch of pieces at once. The end-of-document id follows each piece that is its document's last."""
     tokenizer = _tokenizer(encoding)
     texts, last = zip(*batch, strict=True)
     found = tokenizer.encode_batch(texts)
@@ -99,13 +99,13 @@ def _tokenizer(encoding: Encoding) -> Tokenizer:
 
 def _start_worker() -> None:
     Thread(target=_die_with_parent, daemon=True).start()
-    listen(signal.SIG_IGN, set(STOP) - {signal.SIGTERM})  # what the terminal sends to all is the parent's to handle
+    listen(signal.SIG_IGN, set(STOP) - {signal.SIGTERM})  # the parent handles signals that the terminal sends to all
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the work is spread over processes already
 
 
 def _die_with_parent() -> None:
-    """However that ends: a killed one can tell nobody."""
+    """Let this process end when its parent ends, even if the parent is killed and cannot say so."""
     parent = parent_process()
     assert parent is not None, "workers are started by another process"
     parent.join()

@@ -20,11 +20,11 @@ from megalite_tools.terminal import Terminal, bar
 COMMAND = "megalite-inspect-data"
 SHOWN_TOKENS = 64  # of each sample document
 SHOWN_SOURCES = 3
-PART = 1 << 22  # lengths looked at at a time
+PART = 1 << 22  # lengths read at a time
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: BAD_INPUT also for a damaged store."""
+    """Runs the program. Returns the exit code: BAD_INPUT also for a damaged store."""
     return exit_code(COMMAND, lambda: _inspect(_parser().parse_args(argv)))
 
 
@@ -77,7 +77,7 @@ def _facts(store: TokenStore) -> list[tuple[str, str]]:
     if store.sequences:
         parts = [store.lengths[at : at + PART] for at in range(0, store.sequences, PART)]
         low, high = min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
-        middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # of many, those of an even choice
+        middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # of many, an evenly spaced sample
         mean = store.tokens / store.sequences
         facts.append(("sequence lengths", f"min {low:,} · median {middle:,.0f} · mean {mean:,.1f} · max {high:,}"))
     return facts
@@ -85,7 +85,7 @@ def _facts(store: TokenStore) -> list[tuple[str, str]]:
 
 def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
     made_with = TokenizerFile(Path(tokenizer).name, tokenizer_hash(tokenizer)) if tokenizer else None
-    Description.read(store.prefix)  # refuses to write over a file that is none
+    Description.read(store.prefix)  # raises if a file that is no description would be overwritten
     end = scan.end_of_document if store.documents > 1 else None
     counts = store.documents, store.tokens, scan.largest_id
     found = Description(version("megalite"), store.fingerprint(), *counts, end, made_with)
@@ -112,7 +112,7 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
 
 
 def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> str:
-    """The start of a document as a line: its text as Python would write it, or bare ids."""
+    """The start of a document in one line: its text as a Python literal, or token ids without a tokenizer."""
     document = store.document(index)
     ids = document[:SHOWN_TOKENS].tolist()
     try:

@@ -1,4 +1,4 @@
-"""Files of text opened for reading as a stream of UTF-8: what format they have, decompression, other encodings."""
+"""Opens text files as streams of UTF-8: finds their format, decompresses them, and converts other encodings."""
 
 import bz2
 import codecs
@@ -23,20 +23,20 @@ SUFFIXES: dict[str, Format] = dict.fromkeys((".jsonl", ".ndjson", ".json"), "jso
 SUFFIXES |= dict.fromkeys((".parquet",), "parquet")
 SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp"), "text")
 SUFFIXES |= dict.fromkeys((".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"), "text")
-NOT_OF_FILES = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")  # of host names and of Python's source
+NOT_OF_FILES = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")  # for host names and Python source
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 BLOCK = 1 << 16  # bytes read from a file at a time
 ZSTD_BLOCK = 1 << 9  # of Zstandard: at most 128 blocks, none of which is above 128 KiB when decompressed
 
 
 class UnknownFormatError(InputError):
-    """Nothing says what format a file has."""
+    """The format of a file is neither given nor known from its suffix."""
 
 
 def format_of(path: Path, asked: Format | None = None) -> Format:
-    """The format of a file: as `asked`, or what its suffix says, in any case and beneath that of a compression.
+    """The format of a file: `asked`, or else by suffix, in upper or lower case, before that of a compression.
 
-    Raises UnknownFormatError for a suffix that says nothing, InputError for compressed Parquet.
+    Raises UnknownFormatError for an unknown suffix, InputError for compressed Parquet.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
@@ -51,7 +51,7 @@ def format_of(path: Path, asked: Format | None = None) -> Format:
 
 
 def check_encoding(name: str) -> None:
-    """Raises InputError for an encoding that Python does not know, or that files of text cannot have."""
+    """Raises InputError for an encoding that Python does not know, or that is not for text files."""
     try:
         "text".encode(name)
         if codecs.lookup(name).name in NOT_OF_FILES:
@@ -62,12 +62,12 @@ def check_encoding(name: str) -> None:
 
 
 def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.BufferedIOBase:
-    """The text of a file, which may be compressed, as UTF-8. Memory does not depend on how well it is compressed.
+    """The text of a file, which may be compressed, as UTF-8. Memory does not depend on the compression ratio.
 
-    advanced: called with the number of bytes read from the file. What cannot be read raises OSError, EOFError,
-    zlib.error or lzma.LZMAError; text that is not in `encoding` raises UnicodeError, unless that is UTF-8.
+    advanced: called with the number of bytes read from the file. Reading may raise OSError, EOFError, zlib.error or
+    lzma.LZMAError; for text that is not in `encoding`, it raises UnicodeError, unless `encoding` is UTF-8.
     """
-    if path.suffix.lower() in COMPRESSED and path.stat().st_size == 0:  # gzip and Zstandard take it for an empty text
+    if path.suffix.lower() in COMPRESSED and path.stat().st_size == 0:  # gzip and Zstandard read it as an empty text
         raise EOFError("the compressed file is truncated: it has no bytes")
     raw = io.BufferedReader(_Counted(path, advanced), BLOCK)
     plain: Any = raw
@@ -88,7 +88,7 @@ def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.
 
 
 class _Stream(io.RawIOBase):
-    """Reads what `more` makes, as much at a time as is asked for."""
+    """A stream of the bytes that `more` returns."""
 
     def __init__(self, source: io.BufferedIOBase) -> None:
         self.source = source
@@ -110,7 +110,7 @@ class _Stream(io.RawIOBase):
         return count
 
     def more(self) -> bytes | None:
-        """The next bytes, which may be none as yet; None: the end."""
+        """The next bytes, which may be empty; None at the end."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -119,9 +119,9 @@ class _Stream(io.RawIOBase):
 
 
 class _ZstdFile(_Stream):
-    """All frames of a compressed file, one after the other.
+    """The text of all frames of a compressed file, one after the other.
 
-    zstandard's own reader takes a truncated file for a short one; here that is an EOFError.
+    A truncated file raises EOFError; zstandard's own reader would read it as a short file.
     """
 
     def __init__(self, source: io.BufferedIOBase) -> None:
@@ -149,7 +149,7 @@ class _ZstdFile(_Stream):
 
 
 class _Transcoded(_Stream):
-    """Text in another encoding, as UTF-8."""
+    """Converts text in another encoding to UTF-8."""
 
     def __init__(self, source: io.BufferedIOBase, encoding: str) -> None:
         super().__init__(source)
@@ -165,7 +165,7 @@ class _Transcoded(_Stream):
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells how many bytes were read from it."""
+    """A file that reports how many bytes were read from it."""
 
     def __init__(self, path: Path, advanced: Callable[[int], None]) -> None:
         self._file = path.open("rb", buffering=0)

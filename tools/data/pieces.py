@@ -1,8 +1,8 @@
-"""Long texts in pieces that can be tokenized apart, with the same tokens.
+"""Cuts long texts into pieces that can be tokenized separately, with the same tokens as the whole text.
 
-A tokenizer may merge across any place, so none is taken on trust. A cut is made only where it changes no token within
-WINDOW characters on either side; where none of the tries does, the piece goes on. Beginnings of lines and of words are
-tried first: there, few tokenizers look further back than the word before.
+A tokenizer may merge characters across any place, so every cut is checked. A cut is made only if it changes no token
+within WINDOW characters on either side. If none of the tried cuts is possible, the piece becomes longer. Beginnings of
+lines and of words are tried first: there, few tokenizers look further back than the word before.
 """
 
 import re
@@ -19,7 +19,7 @@ CUTS = tuple(map(re.compile, (r"(?<=\S)\n(?=\w)", r"(?<=\S) (?=\w)", r"(?<=\W)(?
 
 
 def pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """`text` in pieces whose tokens, end to end, are its own."""
+    """`text` in pieces whose tokens, end to end, are the tokens of `text`."""
     start = 0
     while (cut := _next_cut(text, start + PIECE, tokenizer)) is not None:
         end, following = cut
@@ -29,12 +29,12 @@ def pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _next_cut(text: str, begin: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Where a piece can end from `begin` on, and the next begin; a space that stands between may be left out."""
+    """The end of a piece, at `begin` or later, and the begin of the next; a space between them may be left out."""
     while begin < len(text) - WINDOW:
         for cut in CUTS:
             for match in islice(cut.finditer(text, begin, min(begin + SPAN, len(text) - WINDOW)), TRIES):
                 first, last = match.span()
-                # A tokenizer that puts a space before every text brings the one back that is left out.
+                # A tokenizer that puts a space before every text restores the space that is left out.
                 for cut in dict.fromkeys(((last, last), (first, first), (first, last))):
                     if (match.group() != "\n" or cut[0] == cut[1]) and _changes_nothing(text, *cut, tokenizer):
                         return cut
@@ -43,7 +43,7 @@ def _next_cut(text: str, begin: int, tokenizer: Tokenizer) -> tuple[int, int] | 
 
 
 def _changes_nothing(text: str, end: int, following: int, tokenizer: Tokenizer) -> bool:
-    # Two lengths before the cut, as a run may be merged by twos or threes counted from where it begins.
+    # Two lengths before the cut, since merges in a run may depend on where the run begins: by twos or threes, say.
     after = text[following : following + WINDOW]
     for length in (WINDOW, WINDOW - 1):
         before = text[max(0, end - length) : end]

@@ -27,12 +27,12 @@ MOST_WORKERS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code. Unless that is DONE, nothing is left behind."""
+    """Runs the program. Returns the exit code. Unless that is DONE, no files are left behind."""
     return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
 
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation split; depends on nothing but the arguments."""
+    """Whether a document belongs to the validation split; depends only on the arguments."""
     digest = blake2b(f"{seed}/{document}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
@@ -118,7 +118,7 @@ def _prepare(options: argparse.Namespace) -> None:
             if not documents:
                 raise InputError(skipped.nothing_kept(files))
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
-        for writer in writers:  # all that can fail happens before the first store appears
+        for writer in writers:  # all steps that can fail come before the first store appears
             writer.seal()
         late.callback(restore, listen(signal.SIG_IGN))  # from here on: all stores appear, or none
     _report(writers, skipped)

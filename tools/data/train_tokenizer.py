@@ -25,26 +25,26 @@ from megalite_tools.data.documents import Skipped, add_reading_options, find_fil
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
 LINE_BYTES = 4 * LINE_CHARACTERS
-LEAST_LINES, MOST_LINES = 101, 2**31 - 1  # what SentencePiece accepts as a sample
-LEAST_PIECES, MOST_PIECES = 260, 1 << 27  # every byte, <unk>, <s>, </s>, and one that is learnt
+LEAST_LINES, MOST_LINES = 101, 2**31 - 1  # the sample sizes that SentencePiece accepts
+LEAST_PIECES, MOST_PIECES = 260, 1 << 27  # every byte, <unk>, <s>, </s>, and one learnt piece
 THREADS = 16  # fixed: the order of summation, and so the model, may depend on it
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code. Unless that is DONE, nothing is written."""
+    """Runs the program. Returns the exit code. Unless that is DONE, nothing is written."""
     return exit_code(COMMAND, lambda: _train(_parser().parse_args(argv)))
 
 
 def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) -> bytes:
     """A serialised SentencePiece model, learnt from a sample of `lines` lines; the same for the same arguments.
 
-    Every byte has a piece, so a newline is one; digits stand alone; runs of spaces and tabs may be pieces; nothing is
-    normalised. One character does not survive a round trip: U+2581, SentencePiece's sign for a space.
-    Raises InputError where the vocabulary does not suit the text, and whatever reading `texts` raises.
+    Every byte has a piece, and so has a newline. Every digit is a piece of its own. Runs of spaces and tabs may be
+    pieces. Text is not normalised. One character does not survive a round trip: U+2581, SentencePiece's sign for a
+    space. Raises InputError if the vocabulary does not suit the text, and all errors of reading `texts`.
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
-    sentencepiece.set_random_generator_seed(0)  # of the sample of lines, where it is drawn at random
+    sentencepiece.set_random_generator_seed(0)  # for the random sample of lines
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_lines(texts, failures),
@@ -67,7 +67,7 @@ def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) ->
             num_threads=THREADS,
             minloglevel=2,
         )
-    except (RuntimeError, SystemError) as error:  # SystemError: of what has stopped the lines, in version 0.2.0
+    except (RuntimeError, SystemError) as error:  # SystemError: version 0.2.0, if reading lines has failed
         if failures:
             raise failures[0] from None
         reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0]
@@ -118,7 +118,7 @@ def _train(options: argparse.Namespace) -> None:
 
         def learn() -> None:
             progress.reset(task, total=None, description="learning")
-            # SentencePiece lets no handler run: let the system end this process. The next run takes its file over.
+            # SentencePiece lets no handler run, so the system must end this process. The next run takes over the file.
             previous.update(listen(signal.SIG_DFL, set(STOP) - {signal.SIGINT}))
 
         previous: dict[int, Handler] = {}
@@ -131,7 +131,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _lines(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    """Lines to learn from. What stops them early is kept in `failures`: SentencePiece forgets its type."""
+    """Lines to learn from. An exception that ends them early is kept in `failures`: SentencePiece loses its type."""
     try:
         for text in texts:
             for line in text.split("\n"):
@@ -154,9 +154,9 @@ def _check_absent(out: Path) -> None:
 
 @contextmanager
 def _claimed(out: Path) -> Iterator[Callable[[bytes], None]]:
-    """Gives what writes `out` whole. That this can be done, and by this process alone, is found out at once.
+    """Yields a function that writes all of `out`. Before that, checks that only this process can write there.
 
-    Raises InputError where it cannot, and for a file that is there.
+    Raises InputError if it cannot, or if the file exists already.
     """
     hidden = out.with_name(f".{out.name}.partial")
     try:
@@ -181,7 +181,7 @@ def _claimed(out: Path) -> Iterator[Callable[[bytes], None]]:
         hidden.unlink(missing_ok=True)
         raise
     finally:
-        with suppress(OSError):  # a full disk refuses what is buffered once more
+        with suppress(OSError):  # on a full disk, writing the buffer fails once more
             file.close()
 
 
@@ -189,7 +189,7 @@ def _progress() -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),  # moves to and fro while there is no telling how long learning takes
+        BarColumn(),  # moves to and fro during learning, whose duration is not known
         TaskProgressColumn(),
         TimeElapsedColumn(),
         console=console,

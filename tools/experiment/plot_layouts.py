@@ -15,7 +15,7 @@ Losses = dict[int, float]  # by step
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Runs the program. Returns the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run folder; its name is the label of its curve"
@@ -33,7 +33,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def read_losses(run: Path) -> Losses:
-    """Of a step that was repeated after a resume, the later record counts."""
+    """The losses of a run. If a step was repeated after a resume, its later record counts."""
     path = run / "metrics.jsonl"
     found = {record["step"]: record["loss"] for record in read_records(path) if record.get("loss") is not None}
     if not found:
@@ -42,7 +42,7 @@ def read_losses(run: Path) -> Losses:
 
 
 def distances(losses: Sequence[Losses]) -> dict[int, Losses]:
-    """By run, but for the first: |loss / loss of the first − 1| of the steps that both have."""
+    """For every run but the first: |loss / loss of the first run − 1| at the steps that both have."""
     first, *others = losses
     return {
         number: {step: abs(loss / first[step] - 1) for step, loss in run.items() if step in first}
@@ -51,7 +51,7 @@ def distances(losses: Sequence[Losses]) -> dict[int, Losses]:
 
 
 def draw(losses: dict[str, Losses], out: Path) -> None:
-    """The curves above, the first the widest so that all can be seen; the distances below."""
+    """Draw loss curves above, the first one widest so that all can be seen, and distances below."""
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(9, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )

@@ -25,7 +25,7 @@ Map = Callable[[Any], Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Runs the program. Returns the exit code."""
     return exit_code(COMMAND, lambda: _plot(_parser().parse_args(argv)))
 
 
@@ -48,7 +48,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
-    """The curves that are drawn. Where a run was resumed and repeated a step, the later record counts."""
+    """The curves to draw. If a resumed run repeated a step, its later record counts."""
     curves: dict[str, dict[float, float]] = {}
     for record in read_records(path):
         for name in CURVES:
@@ -58,19 +58,19 @@ def read_metrics(path: Path) -> dict[str, Curve]:
 
 
 def read_marks(path: Path) -> Marks:
-    """The steps to which a run went back."""
+    """The steps to which a run went back, each with the event."""
     return [(line["step"], line["event"]) for line in read_lines(path) if line.get("event") in MARKS]
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """Of run folders, as short as tells them apart."""
+    """The names of run folders, as short as possible while they differ."""
     paths = [os.path.abspath(run) for run in runs]
     common = os.path.commonpath(list(map(os.path.dirname, paths)))
     return [plain(os.path.relpath(path, common)) for path in paths]
 
 
 def draw(runs: dict[str, dict[str, Curve]], out: Path, marks: dict[str, Marks] | None = None) -> None:
-    """Training and validation loss over steps and tokens, and the gradient norm and the learning rate below."""
+    """Draw training and validation loss over steps and tokens, and below them gradient norm and learning rate."""
     figure, (losses, norms, rates) = pyplot.subplots(
         3, 1, figsize=(8, 6), sharex=True, height_ratios=(4, 1, 1), layout="constrained"
     )
@@ -100,7 +100,7 @@ def draw(runs: dict[str, dict[str, Curve]], out: Path, marks: dict[str, Marks] |
 
 
 def _mark(axes: Any, marks: dict[str, Marks]) -> None:
-    """Lines where runs went back; each kind is in the legend once."""
+    """Draw lines at steps to which runs went back. The legend has each kind of line once."""
     told = set()
     for number, run in enumerate(marks.values()):
         for step, event in run:
@@ -110,7 +110,7 @@ def _mark(axes: Any, marks: dict[str, Marks]) -> None:
 
 
 def _same_tokens(runs: Sequence[dict[str, Curve]]) -> tuple[Map, Map] | None:
-    """From steps to tokens and back, beyond both ends in proportion; None where runs differ or do not tell."""
+    """Functions from steps to tokens and back, extended in proportion; None if runs differ or lack token counts."""
     curves = [dict(run.get("tokens", [])) for run in runs]
     merged = {step: count for curve in curves for step, count in curve.items()}
     same = all(merged[step] == count for curve in curves for step, count in curve.items())

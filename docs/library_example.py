@@ -11,11 +11,10 @@ import torch
 from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.data.loader import Micros
-from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import find_rank_info
 from megalite.dist.start import start, start_alone
 from megalite.plan.resolved import resolve
-from megalite.train.build import Job, build
+from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import evaluate, train_step
 
 DEFAULTS = [
@@ -26,7 +25,10 @@ DEFAULTS = [
 
 
 def batch(job: Job, seed: int) -> Micros:
-    """This rank's micro-batches `[m, b, s + 1]`: every data-parallel rank takes its share of one global batch."""
+    """This rank's micro-batches `[m, b, s + 1]`: every data-parallel rank takes its share of one global batch.
+
+    `batch.micro` must be a number, and batches do not grow: that is what `megalite train` does with its own data.
+    """
     model, samples = job.config.model, job.config.batch.global_
     random = torch.Generator().manual_seed(seed)
     first = torch.randint(model.vocab_size, (samples, 1), generator=random)
@@ -41,7 +43,7 @@ def main(overrides: list[str]) -> float:
     here = find_rank_info()
     config = check(load([], [*DEFAULTS, *overrides]), here.world_size if here else 1)
     device = start(here, config.run.device, timeout=60) if here else start_alone()
-    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded)
+    mesh = build_mesh(config, device)
     assert mesh is not None, "`check` has compared the layout with the number of ranks"
     job = build(resolve(config), mesh)
     for step in range(config.train.steps):

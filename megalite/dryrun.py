@@ -39,7 +39,7 @@ from megalite.plan.memory import enough_micro_batches, rank_memory
 from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
 from megalite.plan.window import busiest
-from megalite.train.build import Job, build
+from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     length = config.model.sequence_length
     window = AttentionKind(config.model.attention.window).window_in(length)
     with _fake_world(layout.rank(pp=pp, cp=busiest(layout.cp, length, window)), layout.world_size):
-        mesh = Mesh.build(layout, CPU, config.parallel.data.sharded, with_stage=config.optim.name == "muon")
+        mesh = build_mesh(config, CPU)
         assert mesh is not None
         job = build(plan, replace(mesh, device=torch.device("meta")))  # a mesh cannot be sliced in fake mode
         with fake:

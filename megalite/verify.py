@@ -41,7 +41,7 @@ from megalite.plan.resolved import estimated_costs, resolve
 from megalite.plan.split import split_of
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections, table
-from megalite.train.build import Job, build
+from megalite.train.build import Job, build, build_mesh
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import gradients, update
 
@@ -113,8 +113,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
-    muon = config.optim.name == "muon"
-    mesh = Mesh.build(config.parallel.layout, CPU, config.parallel.data.sharded, with_stage=muon)
+    mesh = build_mesh(config, CPU)
     found = None
     if mesh is not None and told[0] is not None:
         found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
@@ -269,7 +268,9 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     length = 6 * parallel.sequence_parts if cp > 1 else 12 * tp
     attention = model.attention
     if attention.window is not None and attention.window < model.sequence_length:
-        attention = replace(attention, window=max(1, length // 3))
+        # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
+        share = attention.window * length / model.sequence_length
+        attention = replace(attention, window=max(1, min(round(share), length - 1)))
     return replace(
         model,
         attention=attention,
@@ -293,6 +294,8 @@ def not_compared(config: Config, steps: int) -> list[str]:
         for name in sizes
         if getattr(model, name) != getattr(small.model, name)
     ]
+    if model.attention.window != small.model.attention.window:
+        shrunk.append(f"attention.window {model.attention.window:,} as {small.model.attention.window:,}")
     apex = "apex" in vars(config.kernels_by_operation).values()
     rampup, curriculum = small.batch.rampup, small.batch.curriculum
     sequences = f"{rampup.start} and {small.batch.global_}" if rampup else ""

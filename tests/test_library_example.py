@@ -23,5 +23,9 @@ def test_it_learns_to_count_and_as_well_in_another_layout() -> None:
     assert loss_of(*TORCHRUN, str(EXAMPLE), "parallel.tp=2", "parallel.pp=2") == alone
 
 
+def test_it_trains_with_muon_on_several_ranks() -> None:
+    assert loss_of(*TORCHRUN, str(EXAMPLE), "parallel.tp=2", "optim.name=muon") < 0.5
+
+
 def test_it_is_as_short_as_the_docs_say() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60

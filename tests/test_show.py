@@ -84,6 +84,16 @@ def test_flops_come_with_their_convention(show: Show) -> None:
     assert f"\n{counted}, + 6 (causal) or 12 (full) · layers · q · s\n" in output
 
 
+def test_flops_of_windows_come_with_their_own(show: Show) -> None:
+    sizes = ["model.layers=4", "model.width=32", "model.heads=4", "model.ffn=64", "model.vocab_size=512"]
+    windows = ["model.sequence_length=48", "model.attention.window=16", "model.attention.full_every=2"]
+    output = show(*sizes, "model.kv_heads=2", *windows)
+    weights = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 512 * 32
+    assert row(output, "full") == [f"{6 * weights + 2 * 12 * 32 * 48 + 2 * 12 * 32 * 16:,}"]
+    assert row(output, "causal") == [f"{6 * weights + 2 * 6 * 32 * 48 + 2 * 3 * (4 * 32 * 16 * 80 // 96):,}"]
+    assert "in layers with a window of n tokens, 12 · q · n (full) or 12 · q · (n − n² / 2s) (causal)" in output
+
+
 def test_auto_without_a_world_is_told(show: Show) -> None:
     assert "with dp_shard: auto as 1 (see --world-size)" in show()
     assert "with dp_shard: auto" not in show("--world-size", "2")

@@ -20,7 +20,19 @@ from toy_jobs import one_rank
 from megalite import cli
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import Batch, Config, Curriculum, Kernels, Model, Optim, Parallel, Pipeline, Rampup, Train
+from megalite.config.schema import (
+    Attention,
+    Batch,
+    Config,
+    Curriculum,
+    Kernels,
+    Model,
+    Optim,
+    Parallel,
+    Pipeline,
+    Rampup,
+    Train,
+)
 from megalite.config.validate import check, validate
 from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
@@ -231,6 +243,17 @@ def test_what_is_not_compared_is_told() -> None:
     assert "apex" not in told
     assert "how batches grow" not in told
     assert "how batches grow, as --steps is 1" in not_compared(config, 1)
+
+
+@pytest.mark.parametrize(("window", "small"), [(4096, 3), (32_768, 24), (1, 1), (100_000, 73), (131_072, 131_072)])
+def test_a_window_keeps_its_share_of_a_chunk(window: int, small: int) -> None:
+    """At full size a rank of 8 has chunks of 8,192 tokens, and in the copy of 6."""
+    model = replace(configuration().model, sequence_length=131_072, attention=Attention(window))
+    config = replace(configuration(), model=model, parallel=Parallel(dp_shard=1, cp=8))
+    assert shrink(config).model.sequence_length == 96
+    assert shrink(config).model.attention.window == small
+    told = "; ".join(not_compared(config, 3))
+    assert (f"attention.window {window:,} as {small:,}" in told) == (window != small)
 
 
 def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:

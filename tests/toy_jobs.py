@@ -18,9 +18,8 @@ from megalite.checkpoint.save import Failed, Saved, Saver
 from megalite.checkpoint.state import State
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
-from megalite.dist.mesh import Mesh
 from megalite.plan.resolved import resolve
-from megalite.train.build import Job, build
+from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 from megalite.verify import Part, random_batch
 
@@ -55,7 +54,7 @@ def one_rank() -> Iterator[None]:
 
 
 def make(config: Config) -> Job:
-    mesh = Mesh.build(config.parallel.layout, CPU, with_stage=config.optim.name == "muon")
+    mesh = build_mesh(config, CPU)
     assert mesh is not None, "checkpoints are collective over all ranks, so the layout must take them all"
     return build(resolve(config), mesh)
 

@@ -1,9 +1,10 @@
 """Compares a checkpoint with the run that loads it: what must be the same in both. Imports no torch."""
 
-from dataclasses import asdict
+import json
 from pathlib import Path
 
 from megalite.checkpoint.manifest import Manifest, Source
+from megalite.config.convert import leaves, to_plain
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.data.order import integer_weights
@@ -13,12 +14,13 @@ FREE = {"sequence_length", "init_std"}  # no tensor's shape or meaning depends o
 
 def refuse_other_model(path: Path, there: Config, here: Config) -> None:
     """Raises InputError with every key in which the models differ."""
-    old, new = asdict(there.model), asdict(here.model)
-    problems = [
-        Problem(f"model.{key}", f"the checkpoint {path} has {old[key]!r}", value=value)
-        for key, value in new.items()
-        if key not in FREE and old[key] != value
-    ]
+    old, new = (dict(leaves(to_plain(config)["model"])) for config in (there, here))
+    problems = []
+    for key in {**new, **old}:  # a section that is null in one of the two is a leaf there
+        had, value = old.get(key), new.get(key)
+        if key not in FREE and had != value:
+            rule = f"the checkpoint {path} has {json.dumps(had)}"
+            problems.append(Problem(f"model.{key}", rule, "use that, or begin a run with new weights", value))
     if problems:
         raise InputError(problems)
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -72,8 +73,17 @@ class Job:
         return self.pipelines[purpose][1]
 
 
+def build_mesh(config: Config, device: torch.device, timeout: timedelta | None = None) -> Mesh | None:
+    """The mesh of the ranks, with every group that training by `config` needs; None on ranks outside of the layout.
+
+    Collective over all processes of the job. timeout: of one collective; None: PyTorch's own.
+    """
+    muon = config.optim.name == "muon"
+    return Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, timeout, with_stage=muon)
+
+
 def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
-    """Build this rank's stages with their initial weights, and its optimizer.
+    """Build this rank's stages with their initial weights, and its optimizer, on a mesh of `build_mesh`.
 
     activity: where the rank notes what it is doing; None: nobody watches. Raises InputError for kernels that cannot
     run, and where there is no compiler.

@@ -38,7 +38,7 @@ from megalite.exit_codes import ExitCode
 from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
 from megalite.plan.batches import samples_after
 from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
-from megalite.train.build import Job, build
+from megalite.train.build import Job, build, build_mesh
 from megalite.train.folder import Folder
 from megalite.train.guard import Requests
 from megalite.train.loop import Batches, train
@@ -103,8 +103,7 @@ def _train(
             warn(text)
     activity("connecting to the other ranks")
     patience = timedelta(seconds=PATIENCE * config.train.timeout)
-    muon = config.optim.name == "muon"
-    mesh = Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, patience, with_stage=muon)
+    mesh = build_mesh(config, device, patience)
     assert mesh is not None, "validation has compared the layout with the world size"
     activity("building the model")
     plan = plan_for(config, mesh)

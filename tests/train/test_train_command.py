@@ -385,6 +385,7 @@ def test_bf16_trains_on_a_cpu(work: Path) -> None:
         (["model.sequence_length=2001"], "data/train.bin: 2000 tokens are too few"),
         (["data.valid=[{path: data/torn}]"], "data/torn.idx"),
         (["run.name=base", "model.width=32"], "model.width = 32: the checkpoint runs/base/checkpoints/step-00000008"),
+        (["run.name=base", "model.attention.window=7"], "has null; use that, or begin a run with new weights"),
         (["run.name=base", "data.train=[{path: data/valid}]"], 'data.train[0].path = "data/valid": holds other'),
         (["run.name=base", "checkpoint.resume=never"], "checkpoint.resume = never"),
     ],

@@ -27,14 +27,13 @@ from megalite.config.files import write_object
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.dist.mesh import Mesh
 from megalite.dryrun import count_step
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
 from megalite.plan.memory import KINDS, rank_memory
 from megalite.plan.size import model_parameters
 from megalite.plan.walk import HOST
-from megalite.train.build import build
+from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
 from megalite.verify import random_batch
 from megalite_tools.bench.machine import cpu_name
@@ -141,12 +140,7 @@ def _count(config: Config) -> dict[str, int]:
 
 def _serve(rank: int, size: int, meeting: str, config: Config, pipe: Connection | None) -> None:
     dist.init_process_group("gloo", meeting, rank=rank, world_size=size)
-    mesh = Mesh.build(
-        config.parallel.layout,
-        torch.device("cpu"),
-        config.parallel.data.sharded,
-        with_stage=config.optim.name == "muon",
-    )
+    mesh = build_mesh(config, torch.device("cpu"))
     assert mesh is not None
     job = build(plan_for(config, mesh), mesh)
     found = count_step(job, random_batch(job, 0))

@@ -25,10 +25,7 @@ DEFAULTS = [
 
 
 def batch(job: Job, seed: int) -> Micros:
-    """This rank's micro-batches `[m, b, s + 1]`: every data-parallel rank takes its share of one global batch.
-
-    `batch.micro` must be a number, and batches do not grow: that is what `megalite train` does with its own data.
-    """
+    """This rank's share `[m, b, s + 1]` of a global batch, which does not grow; `batch.micro` must be a number."""
     model, samples = job.config.model, job.config.batch.global_
     random = torch.Generator().manual_seed(seed)
     first = torch.randint(model.vocab_size, (samples, 1), generator=random)

@@ -18,6 +18,7 @@ ATTENTION: Overrides = {"model.head_width": 64, "model.sequence_length": 2048}  
 WINDOW: Overrides = {"model.attention.window": 128}
 CAPPED: Overrides = {"model.attention.softcap": 30.0}
 TIED: Overrides = {"model.tie_embeddings": True}
+WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
@@ -30,6 +31,13 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "bf16, micro-batch of 4": ({"batch.micro": 4, "batch.global": 8}, 0),
     "query and key norms, biases": ({"model.qk_norm": True, "model.qkv_bias": True, **SHARDED}, 0),
     "tied": ({"model.tie_embeddings": True, **SHARDED}, 0),
+    "tied, wide": (WIDE, 0),
+    "tied, wide, zero1, cp": ({**WIDE, "parallel.cp": 2, "parallel.data.mode": "zero1"}, 0),
+    "tied, wide, zero2, fp32": ({**WIDE, **SHARDED, "parallel.data.mode": "zero2", "train.precision": "fp32"}, 0),
+    "tied, wide, ddp, fp64, recompute full": (
+        {**WIDE, **SHARDED, "parallel.data.mode": "ddp", "train.precision": "fp64", "train.recompute": "full"},
+        0,
+    ),
     "tied, first of 2 stages": ({"model.tie_embeddings": True, **SHARDED, **PIPELINE}, 0),
     "tied, last of 2 stages": ({"model.tie_embeddings": True, **SHARDED, **PIPELINE}, 1),
     "ddp": ({"parallel.data.mode": "ddp", **SHARDED}, 0),

@@ -144,6 +144,8 @@ class Walk:
         split, states = action.kind is Kind.I, self.states
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
+        # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
+        waiting = parts[0].backward[0].weights if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
@@ -157,11 +159,14 @@ class Walk:
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
                 again = part.again[moment.name]
-                self._see(moment.temporaries + made + again + beside, self._gathered(part))
+                summed = waiting if index == 0 else 0
+                self._see(moment.temporaries + made + again + beside + summed, self._gathered(part))
                 self._release(part, moment, puts_off)
                 if puts_off and moment.weights:
                     put_off = PutOff(key, moment, part.put_off[moment.name])
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
+            if waiting and index in (0, len(parts) - 1):
+                self._hold("gradients", "waiting", waiting if index else -waiting)
             if puts_off:
                 continue
             if reduction.by_layer:

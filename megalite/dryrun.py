@@ -36,7 +36,7 @@ from megalite.optim.build import build_optimizer
 from megalite.plan.activations import Activations
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import enough_micro_batches, rank_memory
-from megalite.plan.resolved import resolve
+from megalite.plan.resolved import Plan, resolve
 from megalite.plan.walk import HOST
 from megalite.plan.window import busiest
 from megalite.train.build import Job, build, build_mesh
@@ -55,20 +55,31 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     config = replace(config, train=replace(config.train, compile=False), kernels="torch")
     plan = resolve(config)  # nothing can be measured here, so costs of layers are estimated
     m = enough_micro_batches(plan, pp, full)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     length = config.model.sequence_length
     window = AttentionKind(config.model.attention.window).window_in(length)
-    with _fake_world(layout.rank(pp=pp, cp=busiest(layout.cp, length, window)), layout.world_size):
+    rank = layout.rank(pp=pp, cp=busiest(layout.cp, length, window))
+    with dry_job(plan, rank) as (job, fake):
+        tokens = torch.zeros(m, config.batch.micro_size, length + 1, dtype=torch.int64)
+        # Each sample is one document: masks and positions take as many bytes as with several.
+        found = count_step(job, Micros.cut_at(tokens, None), fake)
+    found["activations"] += (full - m) * Activations(config).inputs
+    return found
+
+
+@contextmanager
+def dry_job(plan: Plan, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
+    """The job of `rank`, and the mode of its tensors, which is on. Opens and closes the default process group.
+
+    plan: uncompiled, and with torch's own kernels.
+    """
+    config, layout = plan.config, plan.config.parallel.layout
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_world(rank, layout.world_size):
         mesh = build_mesh(config, CPU)
         assert mesh is not None
         job = build(plan, replace(mesh, device=torch.device("meta")))  # a mesh cannot be sliced in fake mode
         with fake:
-            job = _materialized(job, mesh)
-            tokens = torch.zeros(m, config.batch.micro_size, config.model.sequence_length + 1, dtype=torch.int64)
-            # Each sample is one document: masks and positions take as many bytes as with several.
-            found = count_step(job, Micros.cut_at(tokens, None), fake)
-    found["activations"] += (full - m) * Activations(config).inputs
-    return found
+            yield _materialized(job, mesh), fake
 
 
 def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> dict[str, int]:

@@ -1,28 +1,39 @@
 """Compares a checkpoint with the run that loads it: what must be the same in both. Imports no torch."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.manifest import Manifest, Source
-from megalite.config.convert import leaves, to_plain
+from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.data.order import integer_weights
 
-FREE = {"sequence_length", "init_std"}  # no tensor's shape or meaning depends on them
+FREE = {"model.sequence_length", "model.init_std"}  # no tensor's shape or meaning depends on them
 
 
 def refuse_other_model(path: Path, there: Config, here: Config) -> None:
     """Raises InputError with every key in which the models differ."""
-    old, new = (dict(leaves(to_plain(config)["model"])) for config in (there, here))
-    problems = []
-    for key in {**new, **old}:  # a section that is null in one of the two is a leaf there
-        had, value = old.get(key), new.get(key)
-        if key not in FREE and had != value:
-            rule = f"the checkpoint {path} has {json.dumps(had)}"
-            problems.append(Problem(f"model.{key}", rule, "use that, or begin a run with new weights", value))
+    old, new = (to_plain(config)["model"] for config in (there, here))
+    problems = [
+        Problem(key, f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a run with new weights", value)
+        for key, had, value in _differences(old, new, "model")
+        if key not in FREE
+    ]
     if problems:
         raise InputError(problems)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], section: str) -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys of a section whose values differ, with both values; a section that one of them lacks is one."""
+    for name, value in new.items():
+        key, had = f"{section}.{name}", old[name]
+        if isinstance(had, dict) and isinstance(value, dict):
+            yield from _differences(had, value, key)
+        elif had != value:
+            yield key, had, value
 
 
 def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:

@@ -74,8 +74,8 @@ def test_without_documents_all_micro_batches_share_their_positions() -> None:
         job = make(replace(configuration(Layout(), "ring"), data=Data()))
         positions = inputs(job, Micros.cut_at(torch.zeros(3, 2, 9, dtype=torch.int64), 0)).positions
     assert len(positions) == 3
-    assert {(id(each.cos), id(each.sin), each.attention, each.positions) for each in positions} == {
-        (id(positions[0].cos), id(positions[0].sin), positions[0].attention, None)
+    assert {(id(each.cos), id(each.sin), id(each.attention), each.positions) for each in positions} == {
+        (id(positions[0].cos), id(positions[0].sin), id(positions[0].attention), None)
     }
 
 

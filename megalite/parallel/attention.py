@@ -102,51 +102,51 @@ def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    out, wide = q.new_empty(q.shape), torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(k.shape[1] * k.shape[2], q.shape[2] // k.shape[2], len(q), dtype=wide)  # b·k g n
+    out, heads, wide = q.new_empty(q.shape), q.shape[2], torch.promote_types(q.dtype, torch.float32)
+    queries, keys, values, outs = (_grouped(x, k) for x in (q, k, v, out))
+    lse = q.new_empty(*queries.shape[:3], dtype=wide)
     for rows, causal in block.pieces:
-        heads = _grouped(*_mirror(block, q[rows], k[rows], v[rows]))
-        found = ops._scaled_dot_product_flash_attention_for_cpu(*heads, is_causal=causal)
-        found_out, lse[..., rows] = _mirror(block, *found, dim=2)
-        _grouped(out[rows], k)[0].copy_(found_out)
-    return out, lse.view(q.shape[1], q.shape[2], -1)
+        of_piece = _mirror(block, *(x[:, :, rows] for x in (queries, keys, values)))
+        found = ops._scaled_dot_product_flash_attention_for_cpu(*_shared(*of_piece), is_causal=causal)
+        outs[:, :, rows], lse[:, :, rows] = _mirror(block, *found)
+    return out, lse.view(-1, heads, len(q))
 
 
 def _backward_cpu(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
 ) -> tuple[Tensor, ...]:
     totals = tuple(x.new_empty(x.shape) for x in (q, k, v))
-    lse = lse.view(-1, q.shape[2] // k.shape[2], len(q))  # b·k g n
+    into = [_grouped(total, k) for total in totals]
+    given = [_grouped(x, k) for x in (grad, out, q, k, v)]
+    given.append(lse.view(given[0].shape[:3]))
     for rows, causal in block.pieces:
-        of_piece = grad[rows], out[rows], q[rows], k[rows], v[rows], lse[..., rows]
-        for total, part in zip(totals, _backward_of_piece(block, causal, *of_piece), strict=True):
-            _grouped(total[rows], k)[0].copy_(part)
+        for total, part in zip(into, _backward_of_piece(block, causal, *(x[:, :, rows] for x in given)), strict=True):
+            total[:, :, rows] = part
             del part  # frees its memory before the next is made
     return totals
 
 
-def _backward_of_piece(
-    block: Block, causal: bool, grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, shaped as by `_grouped`; grad and out are `[n, b, h, e]`, and lse `[b·k, g, n]`."""
-    shared = _mirror(block, k, v)
-    queries, result, given_grad = (_grouped(x, *shared) for x in _mirror(block, q, out, grad))
-    given = given_grad[0], *queries, result[0], *_mirror(block, lse, dim=2)
-    dq, dk, dv = ops._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
-    return _mirror(block, dq, *(x.sum(1, keepdim=True) for x in (dk, dv)), dim=2)
+def _backward_of_piece(block: Block, causal: bool, *given: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v. Given are grad, out, q, k and v, all shaped as by `_grouped`, and lse `[b·k, g, n]`."""
+    grad, out, q, k, v, lse = _mirror(block, *given)
+    heads = _shared(q, k, v)
+    dq, dk, dv = ops._scaled_dot_product_flash_attention_for_cpu_backward(grad, *heads, out, lse, 0.0, causal)
+    return _mirror(block, dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True))
 
 
-def _mirror(block: Block, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+def _mirror(block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Reverse the rows if the block is mirrored, which makes a causal triangle of an anti-causal one."""
-    return tuple(x.flip(dim) for x in tensors) if block.mirrored else tensors
+    return tuple(x.flip(2) for x in tensors) if block.mirrored else tensors
 
 
-def _grouped(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
-    """Views `[b·k, g, n, e]`: the g query heads that share a key-value head are heads; b and k are joined."""
-    b_k = kv[0].shape[1] * kv[0].shape[2]
-    queries = q.reshape(len(q), b_k, -1, q.shape[-1])
-    shared = [x.reshape(len(x), b_k, 1, x.shape[-1]).expand(-1, -1, queries.shape[2], -1) for x in kv]
-    return tuple(x.permute(1, 2, 0, 3) for x in (queries, *shared))
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """A view `[b·k, g, n, e]` of heads x: the g heads that share a head of k are heads; b and k are joined."""
+    return x.reshape(len(x), k.shape[1] * k.shape[2], -1, x.shape[-1]).permute(1, 2, 0, 3)
+
+
+def _shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Views of grouped keys and values, one for every query head."""
+    return q, *(x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
 
 
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

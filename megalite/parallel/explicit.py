@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.blocks import Block
-
-ROWS = 128  # of queries at a time, at most: each gets scores for all keys that any of them attends to
-SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
+from megalite.plan.attention import ROWS, SCORES
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None) -> tuple[Tensor, Tensor]:

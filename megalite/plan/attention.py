@@ -17,7 +17,9 @@ from megalite.config.schema import Config
 from megalite.plan.parts import Kept
 from megalite.plan.window import busiest, halo
 
-ROWS, SCORES = 128, 2**24  # in `parallel.explicit`: the most rows of queries, and the most scores, at a time
+# Of `parallel.explicit`:
+ROWS = 128  # of queries at a time, at most: each gets scores for all keys that any of them attends to
+SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
 
 
 @dataclass(frozen=True)

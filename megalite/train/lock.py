@@ -83,12 +83,8 @@ class Owner:
         """Whether its process runs; None if this machine cannot tell."""
         if self.machine != _machine():
             return None
-        try:
-            os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError, ValueError):
+        if not _runs(self.pid):
             return False
-        except PermissionError:
-            pass  # it runs, as another user
         began = _began(self.pid)
         return None if began is None else began == self.began
 
@@ -280,6 +276,17 @@ def _machine() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has this number, which may be that of another user."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError, ValueError):
+        return False
+    return True
 
 
 def _began(pid: int) -> int | None:

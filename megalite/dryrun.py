@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.checkpoint.save import local_parts
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
-from megalite.config.layers import AttentionKind
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -56,8 +55,7 @@ def dry_run(config: Config, pp: int) -> dict[str, int]:
     plan = resolve(config)  # nothing can be measured here, so costs of layers are estimated
     m = enough_micro_batches(plan, pp, full)
     length = config.model.sequence_length
-    window = AttentionKind(config.model.attention.window).window_in(length)
-    rank = layout.rank(pp=pp, cp=busiest(layout.cp, length, window))
+    rank = layout.rank(pp=pp, cp=busiest(layout.cp, length, config.model.attention.window))
     with dry_job(plan, rank) as (job, fake):
         tokens = torch.zeros(m, config.batch.micro_size, length + 1, dtype=torch.int64)
         # Each sample is one document: masks and positions take as many bytes as with several.

@@ -172,7 +172,7 @@ def load_newest(config: Config, folder: Path) -> tuple[int, list[str]]:
 def load_weights(config: Config, path: Path) -> tuple[Parts, bool]:
     """The weights alone, and whether the optimizer was left untouched."""
     job = make(replace(config, run=replace(config.run, seed=99)))
-    restorer(job, config).weights(path)
+    restorer(job, config).weights(str(path))
     return {name: Part.of(param) for name, param in job.named_parameters()}, not job.optimizer.state
 
 

@@ -8,15 +8,17 @@ from typing import Any
 from megalite.checkpoint.manifest import Manifest, Source
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Problem
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Model
 from megalite.data.order import integer_weights
 
 FREE = {"model.sequence_length", "model.init_std"}  # no tensor's shape or meaning depends on them
 
 
-def refuse_other_model(path: Path, there: Config, here: Config) -> None:
+def refuse_other_model(path: Path, there: Model, here: Config) -> None:
     """Raises InputError with every key in which the models differ."""
-    old, new = (to_plain(config)["model"] for config in (there, here))
+    old, new = (to_plain(Config(model=model))["model"] for model in (there, here.model))
+    if there.head_size == here.model.head_size:  # where it is width / heads, it may be left out
+        old["head_width"] = new["head_width"]
     problems = [
         Problem(key, f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a run with new weights", value)
         for key, had, value in _differences(old, new, "model")

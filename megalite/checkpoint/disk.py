@@ -40,11 +40,14 @@ class File:
 
 
 @contextmanager
-def opened(path: Path, name: str) -> Iterator[int]:
-    """A descriptor of the file `name` of the checkpoint `path`. Raises DamagedError, also for errors in the block."""
+def opened(path: Path, name: str, links: bool = False) -> Iterator[int]:
+    """A descriptor of the file `name` of the checkpoint `path`. Raises DamagedError, also for errors in the block.
+
+    links: whether the file may be a link.
+    """
     with _readable(path, name):
-        with damage_of(path, name):
-            descriptor = os.open(path / name, FLAGS)  # a name may have a null byte
+        with damage_of(path, name):  # a name may have a null byte
+            descriptor = os.open(path / name, FLAGS & ~os.O_NOFOLLOW if links else FLAGS)
         try:
             _check_plain(path, name, os.fstat(descriptor))
             yield descriptor
@@ -82,9 +85,12 @@ def measure(path: Path, name: str, advanced: Callable[[int], None] = lambda _: N
     return File(size, digest.hexdigest())
 
 
-def read_whole(path: Path, name: str, limit: int, file: File | None = None) -> bytes:
-    """The content of a file of at most `limit` bytes. Raises DamagedError, also if it differs from `file`."""
-    with opened(path, name) as descriptor:
+def read_whole(path: Path, name: str, limit: int, file: File | None = None, links: bool = False) -> bytes:
+    """The content of a file of at most `limit` bytes. Raises DamagedError, also if it differs from `file`.
+
+    links: whether the file may be a link.
+    """
+    with opened(path, name, links) as descriptor:
         if (size := os.fstat(descriptor).st_size) > limit:
             raise DamagedError(path, f"{name} has {size} bytes; at most {limit} are read")
         content = bytearray(size)

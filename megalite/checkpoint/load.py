@@ -10,11 +10,13 @@ from torch import Tensor
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model, refuse_other_optimizer
 from megalite.checkpoint.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.finite import refuse_negative_squares, refuse_poisoned
+from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.read import Reader
+from megalite.checkpoint.read import Reader, reader_of
 from megalite.checkpoint.retain import check_own, damaged, set_aside
+from megalite.checkpoint.sources import newest, open_weights, resolved
 from megalite.checkpoint.state import State, empty_progress, progress_from
 from megalite.checkpoint.wanted import FLOATS, differences
 from megalite.config.errors import InputError
@@ -76,7 +78,7 @@ class Restorer:
     def all(self, path: Path) -> Progress:
         """Continue from the checkpoint `path`. Raises DamagedError, and InputError if it is of another run."""
         manifest = self._group.once(lambda: check_sizes(path))
-        refuse_other_model(path, manifest.configuration, self.config)
+        refuse_other_model(path, manifest.configuration.model, self.config)
         self._group.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
         refuse_other_optimizer(path, manifest.configuration, self.config)
         tensors = self.state.tensors()
@@ -85,11 +87,18 @@ class Restorer:
         self.state.loaded(progress.updates)
         return progress
 
-    def weights(self, path: Path) -> None:
-        """Load only the weights. Raises DamagedError, and InputError if they are of another model."""
-        manifest = self._group.once(lambda: check_sizes(path))
-        refuse_other_model(path, manifest.configuration, self.config)
-        self._fill(path, manifest, self.state.weights(), progress=False)
+    def weights(self, source: str) -> None:
+        """Load only the weights, from `KIND:PATH`. Raises DamagedError, and InputError if they are of another model."""
+        kind, path = self._group.once(lambda: resolved(source))
+        if kind == "megalite":
+            path = self._group.once(partial(newest, path))
+            manifest = self._group.once(lambda: check_sizes(path))
+            refuse_other_model(path, manifest.configuration.model, self.config)
+            self._fill(path, manifest, self.state.weights(), progress=False)
+        else:
+            found = self._group.once(lambda: open_weights(f"{kind}:{path}"))
+            refuse_other_model(path, found.model, self.config)
+            self._group.everywhere(lambda: _fill_from(found, self.state.weights()))
         self.state.loaded_weights()
 
     def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
@@ -107,7 +116,7 @@ class Restorer:
                 raise problem
 
     def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
-        reader = Reader(path, manifest)
+        reader = Reader.of_checkpoint(path, manifest)
         own = str(parameter_dtype(manifest.configuration.train.precision)).removeprefix("torch.")
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if differ := differences(reader.index, shapes, {own} if progress else FLOATS):
@@ -124,6 +133,18 @@ class Restorer:
 
     def _hashed(self, _: int) -> None:
         self._advanced()
+
+
+def _fill_from(found: Weights, tensors: dict[str, Tensor]) -> None:
+    """Fill this rank's part of the weights from files of another format. Raises DamagedError."""
+    reader = reader_of(found)
+    if differ := differences(reader.index, {name: tensor.shape for name, tensor in tensors.items()}, FLOATS):
+        raise DamagedError(found.path, f"{found.source} does not have the tensors of its model: {differ}")
+    reader.fill(tensors)
+    try:
+        refuse_poisoned(tensors)
+    except ValueError as error:
+        raise DamagedError(found.path, str(error)) from None
 
 
 def _newest(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megalite.checkpoint.disk import DamagedError, damage_of, opened, read_at, read_whole
+from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, Manifest
 from megalite.config.errors import InputError
@@ -22,37 +23,57 @@ BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
 
 class Reader:
-    """The tensors of the checkpoint `path`. Raises DamagedError if it is not as it was written.
+    """The tensors in the files of the folder `path`, which lie where `index` says.
 
-    Only the hash of the index is checked.
+    sizes: of the files, in bytes. source: the file that the index is from. links: whether files may be links, as in the
+    cache of a hub. Methods raise DamagedError where files are not as the index says.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(
+        self, path: Path, index: Index, sizes: Mapping[str, int], source: str = INDEX, links: bool = False
+    ) -> None:
+        self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
+
+    @staticmethod
+    def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
+        """For the checkpoint `path` of megalite, whose index alone is compared with its hash. Raises DamagedError."""
         with damage_of(path, INDEX):
-            self.index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
+            index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
+        return Reader(path, index, {name: file.bytes for name, file in manifest.files.items()})
 
     def check(self, names: Iterable[str]) -> None:
         """Check that the positions of the tensors `names` are possible."""
-        with damage_of(self.path, INDEX):
-            self.index.check({name: file.bytes for name, file in self.manifest.files.items()}, names)
+        with damage_of(self.path, self.source):
+            self.index.check(self.sizes, names)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill `tensors`; of a DTensor, this rank's part."""
+        """Fill `tensors`, after a check of their positions and shapes; of a DTensor, this rank's part."""
         self.check(tensors)
         for name, tensor in tensors.items():
             if (there := self.index.tensors[name].shape) != tuple(tensor.shape):
-                raise DamagedError(self.path, f"{INDEX} has {name} {list(there)} instead of {list(tensor.shape)}")
-        pieces = [piece for name, tensor in tensors.items() for piece in _pieces(self.index.tensors[name], tensor)]
+                raise DamagedError(self.path, f"{self.source} has {name} {list(there)} instead of {list(tensor.shape)}")
+        self.fill_parts((name, *_part(tensor)) for name, tensor in tensors.items())
+
+    def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
+        """Fill parts of tensors that were checked, each given by name, target, and its first element's place."""
+        stored = self.index.tensors
+        pieces = [piece for name, part, offset in parts for piece in _pieces(stored[name], part, offset)]
         pieces.sort(key=lambda piece: (piece.file, piece.position))
-        longest = max([BLOCK, *(piece.row_bytes for piece in pieces)])
+        longest = max([min(BLOCK, sum(piece.bytes for piece in pieces)), *(piece.row_bytes for piece in pieces)])
         scratch = allocated(self.path, (longest,), torch.uint8)
         for number, group in groupby(pieces, key=lambda piece: piece.file):
             name = self.index.files[number]
-            with opened(self.path, name) as descriptor:
+            with opened(self.path, name, self.links) as descriptor:
                 read = partial(read_at, self.path, name, descriptor)
                 for piece in group:
                     piece.read(scratch, read)
+
+
+def reader_of(found: Weights) -> Reader:
+    """For weights of any format, all of which positions have been checked. Raises DamagedError if one is impossible."""
+    reader = Reader(found.path, found.index, found.sizes, found.source, found.links)
+    reader.check(found.index.tensors)
+    return reader
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,11 @@ class Piece:
     def row_bytes(self) -> int:
         """The bytes of all elements with the same position in the first dimension."""
         return math.prod(self.sizes[1:]) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are read for `target`."""
+        return len(self.target) * self.row_bytes
 
     @torch.no_grad()
     def read(self, scratch: Tensor, read: Callable[[memoryview, int], None]) -> None:
@@ -94,12 +120,16 @@ def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise InputError(f"{path}: takes {asked:,} bytes of memory at a time, more than there is") from None
 
 
-def _pieces(stored: Stored, tensor: Tensor) -> Iterator[Piece]:
-    """The pieces of the chunks of `stored` that make up this rank's part of `tensor`."""
-    offset, part = [0] * tensor.ndim, tensor
-    if isinstance(tensor, DTensor):
-        part = tensor.to_local()
-        offset = list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """This rank's part of a tensor, and the place of its first element."""
+    if not isinstance(tensor, DTensor):
+        return tensor, [0] * tensor.ndim
+    offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return tensor.to_local(), offset
+
+
+def _pieces(stored: Stored, part: Tensor, offset: Sequence[int]) -> Iterator[Piece]:
+    """The pieces of the chunks of `stored` that make up `part`, whose first element is at `offset`."""
     low = np.array(offset, np.int64)
     first = np.maximum(stored.offsets, low)
     last = np.minimum(stored.offsets + stored.sizes, low + np.array(part.shape, np.int64))

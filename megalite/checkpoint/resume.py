@@ -6,6 +6,7 @@ from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.manifest import Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.retain import check_own
+from megalite.checkpoint.sources import newest, read_model, resolved
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 
@@ -29,7 +30,7 @@ def check_start(config: Config, folder: Path) -> None:
                 "continue from that with checkpoint.resume=auto, or give run.name another name"
             )
     elif weights is not None and not found:
-        _read(weights, "checkpoint.weights", config)
+        _check_weights(weights, config)
 
 
 def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> int:
@@ -46,7 +47,7 @@ def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> in
             if wanted != "auto":
                 raise
             continue  # the ranks will set it aside, and say so
-        refuse_other_model(path, manifest.configuration, config)
+        refuse_other_model(path, manifest.configuration.model, config)
         refuse_other_data(path, manifest, config, data)
         return manifest.step
     return 0
@@ -57,5 +58,16 @@ def _read(path: str, key: str, config: Config) -> Manifest:
         manifest = Manifest.read(Path(path))
     except DamagedError as error:
         raise InputError(f"{key}: is not a checkpoint: {error}") from None
-    refuse_other_model(Path(path), manifest.configuration, config)
+    refuse_other_model(Path(path), manifest.configuration.model, config)
     return manifest
+
+
+def _check_weights(source: str, config: Config) -> None:
+    try:
+        kind, path = resolved(source)
+    except InputError as error:
+        raise InputError(f"checkpoint.weights: {error}") from None
+    if kind == "megalite":
+        _read(str(newest(path)), "checkpoint.weights", config)
+    else:
+        refuse_other_model(path, read_model(source), config)

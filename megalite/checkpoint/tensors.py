@@ -23,7 +23,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, check_sizes(path)
-        self._reader = Reader(path, self.manifest)
+        self._reader = Reader.of_checkpoint(path, self.manifest)
         self.tensors = self._reader.index.tensors
         self._hashed: set[str] = set()
 

@@ -200,7 +200,7 @@ def begin(config: Config, restorer: Restorer, reload: Callable[..., Progress | N
         return restorer.all(Path(checkpoint.resume))
     progress = reload() if checkpoint.resume == "auto" else None
     if progress is None and checkpoint.weights is not None:
-        restorer.weights(Path(checkpoint.weights))
+        restorer.weights(checkpoint.weights)
     return progress or Progress()
 
 

@@ -118,7 +118,7 @@ def test_a_poisoned_checkpoint_is_set_aside_and_the_one_before_is_used(job: Job,
     with patch("megalite.checkpoint.save.refuse_poisoned"):  # as an earlier version has saved it
         path = save(job, tmp_path, 2)
     with pytest.raises(DamagedError, match=rf"step-00000002: NaN or infinity in model\.{NAME}$"):
-        restorer(job).weights(path)
+        restorer(job).weights(str(path))
     said: list[str] = []
     progress = restorer(job).newest(tmp_path, said.append)
     assert progress is not None

@@ -44,7 +44,7 @@ def reader(folder: Path, index: bytes) -> Reader:
     """Of these files, whatever `index` says; as if the manifest were right."""
     (folder / INDEX).write_bytes(index)
     files = {**{name: File(size, "") for name, size in SIZES.items()}, INDEX: measure(folder, INDEX)}
-    return Reader(folder, Manifest(1, 1, "", 1, {}, {}, {}, (), files))
+    return Reader.of_checkpoint(folder, Manifest(1, 1, "", 1, {}, {}, {}, (), files))
 
 
 def test_it_comes_back() -> None:

@@ -83,14 +83,16 @@ def test_what_is_no_manifest_is_damage(text: str, tmp_path: Path) -> None:
 )
 def test_another_model_is_refused_with_every_difference(model: Model, keys: list[str]) -> None:
     with pytest.raises(InputError) as caught:
-        refuse_other_model(Path("runs/a/checkpoints/step-00000010"), CONFIG, Config(model=model))
+        refuse_other_model(Path("runs/a/checkpoints/step-00000010"), CONFIG.model, Config(model=model))
     assert [problem.key for problem in caught.value.problems] == [f"model.{key}" for key in keys]
     assert "runs/a/checkpoints/step-00000010" in str(caught.value)
 
 
 def test_weights_do_not_depend_on_sequence_length_and_initialization() -> None:
     assert (
-        refused(refuse_other_model, Path("x"), CONFIG, Config(model=replace(MODEL, sequence_length=16, init_std=1)))
+        refused(
+            refuse_other_model, Path("x"), CONFIG.model, Config(model=replace(MODEL, sequence_length=16, init_std=1))
+        )
         == []
     )
 

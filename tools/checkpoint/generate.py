@@ -169,13 +169,15 @@ def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
 def load_decoder(path: Path, manifest: Manifest) -> Decoder:
     """The whole model in this process, in float32, from a checkpoint of any layout."""
     model = manifest.configuration.model
-    if differ := differences_from(Reader(path, manifest).index, model):  # reported before any memory is allocated
+    if differ := differences_from(
+        Reader.of_checkpoint(path, manifest).index, model
+    ):  # reported before any memory is allocated
         raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
     alone = Config(model=model, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     decoder = build_stage(resolve(alone), mesh, 0)
-    Restorer(State({0: decoder}), alone, (), HostGroup()).weights(path)
+    Restorer(State({0: decoder}), alone, (), HostGroup()).weights(f"megalite:{path}")
     return decoder
 
 

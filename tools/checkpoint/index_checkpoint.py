@@ -75,7 +75,7 @@ def _index(path: Path, config: Config | None) -> tuple[str | None, list[str]]:
     _refuse_config(path, config, manifest)
     if config is None or to_plain(config) == manifest.config:
         return None, []
-    _refuse_other_model(path, Reader(path, manifest).index, config)
+    _refuse_other_model(path, Reader.of_checkpoint(path, manifest).index, config)
     _write_manifest(path, replace(manifest, config=to_plain(config)))
     return "has this configuration now", []
 

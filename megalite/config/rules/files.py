@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from megalite.config.errors import Problem, listing
 from megalite.config.files import UnreachableError, exists, is_file
 from megalite.config.schema import SCHEDULES, Config, Source
+from megalite.config.sources import split_kind
 
 
 def validate_files(config: Config) -> list[Problem]:
@@ -28,7 +29,8 @@ def validate_files(config: Config) -> list[Problem]:
         problems += _missing("checkpoint.resume", resume, exists, "no such checkpoint", fix)
     if weights is not None:
         fix = "correct the path, or use null"
-        problems += _missing("checkpoint.weights", weights, exists, "no such checkpoint", fix)
+        path = str(split_kind(weights)[1])
+        problems += _missing("checkpoint.weights", path, exists, "no such checkpoint", fix)
     if config.log.wandb is not None and not _installed("wandb"):
         rule = "needs the package wandb, which is not installed"
         problems.append(Problem("log.wandb", rule, "pip install 'megalite[wandb]', or use null", config.log.wandb))

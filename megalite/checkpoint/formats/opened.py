@@ -1,0 +1,38 @@
+"""Weights in files of any format, under our names. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.index import Index
+from megalite.config.schema import Model
+
+PREFIX = "model."  # begins the name of a weight in an index
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model, and where they lie.
+
+    index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
+    links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
+    other files that belong to the model, such as its tokenizer, to be taken along.
+    """
+
+    kind: str
+    path: Path
+    model: Model
+    index: Index
+    sizes: Mapping[str, int]
+    source: str
+    links: bool = True
+    family: str | None = None
+    companions: tuple[Path, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """The data type of most of the elements."""
+        elements: dict[str, int] = {}
+        for tensor in self.index.tensors.values():
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
+        return max(elements, key=lambda dtype: elements[dtype])

@@ -1,0 +1,87 @@
+"""The families that are known, and which one a folder or a model belongs to. Imports no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.maps.family import Family, Fields
+from megalite.checkpoint.maps.llama import LLAMA
+from megalite.checkpoint.maps.mistral import MISTRAL
+from megalite.checkpoint.maps.phi3 import PHI3
+from megalite.checkpoint.maps.qwen2 import QWEN2
+from megalite.checkpoint.maps.qwen3 import QWEN3
+from megalite.config.convert import leaves, to_plain
+from megalite.config.errors import InputError, listing
+from megalite.config.files import read_object
+from megalite.config.rules.model import model_rules
+from megalite.config.rules.ranges import range_rules
+from megalite.config.schema import Config, Model
+
+CONFIG = "config.json"
+LARGEST = 1 << 24  # bytes of a config.json
+FAMILIES = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+}  # the first that fits is taken
+LACKING = {  # families that people may try, and what of theirs megalite's layers do not have
+    "gemma": "GELU, scaled embeddings and norms of 1 + weight",
+    "gemma2": "norms after attention and feed-forward, GELU, scaled embeddings, capped logits and norms of 1 + weight",
+    "gemma3_text": "norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
+    "gpt2": "learned positions, layer norms with biases, and GELU",
+    "gpt_neox": "partial RoPE, layer norms with biases, and GELU",
+    "mixtral": "experts",
+    "qwen2_moe": "experts",
+    "qwen3_moe": "experts",
+    "olmoe": "experts",
+    "gpt_oss": "experts and attention sinks",
+    "deepseek_v3": "experts and latent attention",
+    "cohere": "parallel attention and feed-forward, and layer norms",
+    "granite": "multipliers of embeddings, residuals and logits",
+}
+
+
+def read_config(path: Path) -> tuple[Family, Model]:
+    """The family and the model of the Hugging Face folder `path`. Raises InputError, also for what megalite lacks."""
+    file = path / CONFIG
+    values = read_object(file, LARGEST)
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        lacks = LACKING.get(kind) if isinstance(kind, str) else None
+        why = f"needs {lacks}, which megalite's layers lack" if lacks else "is a family that megalite does not know"
+        raise InputError(f"{file}: model_type = {kind!r:.100}: {why}; known are {listing(list(FAMILIES), 'and')}")
+    model = family.model(Fields(str(file), values))
+    problems = [*range_rules(to_plain(Config(model=model))), *model_rules(model)]
+    if problems:
+        raise InputError(f"{file}: means a model that cannot be: {'; '.join(map(str, problems))}")
+    return family, model
+
+
+def family_of(model: Model, preferred: str | None = None) -> Family:
+    """A family that can express `model`: the preferred one, if it can. Raises InputError with what none can."""
+    found: list[tuple[list[str], Family]] = []
+    first = [FAMILIES[preferred]] if preferred in FAMILIES else []
+    for family in [*first, *FAMILIES.values()]:
+        lost = _lost(family, model)
+        if not lost:
+            return family
+        found.append((lost, family))
+    lost, family = min(found, key=lambda pair: len(pair[0]))
+    raise InputError(
+        f"no family of Hugging Face transformers that megalite knows has this model: {family.model_type}, the nearest, "
+        f"cannot express {listing(lost, 'and')}"
+    )
+
+
+def plain_model(model: Model) -> dict[str, Any]:
+    """The model's keys and values, where a head's width is always told."""
+    return dict(leaves(to_plain(Config(model=replace(model, head_width=model.head_size)))["model"], "model"))
+
+
+def _lost(family: Family, model: Model) -> list[str]:
+    """The keys of `model`, with their values, that are not the same after a way through the family's config.json."""
+    ours = plain_model(model)
+    try:
+        theirs = plain_model(family.model(Fields(CONFIG, family.config(model, "float32"))))
+    except InputError as error:
+        return [str(error)]
+    return [f"{key} = {value}" for key, value in ours.items() if theirs.get(key, value) != value or key not in theirs]

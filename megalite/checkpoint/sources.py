@@ -1,0 +1,80 @@
+"""Opens weights of any kind: `KIND:PATH`, or a path whose kind its files tell. Imports no torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megalite.checkpoint.disk import damage_of, read_whole
+from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.index import LIMIT, Index
+from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
+from megalite.checkpoint.maps.families import CONFIG, read_config
+from megalite.checkpoint.wanted import differences_from
+from megalite.config.errors import InputError, listing
+from megalite.config.files import exists, is_file, is_folder
+from megalite.config.schema import Model
+from megalite.config.sources import KINDS, split_kind
+
+
+def kind_of(path: Path) -> str:
+    """The kind of weights in the folder `path`. Raises InputError if its files tell none."""
+    if not is_folder(path):
+        raise InputError(f"{path}: is no folder of weights")
+    for kind, tells in SIGNS.items():
+        if tells(path):
+            return kind
+    raise InputError(f"{path}: holds no weights of a known kind; say which as KIND:PATH, of {listing(list(KINDS))}")
+
+
+def open_weights(text: str) -> Weights:
+    """The weights at `KIND:PATH`. Raises InputError, and DamagedError for files that are not whole."""
+    kind, path = resolved(text)
+    return OPEN[kind](path)
+
+
+def read_model(text: str) -> Model:
+    """The model of the weights at `KIND:PATH`, as `open_weights`; tensors are not looked at unless they tell it."""
+    kind, path = resolved(text)
+    return read_config(path)[1] if kind == "hf" else OPEN[kind](path).model
+
+
+def resolved(text: str) -> tuple[str, Path]:
+    """The kind and the folder of `KIND:PATH`."""
+    kind, path = split_kind(text)
+    if kind is not None and not is_folder(path):
+        raise InputError(f"{text}: there is no folder {path}")
+    return kind or kind_of(path), path
+
+
+def _open_checkpoint(path: Path) -> Weights:
+    path = newest(path)
+    manifest = check_sizes(path)
+    with damage_of(path, INDEX):
+        index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
+        model = manifest.configuration.model
+        if differ := differences_from(index, model):
+            raise ValueError(f"does not have the tensors of its model: {differ}")
+    sizes = {name: file.bytes for name, file in manifest.files.items()}
+    beside = tuple(path / name for name in manifest.files if huggingface.COMPANIONS.fullmatch(name))
+    return Weights("megalite", path, model, index, sizes, INDEX, False, None, beside)
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint at `path`: itself, or of a run folder the newest."""
+    if exists(path / MANIFEST):
+        return path
+    found = complete(path / "checkpoints") or complete(path)
+    if not found:
+        raise InputError(f"{path}: holds no checkpoint; give a run folder, or one of its checkpoints")
+    return found[-1]
+
+
+def _has(*names: str) -> Callable[[Path], bool]:
+    return lambda path: all(is_file(path / name) for name in names)
+
+
+SIGNS: dict[str, Callable[[Path], bool]] = {
+    "megalite": lambda path: exists(path / MANIFEST) or is_folder(path / "checkpoints") or bool(complete(path)),
+    "hf": _has(CONFIG),
+}
+OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": _open_checkpoint, "hf": huggingface.open_folder}

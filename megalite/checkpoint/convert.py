@@ -1,0 +1,218 @@
+"""Writes the weights of any format in another one: strip by strip, in bounded memory, into a folder that is whole or absent.
+
+Files are written into a hidden folder beside the target and hashed on the way. What is whole there stays when the program
+is stopped, and the same request goes on from it. When all files are on the disk, the folder gets its name.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from megalite.checkpoint.disk import File, check_hashes, synchronize, write_durably
+from megalite.checkpoint.files import BUFFER, HashedFile
+from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.output import Output, Plan, Stream, Written
+from megalite.checkpoint.index import ITEM_BYTES
+from megalite.checkpoint.maps.strips import Theirs
+from megalite.checkpoint.read import Reader, reader_of
+from megalite.config.bounded import parse
+from megalite.config.errors import InputError
+from megalite.config.files import look
+
+BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
+JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
+Advanced = Callable[[int], None]
+
+
+def convert(
+    found: Weights,
+    plan: Plan,
+    target: Path,
+    request: Mapping[str, Any],
+    workers: int = 1,
+    advanced: Advanced = lambda _: None,
+) -> dict[str, Written]:
+    """Write the folder `target` as `plan` says, its tensors from `found`. Returns its large files.
+
+    request: what decides the content; unfinished work for another request is thrown away. advanced: called with the
+    elements that are written, from any thread. Raises InputError if there is something at `target`, or if another
+    process writes it, and DamagedError if `found` cannot be read.
+    """
+    if look(target, follow=False) is not None:
+        raise InputError(f"{target}: is there already, and is not overwritten; move it away or give another path")
+    hidden = target.with_name(f".{target.name}.converting")
+    with _owned(hidden):
+        written = _resumed(hidden, {**request, **_identity(found)})
+        reader, stop = reader_of(found), threading.Event()
+        todo = []
+        for output in plan.outputs:
+            if output.name in written:
+                advanced(output.elements)
+            else:
+                todo.append(output)
+        with ThreadPoolExecutor(workers, "convert") as pool, ThreadPoolExecutor(workers, "flush") as beside:
+            try:
+                futures = {
+                    pool.submit(_write, hidden, output, reader, beside, stop, advanced): output.name for output in todo
+                }
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                written |= {futures[future]: future.result() for future in done}
+            except BaseException:
+                stop.set()  # the other threads end at their next block
+                pool.shutdown(cancel_futures=True)
+                raise
+        return _publish(hidden, target, plan, written)
+
+
+@contextmanager
+def _owned(hidden: Path) -> Iterator[None]:
+    """Make the hidden folder, and hold its lock. Raises InputError if another process has it."""
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    hidden.mkdir(exist_ok=True)
+    descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{hidden}: another process is writing there; wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _identity(found: Weights) -> dict[str, Any]:
+    """What a source that has changed meanwhile would differ in."""
+    states = {name: os.stat(found.path / name) for name in sorted(found.sizes)}
+    return {
+        "source": os.path.realpath(found.path),
+        "files": {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()},
+    }
+
+
+def _resumed(hidden: Path, request: dict[str, Any]) -> dict[str, Written]:
+    """The files that an interrupted attempt at the same request has left whole. All else in `hidden` is deleted."""
+    request = json.loads(json.dumps(request))
+    whole: dict[str, Written] = {}
+    try:
+        first, *lines = (hidden / JOURNAL).read_bytes().splitlines()
+        if parse(first) == request:
+            for line in lines:
+                entry = parse(line)
+                file = File(entry["bytes"], entry["xxh128"])
+                check_hashes(hidden, {entry["name"]: file})
+                whole[entry["name"]] = Written(file, entry["note"])
+    except (OSError, ValueError, KeyError, TypeError):  # a line that was cut, or a file that is not as it was written
+        pass
+    for path in sorted(hidden.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif str(path.relative_to(hidden)) not in whole:
+            path.unlink()
+    lines = [json.dumps(request), *(_line(name, written) for name, written in whole.items())]
+    write_durably(hidden / JOURNAL, "".join(f"{line}\n" for line in lines))
+    return whole
+
+
+def _line(name: str, written: Written) -> str:
+    file = written.file
+    return json.dumps({"name": name, "bytes": file.bytes, "xxh128": file.xxh128, "note": written.note})
+
+
+_journal = threading.Lock()
+
+
+def _write(
+    hidden: Path,
+    output: Output,
+    reader: Reader,
+    beside: ThreadPoolExecutor,
+    stop: threading.Event,
+    advanced: Advanced,
+) -> Written:
+    """Write a file, and note in the journal that it is whole."""
+    path = hidden / output.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def put(stream: Stream, theirs: Theirs, dtype: str) -> None:
+        for block in blocks(reader, theirs, dtype):
+            if stop.is_set():
+                raise InputError("stopped")
+            stream.write(block.view(torch.uint8).numpy().data)
+            advanced(block.numel())
+
+    with path.open("xb", buffering=BUFFER) as file:
+        hashed = HashedFile(file, beside, lambda: None)
+        note = output.write(hashed, put)
+        written = Written(hashed.finish(), note)
+    synchronize(path.parent)
+    with _journal, (hidden / JOURNAL).open("a", encoding="utf-8") as journal:
+        journal.write(_line(output.name, written) + "\n")
+    return written
+
+
+def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
+    """All elements of a tensor of theirs, in order, as flat blocks of a data type. Padding repeats the last row."""
+    kind = getattr(torch, dtype)
+    last: torch.Tensor | None = None
+    left = theirs.elements
+    for strip in theirs.strips:
+        step = max(1, BLOCK // (strip.width * max(ITEM_BYTES[dtype], 4)))
+        name = PREFIX + strip.name
+        vector = len(reader.index.tensors[name].shape) == 1
+        for first in range(strip.rows[0], strip.rows[1], step):
+            count = min(step, strip.rows[1] - first)
+            block = torch.empty((count,) if vector else (count, strip.width), dtype=kind)
+            reader.fill_parts([(name, block, (first,) if vector else (first, strip.columns[0]))])
+            left -= block.numel()
+            last = block[-1:].flatten()
+            yield block.flatten()
+    assert last is not None
+    while left:
+        count = min(left, max(1, BLOCK // (4 * len(last))) * len(last))
+        yield last.repeat(count // len(last))
+        left -= count
+
+
+def _publish(hidden: Path, target: Path, plan: Plan, written: dict[str, Written]) -> dict[str, Written]:
+    """Add the small files, and give the folder its name."""
+    known = dict(written)
+    for name, content in plan.texts.items():
+        known[name] = _small(hidden, name, content)
+    for name, path in plan.copies.items():
+        known[name] = _small(hidden, name, path.read_bytes())
+    for name, content in plan.finish(known).items():
+        _small(hidden, name, content)
+    (hidden / JOURNAL).unlink()
+    for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
+        synchronize(folder)
+    if look(target, follow=False) is not None:
+        raise InputError(f"{target}: is there by now, and is not overwritten; {hidden} has what was written")
+    hidden.rename(target)
+    synchronize(target.parent)
+    return written
+
+
+def _small(hidden: Path, name: str, content: bytes) -> Written:
+    path = hidden / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(File(len(content), xxhash.xxh3_128_hexdigest(content)))
+
+
+def discard(target: Path) -> None:
+    """Delete what an interrupted conversion into `target` has left."""
+    shutil.rmtree(target.with_name(f".{target.name}.converting"), ignore_errors=True)

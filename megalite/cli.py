@@ -32,6 +32,7 @@ CODES = {
 EPILOG = f"""\
 CONFIG is a YAML file; several are merged, the later over the earlier.
 KEY=VALUE changes one key, as in model.layers=8, over all files.
+For show, CONFIG may be weights: hf:PATH is a Hugging Face folder.
 docs/configuration.md lists the keys.
 
 {table(CODES)}"""
@@ -72,6 +73,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
+    )
+    show.add_argument(
+        "--write", metavar="FILE", help="save the model, of a folder of weights for example, as a configuration FILE"
     )
     show.add_argument("--world-size", type=_count, metavar="N", help="number of ranks that the job will have")
     show.add_argument(

@@ -11,14 +11,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import InputError, counted, number_ranges
+from megalite.config.errors import InputError, counted, listing, number_ranges
 from megalite.config.files import exists, write_whole
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
-from megalite.config.load import dump, load
+from megalite.config.load import dump, dump_model, load
 from megalite.config.schema import Config, Model
+from megalite.config.sources import split_kind
 from megalite.config.validate import check
 from megalite.exit_codes import ExitCode
+from megalite.imports import import_for_good
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import actions_of_peaks, memory_of_ranks
@@ -46,10 +48,14 @@ PATIENCE = 100_000  # actions; a longer schedule is announced as taking a while
 def run(args: argparse.Namespace) -> int:
     """Prints the resolved configuration, the layout, the sizes and the FLOPs per token; or the schedule, or memory.
 
-    args: `files` and `overrides`; `world_size`, the number of ranks or None; `schedule`, the file to write the schedule
+    args: `files`, among which may be weights as `KIND:PATH`, and `overrides`; `write`, the file to save the model to or
+    None; `world_size`, the number of ranks or None; `schedule`, the file to write the schedule
     to, "" to write none, or None to show something else; `memory` and `measure`.
     """
-    asked = load(args.files, args.overrides)
+    files, model = _without_weights(args.files)
+    asked = load(files, args.overrides, model)
+    if args.write is not None:
+        _write_model(args.write, asked.model)
     config = check(asked, args.world_size)
     guessed = asked.parallel.dp_shard == "auto" and args.world_size is None
     if config.batch.memory is not None or args.schedule is not None or args.memory:  # else left to the GPU of the run
@@ -77,6 +83,25 @@ def run(args: argparse.Namespace) -> int:
         parts.append(("Memory (more with --memory)", _memory(config, asked.batch.memory)))
     sections(console(), parts)
     return ExitCode.DONE
+
+
+def _without_weights(arguments: Sequence[str]) -> tuple[list[str], Model | None]:
+    """The configuration files, and the model of the weights `KIND:PATH` among them, if there are any."""
+    weights = [argument for argument in arguments if split_kind(argument)[0] is not None]
+    if len(weights) > 1:
+        raise InputError(f"{listing(weights, 'and')}: have a model each; name one of them")
+    files = [argument for argument in arguments if argument not in weights]
+    # By name and only now: NumPy reads the indexes of weights.
+    return files, import_for_good("megalite.checkpoint.sources").read_model(weights[0]) if weights else None
+
+
+def _write_model(path: str, model: Model) -> None:
+    """Save the section `model` as a configuration file, which must not be there yet."""
+    if not path.endswith((".yaml", ".yml")):
+        raise InputError(f"--write {path}: must end in .yaml")
+    if exists(path):
+        raise InputError(f"--write {path}: there is such a file already; give another name")
+    write_whole(Path(path), dump_model(model))
 
 
 def _show_schedule(config: Config, path: str, guessed: bool) -> int:

@@ -1,7 +1,7 @@
-"""Writes the weights of any format in another one: strip by strip, in bounded memory, into a folder that is whole or absent.
+"""Writes weights in another format: strip by strip, in bounded memory, into a folder that is whole or not there.
 
-Files are written into a hidden folder beside the target and hashed on the way. What is whole there stays when the program
-is stopped, and the same request goes on from it. When all files are on the disk, the folder gets its name.
+Files are written into a hidden folder beside the target and hashed on the way. What is whole there stays when the
+program is stopped, and the same request goes on from it. When all is on the disk, the folder gets its name.
 """
 
 import fcntl
@@ -54,6 +54,7 @@ def convert(
     with _owned(hidden):
         written = _resumed(hidden, {**request, **_identity(found)})
         reader, stop = reader_of(found), threading.Event()
+        check_hashes(found.path, dict(found.hashes))
         todo = []
         for output in plan.outputs:
             if output.name in written:
@@ -119,8 +120,8 @@ def _resumed(hidden: Path, request: dict[str, Any]) -> dict[str, Written]:
                 path.rmdir()
         elif str(path.relative_to(hidden)) not in whole:
             path.unlink()
-    lines = [json.dumps(request), *(_line(name, written) for name, written in whole.items())]
-    write_durably(hidden / JOURNAL, "".join(f"{line}\n" for line in lines))
+    entries = [json.dumps(request), *(_line(name, written) for name, written in whole.items())]
+    write_durably(hidden / JOURNAL, "".join(f"{entry}\n" for entry in entries))
     return whole
 
 

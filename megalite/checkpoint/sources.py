@@ -1,11 +1,13 @@
 """Opens weights of any kind: `KIND:PATH`, or a path whose kind its files tell. Imports no torch."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.disk import damage_of, read_whole
 from megalite.checkpoint.formats import huggingface
-from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.index import LIMIT, Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.maps.families import CONFIG, read_config
@@ -46,17 +48,29 @@ def resolved(text: str) -> tuple[str, Path]:
     return kind or kind_of(path), path
 
 
-def _open_checkpoint(path: Path) -> Weights:
+def open_checkpoint(path: Path) -> Weights:
+    """The weights of a checkpoint of megalite, or of the newest one of a run. Raises DamagedError, and InputError."""
     path = newest(path)
     manifest = check_sizes(path)
+    config = manifest.configuration
     with damage_of(path, INDEX):
         index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
-        model = manifest.configuration.model
-        if differ := differences_from(index, model):
+        if differ := differences_from(index, config.model):
             raise ValueError(f"does not have the tensors of its model: {differ}")
-    sizes = {name: file.bytes for name, file in manifest.files.items()}
-    beside = tuple(path / name for name in manifest.files if huggingface.COMPANIONS.fullmatch(name))
-    return Weights("megalite", path, model, index, sizes, INDEX, False, None, beside)
+    weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(PREFIX)}
+    return Weights(
+        "megalite",
+        path,
+        config.model,
+        Index(index.files, weights),
+        {name: file.bytes for name, file in manifest.files.items()},
+        INDEX,
+        links=False,
+        companions=tuple(path / name for name in manifest.files if huggingface.COMPANIONS.fullmatch(name)),
+        tokenizer=kept_tokenizer(Path(os.path.realpath(path)).parent.parent) if not manifest.foreign else None,
+        end=config.data.end_of_document,
+        hashes={name: manifest.files[name] for name in index.files},
+    )
 
 
 def newest(path: Path) -> Path:
@@ -77,4 +91,4 @@ SIGNS: dict[str, Callable[[Path], bool]] = {
     "megalite": lambda path: exists(path / MANIFEST) or is_folder(path / "checkpoints") or bool(complete(path)),
     "hf": _has(CONFIG),
 }
-OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": _open_checkpoint, "hf": huggingface.open_folder}
+OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}

@@ -12,14 +12,16 @@ from omegaconf import OmegaConf
 from megalite.config.convert import from_plain, keys, kind, sections, to_plain
 from megalite.config.errors import InputError, Problem
 from megalite.config.references import KEY, fill_in
-from megalite.config.schema import Config, Kernels
+from megalite.config.schema import Config, Kernels, Model
 from megalite.config.yaml import DEEPEST, parse, read_mapping
 
 Read = dict[str, dict[str, Any]]  # files that have been read, with what they include, by their real paths
 
 
-def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
+def load(paths: Iterable[str], overrides: Iterable[str] = (), model: Model | None = None) -> Config:
     """The configuration in the YAML files `paths`, changed by `key=value` overrides.
+
+    model: what the files start from, in place of the default model.
 
     A file may start from others with a top-level `include:`, a path or a list of paths relative to itself.
     What comes later wins: a file over its includes, a later file over an earlier one, an override over all.
@@ -28,7 +30,7 @@ def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
     Raises `InputError` for a file that cannot be read, and with all unknown keys, values of a wrong type
     and malformed overrides at once. Rules between values are checked by `validate`.
     """
-    plain, known = to_plain(Config()), Read()  # the defaults too can be referred to
+    plain, known = to_plain(Config(model=model or Model())), Read()  # the defaults too can be referred to
     for path in paths:
         if not path:
             raise InputError("the name of a configuration file is empty; is a variable of the shell unset?")
@@ -44,6 +46,11 @@ def load(paths: Iterable[str], overrides: Iterable[str] = ()) -> Config:
     if malformed or unresolved or problems:
         raise InputError([*malformed, *unresolved, *problems])
     return config
+
+
+def dump_model(model: Model) -> str:
+    """YAML of the section `model` that `load` reads back as an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.create({"model": to_plain(Config(model=model))["model"]}))
 
 
 def dump(config: Config) -> str:

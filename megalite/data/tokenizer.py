@@ -56,6 +56,11 @@ class Tokenizer(ABC):
             raise self._eod
         return self._eod
 
+    def piece(self, token: int) -> str:
+        """The name of a token."""
+        with _told(f"{self.path}: no token {token}"):
+            return self._piece(token)
+
     def encode(self, text: str) -> list[int]:
         with _told(f"{self.path}: {NO_TEXT}"):
             return self._encode(text)
@@ -71,6 +76,9 @@ class Tokenizer(ABC):
                 raise InputError(f"{self.path}: token id {token} is outside the tokenizer's {self.vocab_size:,} tokens")
         with _told(f"{self.path}: the tokenizer cannot decode some tokens"):
             return self._decode(plain)
+
+    @abstractmethod
+    def _piece(self, token: int) -> str: ...
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -104,6 +112,25 @@ class SentencePieceTokenizer(Tokenizer):
         if not self._model.is_control(end):
             raise _forgeable(self.path, eod)
         return end
+
+    def settings(self) -> dict[str, object]:
+        """What transformers must know to encode as this model does; it reads the model as one of Llama."""
+        named = {"unk_token": self._model.unk_id(), "bos_token": self._model.bos_id(), "eos_token": self.eod}
+        tokens = {name: self.piece(token) for name, token in named.items() if token is not None and token >= 0}
+        prefix = self.piece(next(iter(self._encode("a")), 0)).startswith("\u2581")
+        return {
+            "tokenizer_class": "LlamaTokenizer",
+            "legacy": False,
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "add_prefix_space": prefix,
+            "clean_up_tokenization_spaces": False,
+            **tokens,
+        }
+
+    def _piece(self, token: int) -> str:
+        found: str = self._model.id_to_piece(token)
+        return found
 
     def _encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -175,6 +202,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if end in self.encode(token) or end in self.encode(f"a {token} a{token}"):
             raise _forgeable(self.path, token)
         return end
+
+    def _piece(self, token: int) -> str:
+        return self._model.id_to_token(token) or ""
 
     def _encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.progress import Progress
-from megalite.config.files import as_json, is_folder, write_whole
+from megalite.config.files import as_json, write_whole
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
@@ -88,19 +89,6 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
             partial = folder / f"{source.name}.partial"
             shutil.copyfile(source, partial)
             partial.replace(folder / source.name)
-
-
-def kept_tokenizer(folder: Path) -> Path | None:
-    """The run folder's copy of the tokenizer that the last start was given."""
-    later = sorted((folder / "starts").glob("*.tokenizer"), key=lambda path: (len(path.name), path.name))
-    return next(filter(None, map(_tokenizer_in, [*reversed(later), folder / "tokenizer"])), None)
-
-
-def _tokenizer_in(folder: Path) -> Path | None:
-    if not is_folder(folder, follow=False):
-        return None
-    found = [path for path in folder.glob("*") if path.suffix in (".model", ".json") and not path.is_symlink()]
-    return next((path for path in found if path.name != "tokenizer_config.json"), None)
 
 
 def _create(folder: Path, text: str) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.disk import DamagedError
+from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.manifest import INDEX, NAME, Manifest, check_sizes, complete
@@ -29,7 +30,6 @@ from megalite.model.decoder import Decoder
 from megalite.model.generate import Draw, sample
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
-from megalite.train.starts import kept_tokenizer
 
 COMMAND = "megalite-generate"
 LONGEST = 1 << 24  # bytes of a prompt, at most

@@ -1,9 +1,10 @@
 """Weights in files of any format, under our names. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megalite.checkpoint.disk import File
 from megalite.checkpoint.index import Index
 from megalite.config.schema import Model
 
@@ -13,6 +14,9 @@ PREFIX = "model."  # begins the name of a weight in an index
 @dataclass(frozen=True)
 class Weights:
     """The weights of a model, and where they lie.
+
+    tokenizer: that of a run, where there are no companions. end: the id that ended its documents, if it was configured.
+    hashes: of the files, where they are known.
 
     index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
     links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
@@ -28,6 +32,9 @@ class Weights:
     links: bool = True
     family: str | None = None
     companions: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    end: int | None = None
+    hashes: Mapping[str, File] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:

@@ -71,11 +71,11 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, lis
 
 
 def find(path: Path) -> Files:
-    """The safetensors files of the folder `path`. Raises InputError if there are none, DamagedError if one is damaged."""
+    """The safetensors files of the folder `path`. Raises InputError if there are none, DamagedError for damage."""
     if is_file(path / INDEX):
-        names, source = _listed(path), INDEX
+        names, source = listed(path), INDEX
     elif is_file(path / ONE_FILE):
-        names, source = {ONE_FILE: None}, ONE_FILE
+        names, source = {ONE_FILE: set()}, ONE_FILE
     else:
         more = "; convert its pytorch_model.bin to safetensors first" if is_file(path / "pytorch_model.bin") else ""
         raise InputError(f"{path}: has neither {ONE_FILE} nor {INDEX}{more}")
@@ -84,7 +84,7 @@ def find(path: Path) -> Files:
     for name, wanted in names.items():
         with damage_of(path, name):
             found, sizes[name] = _header(path, name)
-            if wanted is not None and wanted != {chunk.name for chunk in found}:
+            if wanted and wanted != {chunk.name for chunk in found}:
                 odd = sorted(wanted ^ {chunk.name for chunk in found})
                 raise ValueError(f"has other tensors than {INDEX} tells, {listing(odd[:3], 'and')} for example")
             chunks += found
@@ -92,18 +92,16 @@ def find(path: Path) -> Files:
         return Files(Index.of(chunks), sizes, source)
 
 
-def _listed(path: Path) -> dict[str, set[str] | None]:
+def listed(path: Path) -> dict[str, set[str]]:
     """The files that the index names, each with its tensors."""
     with damage_of(path, INDEX):
         try:
             places = parse(read_whole(path, INDEX, INDEX_BYTES, links=True))["weight_map"]
-            found: dict[str, set[str] | None] = {}
+            found: dict[str, set[str]] = {}
             for name, file in places.items():
                 if not isinstance(file, str) or not is_plain(file):
                     raise ValueError(f"places {shortened(name)} in {shortened(file)}, which is no file of this folder")
-                known = found.setdefault(file, set())
-                assert known is not None
-                known.add(name)
+                found.setdefault(file, set()).add(name)
         except (KeyError, TypeError, AttributeError):
             raise ValueError("has no weight_map of names to files") from None
         if not found:

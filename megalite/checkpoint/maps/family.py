@@ -154,6 +154,8 @@ class Family:
             "initializer_range": model.init_std,
             "tie_word_embeddings": model.tie_embeddings,
             **self.fields(model),
+            "bos_token_id": None,  # generation_config.json tells which tokens begin and end texts
+            "eos_token_id": None,
             "torch_dtype": dtype,
             "use_cache": True,
         }

@@ -1,0 +1,44 @@
+"""What a folder of any kind will hold, for weights of any kind."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.formats import dcp, huggingface
+from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.formats.output import Plan
+from megalite.config.errors import InputError, listing
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How weights are to be written. None and 1 stand for what the kind does by itself.
+
+    dtype: of all tensors, a name in torch; None: each keeps its own. shard: bytes of a safetensors file at most. files:
+    into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual stages of Megatron.
+    """
+
+    dtype: str | None = None
+    shard: int | None = None
+    files: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+
+
+def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
+    """The plan of a folder of `kind`. Raises InputError for what the kind cannot express or has no use for."""
+    used = USED[kind]
+    for name, default in (("shard", None), ("tp", 1), ("pp", 1), ("virtual", 1)):
+        if name not in used and getattr(wanted, name) != default:
+            kinds = listing([kind for kind, uses in USED.items() if name in uses])
+            raise InputError(f"--{OPTIONS[name]} {getattr(wanted, name)}: has no meaning for {kind}, only for {kinds}")
+    return PLANS[kind](found, target, wanted)
+
+
+OPTIONS = {"shard": "shard-size", "tp": "tp", "pp": "pp", "virtual": "virtual-stages"}
+USED: Mapping[str, set[str]] = {"megalite": set(), "hf": {"shard"}}
+PLANS: Mapping[str, Callable[[Weights, Path, Wanted], Plan]] = {
+    "megalite": lambda found, target, wanted: dcp.plan(found, target, wanted.dtype, wanted.files),
+    "hf": lambda found, target, wanted: huggingface.plan(found, wanted.dtype, wanted.shard),
+}

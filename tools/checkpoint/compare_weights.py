@@ -1,0 +1,61 @@
+"""Whether two sources of weights hold the same model: tensor by tensor, and in what it computes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert import blocks
+from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.maps.strips import stacked
+from megalite.checkpoint.read import reader_of
+from megalite.checkpoint.state import State
+from megalite.config.layout import Layout
+from megalite.dist.host import host_memory
+from megalite.dist.mesh import Mesh
+from megalite.dist.start import start_alone
+from megalite.model.decoder import Decoder
+from megalite.plan.weights import weights
+
+TOKENS = 64  # that logits are computed of
+ROOM = 3  # bytes of memory asked for, per byte of a model in float32
+
+
+def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced: Callable[[int], None]) -> list[str]:
+    """The names of tensors of `made` that are not those of `source`, turned into `dtype`; None: as they are.
+
+    advanced: called with the elements that are compared.
+    """
+    readers = reader_of(source), reader_of(made)
+    found = []
+    for name, weight in weights(made.model).items():
+        kind = dtype or source.index.tensors[PREFIX + name].dtype
+        theirs = stacked([(name, weight)])
+        same = made.index.tensors[PREFIX + name].dtype == kind
+        for one, other in zip(*(blocks(reader, theirs, kind) for reader in readers), strict=True):
+            same = same and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            advanced(one.numel())
+        if not same:
+            found.append(name)
+    return found
+
+
+def difference_of_logits(source: Weights, made: Weights) -> float | None:
+    """The largest difference of logits, relative to the largest logit, in float32; None if memory is too small."""
+    needed = ROOM * 4 * sum(weight.elements for weight in weights(made.model).values())
+    if needed > host_memory():
+        return None
+    start_alone()
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    length = min(TOKENS, made.model.sequence_length)
+    tokens = torch.randint(made.model.vocab_size, (length, 1), generator=torch.Generator().manual_seed(0))
+    one, other = (_logits(found, mesh, tokens) for found in (source, made))
+    return float((one - other).abs().max() / one.abs().max())
+
+
+@torch.inference_mode()
+def _logits(found: Weights, mesh: Mesh, tokens: Tensor) -> Tensor:
+    decoder = Decoder(found.model, mesh.tp, range(found.model.layers)).to_empty(device="cpu")
+    reader_of(found).fill(State({0: decoder}).weights())
+    return decoder(tokens)

@@ -1,0 +1,137 @@
+"""Convert weights between megalite, Hugging Face, Megatron and Meta. It needs
+none of them installed, and no GPU.
+"""
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.disk import total_bytes
+from megalite.checkpoint.sources import open_weights
+from megalite.checkpoint.targets import PLANS, Wanted, plan_of
+from megalite.config.errors import InputError, listing
+from megalite.config.files import as_json, is_folder, write_object
+from megalite.config.sources import KINDS, split_kind
+from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
+from megalite.terminal import scaled
+from megalite_tools.checkpoint.compare_weights import TOKENS, difference_of_logits, unequal_tensors
+from megalite_tools.terminal import Terminal, bar
+
+COMMAND = "megalite-convert"
+DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+EPILOG = "kinds:\n" + "\n".join(f"  {kind:<14} {text}" for kind, text in KINDS.items())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program. Returns the exit code."""
+    return exit_code(COMMAND, lambda: _run(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="KIND:PATH", help="weights to read; KIND may be left out")
+    add("--to", dest="target", required=True, metavar="KIND:PATH", help="folder to make, which must not exist yet")
+    add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
+    add("--shard-size", type=_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
+    add("--tp", type=_count, default=1, metavar="N", help="megatron: tensor-parallel ranks (default: 1)")
+    add("--pp", type=_count, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
+    add("--virtual-stages", type=_count, default=1, metavar="N", help="megatron: stages of a rank (default: 1)")
+    add("--workers", type=_count, default=2, metavar="N", help="files that are written at a time (default: 2)")
+    add("--check", action="store_true", help="read both sides again, and compare every tensor and the logits")
+    add("--json", metavar="FILE", help="write what was done as JSON to FILE too; -: to stdout instead")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)  # the workers share the cores
+    terminal = Terminal(quiet=options.json == "-")
+    kind, target = _target(options.target)
+    if not is_folder(target.absolute().parent):
+        raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
+    found = open_weights(options.source)
+    dtype = DTYPES[options.dtype]
+    wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
+    plan = plan_of(kind, found, target, wanted)
+    request = {"to": kind, **vars(wanted)}
+    began = time.monotonic()
+    with bar(target.name, sum(output.elements for output in plan.outputs)) as advanced:
+        written = convert(found, plan, target, request, options.workers, advanced)
+    seconds = time.monotonic() - began
+    size = total_bytes(each.file for each in written.values())
+    terminal.line(
+        f"{found.kind}:{found.path} → {kind}:{target}: {scaled(size, 'B')} in {len(written)} files, "
+        f"{seconds:.1f} s, {scaled(size / max(seconds, 1e-9), 'B')}/s"
+    )
+    report: dict[str, Any] = {
+        "from": f"{found.kind}:{found.path}",
+        "to": f"{kind}:{target}",
+        "bytes": size,
+        "seconds": seconds,
+        "files": {name: {"bytes": each.file.bytes, "xxh128": each.file.xxh128} for name, each in written.items()},
+    }
+    well = True
+    if options.check:
+        report["check"], well = _check(found.kind, f"{kind}:{target}", options, terminal, dtype)
+    if options.json == "-":
+        Terminal().text(as_json(report).rstrip("\n"))
+    elif options.json is not None:
+        write_object(Path(options.json), report)
+    return ExitCode.DONE if well else ExitCode.FAILED
+
+
+def _check(
+    kind: str, target: str, options: argparse.Namespace, terminal: Terminal, dtype: str | None
+) -> tuple[Any, bool]:
+    """Compare both sides. Returns the result for JSON, and whether they are the same."""
+    _, path = split_kind(options.source)
+    source, made = open_weights(f"{kind}:{path}"), open_weights(target)
+    with bar("comparing", sum(tensor.elements for tensor in made.index.tensors.values())) as advanced:
+        unequal = unequal_tensors(source, made, dtype, advanced)
+    count = len(made.index.tensors)
+    said = f"{count - len(unequal)} of {count} tensors are the same to the bit"
+    terminal.line(f"check: {said}" + (f"; not {listing(unequal[:5], 'and')}" if unequal else ""))
+    result: dict[str, Any] = {"tensors": count, "unequal": unequal}
+    found = difference_of_logits(source, made)
+    if found is None:
+        terminal.line("check: this machine's memory is too small to compare logits")
+    else:
+        terminal.line(f"check: logits of {TOKENS} random tokens differ by {found:.3g} of the largest at most")
+    return result | {"logits": found}, not unequal
+
+
+def _target(text: str) -> tuple[str, Path]:
+    """The kind and the path of a folder to be made."""
+    kind, path = split_kind(text)
+    if kind is None or kind not in PLANS:
+        raise InputError(f"--to {text}: say the kind, as in hf:{text}; known are {listing(list(PLANS), 'and')}")
+    if not path.name:
+        raise InputError(f"--to {text}: names no folder")
+    return kind, path
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,12}) ?([kKmMgG]?[iI]?[bB]?)", text)
+    if match is None or match[2].upper() not in UNITS or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of bytes, as 500MB or 5GB")
+    return int(match[1]) * UNITS[match[2].upper()]
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:6]) <= 65536 or len(text) > 5:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to 65,536")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

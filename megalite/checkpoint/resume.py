@@ -5,9 +5,10 @@ from pathlib import Path
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.manifest import Manifest, Source, check_sizes, complete, step_of
+from megalite.checkpoint.maps.families import family_of
 from megalite.checkpoint.retain import check_own
 from megalite.checkpoint.sources import newest, read_model, resolved
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 
 
@@ -31,6 +32,16 @@ def check_start(config: Config, folder: Path) -> None:
             )
     elif weights is not None and not found:
         _check_weights(weights, config)
+
+
+def check_export(config: Config) -> None:
+    """Raises InputError if the model cannot be exported as `checkpoint.export` asks."""
+    if config.checkpoint.export is not None:
+        try:
+            family_of(config.model)
+        except InputError as error:
+            problem = Problem("checkpoint.export", str(error), "use null", config.checkpoint.export)
+            raise InputError([problem]) from None
 
 
 def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> int:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
+from megalite.checkpoint.export import export, is_due
 from megalite.checkpoint.files import Writer
 from megalite.checkpoint.finite import PoisonedError, refuse_poisoned
 from megalite.checkpoint.host_group import ElsewhereError, HostGroup
@@ -295,17 +296,32 @@ class Saver:
         return total_bytes(files.values()), tuple(problems)
 
     def _after_publishing(self, final: Path, step: int) -> list[str]:
-        """Flush the name of a checkpoint, which is complete by now, and delete older ones. Returns what has failed."""
+        """Flush the name of a checkpoint, which is complete by now, export it, and delete older ones.
+
+        Returns what has failed.
+        """
         try:
             synchronize(self.folder)
         except OSError as error:
             return [f"{final} may not survive a crash of this machine, so nothing older is deleted: {error}"]
+        problems = self._export(final, step)
         try:
             self._check_owner()
             checkpoint = self.config.checkpoint
-            return retain(self.folder, step, checkpoint.keep, checkpoint.keep_every)
+            return problems + retain(self.folder, step, checkpoint.keep, checkpoint.keep_every)
         except (OSError, InputError) as error:
-            return [f"{self.folder}: old checkpoints cannot be deleted: {error}"]
+            return [*problems, f"{self.folder}: old checkpoints cannot be deleted: {error}"]
+
+    def _export(self, final: Path, step: int) -> list[str]:
+        """Export the checkpoint `final` if that is due. Returns what has failed."""
+        if not is_due(self.config.checkpoint, step, self.config.train.steps):
+            return []
+        try:
+            self._check_owner()
+            export(final, self.config, self._advanced)
+        except (OSError, InputError) as error:
+            return [f"{final} cannot be exported: {error}; megalite-convert can do it later"]
+        return []
 
     def _manifest(self, progress: Progress, files: dict[str, File]) -> Manifest:
         return Manifest(

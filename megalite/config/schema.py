@@ -251,6 +251,8 @@ class Checkpoint:
     max_failures: int = 3  # checkpoints in a row that may fail to be written before training stops
     resume: str = "auto"  # auto: the newest of this run, if any; never; or the path of a checkpoint
     weights: str | None = None  # path of a checkpoint whose weights a new run begins with
+    export: Literal["hf"] | None = None  # hf: write RUN/export/step-…, which transformers and vLLM read, at the end
+    export_every: int = 0  # and at every n-th step, a multiple of checkpoint.interval; 0: only at the end
     verify: bool = True  # compare every file with its hash when loading; sizes always are
 
 

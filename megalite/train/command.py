@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from megalite.checkpoint.resume import check_start, starting_point
+from megalite.checkpoint.resume import check_export, check_start, starting_point
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.rules.doubts import doubts
@@ -114,6 +114,7 @@ def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
     """The configuration, after a check that it can work and that the files it names are there."""
     config = check(load(args.files, args.overrides), world_size)
     check_files(config)
+    check_export(config)
     return planned(config)
 
 

@@ -54,6 +54,11 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
             f"with checkpoint.resume = {checkpoint.resume}",
             "a run begins with one of them; leave out the other",
         ),
+        "checkpoint.export_every": (
+            checkpoint.export is None,
+            "with checkpoint.export = null",
+            "set checkpoint.export=hf",
+        ),
         "checkpoint.keep_every": (
             checkpoint.interval == 0,
             "with checkpoint.interval = 0, which saves at the end only",

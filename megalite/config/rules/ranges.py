@@ -66,6 +66,7 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "checkpoint.keep": 0,
     "checkpoint.keep_every": 0,
     "checkpoint.max_failures": 0,
+    "checkpoint.export_every": 0,
     "log.interval": 1,
     "eval.interval": 0,
     "eval.steps": 0,

@@ -14,6 +14,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _recompute(config.train)
     yield from _rollback(config)
     yield from _deterministic(config)
+    yield from _export(config)
     tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
     if tokens > TOKENS:
         rule = f"with batch.global and model.sequence_length makes {tokens:,} tokens, more than 64 bits can count"
@@ -47,6 +48,13 @@ def _rollback(config: Config) -> Iterator[Problem]:
         if value == "rollback" and config.checkpoint.interval == 0:
             rule = "needs checkpoints to go back to, but checkpoint.interval = 0 saves at the end only"
             yield Problem(f"train.{key}", rule, "set checkpoint.interval", value)
+
+
+def _export(config: Config) -> Iterator[Problem]:
+    interval, every = config.checkpoint.interval, config.checkpoint.export_every
+    if every and (interval == 0 or every % interval):
+        rule = f"must be a multiple of checkpoint.interval = {interval}, since checkpoints are what is exported"
+        yield Problem("checkpoint.export_every", rule, "change one of them, or use 0, only at the end", every)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -1,0 +1,33 @@
+"""Exports checkpoints of a run for other programs, as `checkpoint.export` says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.sources import open_checkpoint
+from megalite.config.files import exists
+from megalite.config.schema import Checkpoint, Config
+
+DTYPES = {"bf16": "bfloat16"}  # of exported weights, where it is not their own
+
+
+def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
+    """Whether the checkpoint of `step` is exported; `last` is the last step of the run."""
+    every = checkpoint.export_every
+    return checkpoint.export is not None and (step == last or (every > 0 and step % every == 0))
+
+
+def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> Path:
+    """Write the export of a checkpoint of a run, unless it is there. Returns its path. Raises InputError and OSError.
+
+    advanced: called as the work proceeds.
+    """
+    target = checkpoint.parent.parent / "export" / checkpoint.name
+    if not exists(target):
+        found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
+        dtype = DTYPES.get(config.train.precision)
+        plan = huggingface.plan(found, dtype, None)
+        convert(found, plan, target, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())
+    return target

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.convert import blocks
@@ -45,12 +46,15 @@ def difference_of_logits(source: Weights, made: Weights) -> float | None:
     needed = ROOM * 4 * sum(weight.elements for weight in weights(made.model).values())
     if needed > host_memory():
         return None
-    start_alone()
-    mesh = Mesh.build(Layout(), torch.device("cpu"))
-    assert mesh is not None
     length = min(TOKENS, made.model.sequence_length)
     tokens = torch.randint(made.model.vocab_size, (length, 1), generator=torch.Generator().manual_seed(0))
-    one, other = (_logits(found, mesh, tokens) for found in (source, made))
+    start_alone()
+    try:
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        one, other = (_logits(found, mesh, tokens) for found in (source, made))
+    finally:
+        dist.destroy_process_group()
     return float((one - other).abs().max() / one.abs().max())
 
 

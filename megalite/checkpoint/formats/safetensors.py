@@ -144,7 +144,7 @@ def _chunk(file: str, start: int, name: str, fields: Any) -> Chunk:
         raise ValueError(f"describes {shortened(name)} in another way than safetensors") from None
     if not all(type(number) is int and 0 <= number < 1 << 56 for number in numbers):
         raise ValueError(f"has sizes of {shortened(name)} that no tensor has")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(
             f"has {shortened(name)} of {shortened(dtype)}; known are {', '.join(DTYPES)}; "
             "a quantized model must be turned into one of these first"

@@ -1,0 +1,177 @@
+"""Every family in both directions: what transformers saved computes the same here, and what we write the same there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import CASES, Case, transformers
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+from toy_jobs import one_rank
+
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, plain_model, read_config
+from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.read import reader_of
+from megalite.checkpoint.sources import open_weights
+from megalite.checkpoint.state import State
+from megalite.config.errors import InputError
+from megalite.config.layout import Layout
+from megalite.config.load import load
+from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.dist.mesh import Mesh
+from megalite.model.decoder import Decoder
+
+TOLERANCE = 1e-5  # relative, in float32
+TOKENS = torch.randint(3, 64, (2, 25), generator=torch.Generator().manual_seed(1))
+
+
+def decoder_of(source: str) -> Decoder:
+    found = open_weights(source)
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    decoder = Decoder(found.model, mesh.tp, range(found.model.layers)).to_empty(device="cpu")
+    reader_of(found).fill(State({0: decoder}).weights())
+    return decoder
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = CASES[name].save(tmp_path / "theirs")
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:].contiguous()
+    expected = theirs(input_ids=inputs, labels=targets, shift_labels=targets)
+    (expected.loss * targets.numel()).backward()
+    with one_rank():
+        ours = decoder_of(str(tmp_path / "theirs"))
+        assert distance(ours(inputs.T).transpose(0, 1), expected.logits) < TOLERANCE
+        loss = ours(inputs.T, targets=targets.T)
+        loss.backward()
+        assert distance(loss, expected.loss * targets.numel()) < TOLERANCE
+        gradients = {key: param.grad.full_tensor() for key, param in ours.named_parameters()}
+    family, model = read_config(tmp_path / "theirs")
+    parameters = dict(theirs.named_parameters())
+    table = family.table(model)
+    assert table.keys() == parameters.keys()
+    for key, made in table.items():
+        found = torch.cat([gradients[strip.name][slice(*strip.rows)] for strip in made.strips])
+        assert distance(found, parameters[key].grad) < 10 * TOLERANCE, key  # sums of many rounded terms
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_we_write_computes_the_same_in_transformers(name: str, tmp_path: Path) -> None:
+    """Without its config.json at hand, so that ours is written."""
+    theirs = CASES[name].save(tmp_path / "theirs")
+    found = replace(open_weights(str(tmp_path / "theirs")), companions=())
+    convert(found, huggingface.plan(found, None, 20_000), tmp_path / "ours", {})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert type(loaded) is type(theirs)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=TOKENS).logits, theirs(input_ids=TOKENS).logits)
+    ours = {key: value for key, value in loaded.state_dict().items() if value.dtype == torch.float32}
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.items())
+    assert read_config(tmp_path / "ours")[1] == found.model
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_both_ways_of_writing_rope_are_read(old: bool, tmp_path: Path) -> None:
+    CASES["llama 3.1"].save(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    if old:
+        section = fields.pop("rope_parameters")
+        fields |= {"rope_theta": section.pop("rope_theta"), "rope_scaling": section}
+        section["type"] = section.pop("rope_type")
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = read_config(tmp_path)[1]
+    assert (model.rope_theta, model.rope_scaling) == (500.0, RopeScaling(8.0, 1.0, 4.0, 16))
+
+
+models = some.builds(
+    Model,
+    layers=some.integers(1, 5),
+    width=some.just(64),
+    heads=some.just(4),
+    kv_heads=some.sampled_from([1, 2, 4]),
+    head_width=some.sampled_from([None, 8, 16]),
+    ffn=some.integers(1, 99),
+    vocab_size=some.integers(1, 999),
+    sequence_length=some.integers(1, 99),
+    rope_theta=some.floats(1, 1e7),
+    rope_scaling=some.none() | some.builds(RopeScaling, factor=some.floats(1, 64)),
+    norm_eps=some.floats(1e-9, 0.1),
+    tie_embeddings=some.booleans(),
+    qk_norm=some.booleans(),
+    qkv_bias=some.booleans(),
+    attention=some.builds(
+        Attention, some.none() | some.integers(1, 99), some.none() | some.integers(2, 4), some.none() | some.just(30.0)
+    ),
+    init_std=some.floats(1e-3, 1),
+)
+
+
+@given(model=models, preferred=some.sampled_from([None, *FAMILIES]))
+def test_a_config_means_the_model_it_was_written_for_or_is_refused(model: Model, preferred: str | None) -> None:
+    try:
+        family = family_of(model, preferred)
+    except InputError:
+        return  # what is refused, and how, has tests of its own
+    again = family.model(Fields("config.json", json.loads(json.dumps(family.config(model, "bfloat16")))))
+    assert plain_model(again) == plain_model(model)
+
+
+def test_every_preset_has_a_family() -> None:
+    presets = sorted(Path("configs/model").glob("*.yaml"))
+    assert presets
+    for preset in presets:
+        assert family_of(load([str(preset)]).model).model_type in FAMILIES, preset
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "gemma2"}, "needs norms after attention and feed-forward, GELU"),
+        ({"model_type": "madeup"}, "is a family that megalite does not know; known are llama, mistral"),
+        ({"model_type": None}, "is a family that megalite does not know"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': is another activation than SwiGLU's"),
+        ({"attention_bias": True}, "attention_bias = True: means a bias of attention's output too"),
+        ({"mlp_bias": True}, "means biases of the feed-forward"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights; turn them into bf16 first"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "is a kind of RoPE scaling that megalite"),
+        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "turns a part of every head only"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta = 'big': must be a number"),
+        ({"rope_parameters": 7}, "rope_parameters = 7: must be an object or null"),
+        ({"hidden_size": "32"}, "hidden_size = '32': must be a whole number of at least 1"),
+        ({"hidden_size": 1 << 40}, "must be a whole number of at least 1"),
+        ({"num_hidden_layers": None}, "num_hidden_layers = None: must be a whole number"),
+        ({"num_key_value_heads": 3}, "means a model that cannot be: model.heads = 4"),
+        ({"tie_word_embeddings": "yes"}, "must be true or false"),
+        ({"rms_norm_eps": float("nan")}, "must be a number"),
+    ],
+)
+def test_what_the_model_lacks_is_refused_by_name(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    CASES["llama"].save(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(InputError) as raised:
+        open_weights(str(tmp_path))
+    assert told in str(raised.value)
+    assert str(tmp_path / "config.json") in str(raised.value)
+
+
+def test_no_family_is_both_known_and_lacking() -> None:
+    assert not FAMILIES.keys() & LACKING.keys()
+
+
+def test_windows_that_no_model_here_has_are_refused(tmp_path: Path) -> None:
+    types = ["sliding_attention", *["full_attention"] * 3]
+    Case("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": types}).save(tmp_path)
+    with pytest.raises(InputError, match="megalite has windows in all layers, or in all but every n-th"):
+        open_weights(str(tmp_path))

@@ -1,0 +1,201 @@
+"""Conversion is whole or not there, goes on where it was stopped, and holds little in memory."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import CASES, Case
+
+from megalite.checkpoint import convert as engine
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.formats import dcp, huggingface
+from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.maps.strips import Theirs, part
+from megalite.checkpoint.read import reader_of
+from megalite.checkpoint.sources import open_weights
+from megalite.config.errors import InputError
+from megalite.plan.weights import weights
+
+dcp_library = pytest.importorskip("torch.distributed.checkpoint")
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Weights:
+    CASES["qwen3"].save(tmp_path / "hf", torch.bfloat16)
+    return open_weights(str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("files", [1, 3])
+def test_there_and_back_gives_the_same_files_to_the_byte(name: str, files: int, tmp_path: Path) -> None:
+    CASES[name].save(tmp_path / "hf", torch.bfloat16, shard="9KB")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    there = open_weights(str(tmp_path / "hf"))
+    convert(there, dcp.plan(there, tmp_path / "ours", None, files), tmp_path / "ours", {}, workers=files)
+    ours = open_weights(str(tmp_path / "ours"))
+    convert(ours, huggingface.plan(ours, None, None), tmp_path / "back", {}, workers=2)
+    assert same_files(tmp_path / "hf", tmp_path / "back")
+
+
+def test_torch_reads_our_checkpoint(found: Weights, tmp_path: Path) -> None:
+    convert(found, dcp.plan(found, tmp_path / "ours", "float32", 2), tmp_path / "ours", {})
+    tensors = {f"model.{name}": torch.empty(weight.shape) for name, weight in weights(found.model).items()}
+    expected = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    reader_of(found).fill(expected)
+    dcp_library.load(tensors, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("size", [1_000, 9_000, 20_000, 10**9])
+def test_files_are_divided_as_transformers_divides_them(size: int, tmp_path: Path) -> None:
+    CASES["llama"].save(tmp_path / "hf", shard=f"{size // 1000}KB")
+    found = replace(open_weights(str(tmp_path / "hf")), companions=())
+    convert(found, huggingface.plan(found, None, size), tmp_path / "ours", {})
+    ours, theirs = ({path.name: path for path in (tmp_path / each).glob("model*")} for each in ("ours", "hf"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].read_bytes() == theirs[name].read_bytes() for name in ours)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_another_data_type_is_told_in_the_config(dtype: str, found: Weights, tmp_path: Path) -> None:
+    convert(found, huggingface.plan(found, dtype, None), tmp_path / "out", {})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    assert {tensor.dtype for tensor in open_weights(str(tmp_path / "out")).index.tensors.values()} == {dtype}
+
+
+def test_what_is_there_stays(found: Weights, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match="is there already, and is not overwritten"):
+        convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(InputError, match="is there already"):
+        convert(found, huggingface.plan(found, None, None), tmp_path / "link", {})
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("changed", ["nothing", "source", "request", "a whole file", "the journal"])
+def test_it_goes_on_where_it_was_stopped(
+    changed: str, found: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole files stay unless something has changed: then all is written anew, and the result is the same."""
+    out, hidden = tmp_path / "out", tmp_path / ".out.converting"
+    plan = huggingface.plan(found, None, None)
+    assert len(plan.outputs) > 3
+    written: list[str] = []
+    write = engine._write
+
+    def counted(hidden: Path, output: Any, *rest: Any) -> Any:
+        if len(written) == 3:
+            raise Crash
+        written.append(output.name)
+        return write(hidden, output, *rest)
+
+    monkeypatch.setattr(engine, "_write", counted)
+    with pytest.raises(Crash):
+        convert(found, plan, out, {"a": 1})
+    assert not out.exists()
+    first = list(written)
+    if changed == "source":
+        os.utime(tmp_path / "hf" / first[0], (1, 1))
+    elif changed == "a whole file":
+        (hidden / first[1]).write_bytes(b"x" * (hidden / first[1]).stat().st_size)
+    elif changed == "the journal":
+        (hidden / engine.JOURNAL).write_bytes((hidden / engine.JOURNAL).read_bytes()[:-20])
+    (hidden / "stray").write_text("of something else")
+    written[:] = [""] * 4  # no more crashes
+    convert(found, plan, out, {"a": 2 if changed == "request" else 1})
+    kept = set(first) - set(written)
+    expected = {
+        "nothing": set(first),
+        "source": set(),
+        "request": set(),
+        "a whole file": {first[0]},  # the journal is trusted up to the first file that is not as it says
+        "the journal": set(first[:2]),
+    }
+    assert kept == expected[changed]
+    assert same_files(out, tmp_path / "hf")
+    assert not hidden.exists()
+
+
+def test_two_at_once_do_not_disturb_each_other(found: Weights, tmp_path: Path) -> None:
+    plan = huggingface.plan(found, None, None)
+    with (
+        engine._owned(tmp_path / ".out.converting"),
+        pytest.raises(InputError, match="another process is writing there"),
+    ):
+        convert(found, plan, tmp_path / "out", {})
+    convert(found, plan, tmp_path / "out", {})
+
+
+def test_an_error_of_a_file_leaves_no_target(found: Weights, tmp_path: Path) -> None:
+    broken = max((tmp_path / "hf").glob("*.safetensors"))
+    plan = huggingface.plan(found, None, None)
+    broken.write_bytes(broken.read_bytes()[:-10])
+    with pytest.raises(InputError, match=f"{broken.name}.* ends early"):
+        convert(found, plan, tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_has_decayed_is_refused(found: Weights, tmp_path: Path) -> None:
+    convert(found, dcp.plan(found, tmp_path / "ours", None, 1), tmp_path / "ours", {})
+    file = next((tmp_path / "ours").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    ours = open_weights(str(tmp_path / "ours"))
+    with pytest.raises(InputError, match="does not have the hash it was written with"):
+        convert(ours, huggingface.plan(ours, None, None), tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_bound_the_memory_and_padding_repeats_the_last_row(
+    found: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of a tensor, a block has at most BLOCK bytes."""
+    reader, weight = reader_of(found), weights(found.model)["embed.weight"]
+    whole = torch.empty(weight.shape)
+    reader.fill({"model.embed.weight": whole})
+    rows, columns = weight.shape
+    strips = tuple(part("embed.weight", weight, (first, first + 7), (3, 20)) for first in (40, 9))
+    theirs = Theirs((20, 17), strips)
+    expected = torch.cat([whole[40:47, 3:20], whole[9:16, 3:20], whole[15:16, 3:20].expand(6, -1)])
+    for size in (1, 200, 1 << 20):
+        monkeypatch.setattr(engine, "BLOCK", size)
+        found_blocks = list(engine.blocks(reader, theirs, "float32"))
+        assert torch.equal(torch.cat(found_blocks).view(20, 17), expected)
+        assert max(block.numel() for block in found_blocks) <= max(17, size // 4)
+
+
+def test_kills_lose_nothing(tmp_path: Path) -> None:
+    """Killed again and again, each time somewhat later, it is done in the end, and the target is never half there."""
+    Case("Llama", {"hidden_size": 256, "intermediate_size": 512}).save(tmp_path / "hf", shard="300KB")
+    out = tmp_path / "out"
+    found = open_weights(str(tmp_path / "hf"))
+    kills = 0
+    while not out.exists():
+        child = os.fork()  # a process of its own would import PyTorch for seconds each time
+        if child == 0:
+            convert(found, huggingface.plan(found, None, None), out, {}, 2)
+            os._exit(0)
+        time.sleep(0.001 * kills)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        kills += 1
+        assert kills < 1000
+    assert kills > 1
+    assert same_files(out, tmp_path / "hf")

@@ -1,0 +1,74 @@
+"""Small random models of every Hugging Face family, as transformers saves them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROPE3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, dtype: Any = torch.float32, seed: int = 0) -> Any:
+        """transformers' model with random weights, norms and biases included."""
+        config = getattr(transformers, f"{self.family}Config")(**{**SIZES, **self.options})
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{self.family}ForCausalLM")(config)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+        return model.to(dtype).eval()
+
+    def save(self, path: Path, dtype: Any = torch.float32, shard: str = "20KB") -> Any:
+        model = self.make(dtype)
+        model.save_pretrained(path, max_shard_size=shard)
+        return model
+
+
+CASES = {
+    "llama": Case("Llama"),
+    "llama tied, all heads": Case("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama 3.1": Case("Llama", {"rope_parameters": ROPE3, "rms_norm_eps": 1e-5}),
+    "llama, wide heads": Case("Llama", {"head_dim": 12}),
+    "mistral": Case("Mistral", {"sliding_window": None}),
+    "mistral, window": Case("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": Case("Qwen2"),
+    "qwen2 tied": Case("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, alternating": Case("Qwen2", {**SLIDING, "layer_types": ALTERNATING}),
+    "qwen2, all windows": Case("Qwen2", {**SLIDING, "max_window_layers": 0}),
+    "qwen3": Case("Qwen3", {"head_dim": 8}),
+    "qwen3 tied, wide heads": Case("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+    "qwen3, alternating": Case("Qwen3", {"head_dim": 8, **SLIDING, "layer_types": ALTERNATING}),
+    "phi3": Case("Phi3"),
+    "phi3, window, tied": Case("Phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
+}

@@ -1,0 +1,102 @@
+"""`megalite-convert` as people run it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import CASES
+
+from megalite_tools.checkpoint import convert
+from megalite_tools.checkpoint.convert import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    CASES["phi3"].save(tmp_path / "hf", torch.bfloat16)
+    return tmp_path
+
+
+def test_there_and_back_with_a_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", f"{folder}/hf", "--to", f"megalite:{folder}/ours", "--check"]) == 0
+    assert main(["--from", f"{folder}/ours", "--to", f"hf:{folder}/back", "--check", "--json", "-"]) == 0
+    lines, text = capsys.readouterr().out.split("{", 1)
+    assert "39 of 39 tensors are the same to the bit" in lines
+    report = json.loads("{" + text)
+    assert report["check"] == {"tensors": 39, "unequal": [], "logits": 0.0}
+    assert report["files"].keys() == {path.name for path in (folder / "hf").glob("*.safetensors")}
+    for path in (folder / "hf").iterdir():
+        assert path.read_bytes() == (folder / "back" / path.name).read_bytes()
+
+
+def test_a_check_finds_what_differs(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a tensor had been written wrongly."""
+    work = convert.convert
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        written = work(*args, **kwargs)
+        file = max((folder / "out").glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return written
+
+    monkeypatch.setattr(convert, "convert", faulty)
+    assert main(["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--check"]) == 1
+    assert "38 of 39 tensors are the same to the bit; not " in capsys.readouterr().out
+
+
+def test_another_data_type_is_checked_as_such(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--dtype", "fp16", "--check"]) == 0
+    assert "39 of 39 tensors are the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--to", "hf:{0}/hf"], "/hf: is there already, and is not overwritten"),
+        (["--to", "{0}/out"], "say the kind, as in hf:"),
+        (["--to", "hf:"], "names no folder"),
+        (["--to", "hf:{0}/none/out"], "there is no folder {0}/none; make it first"),
+        (["--to", "hf:{0}/out", "--tp", "2"], "--tp 2: has no meaning for hf, only for megatron"),
+        (["--to", "megalite:{0}/out", "--shard-size", "1MB"], "has no meaning for megalite, only for hf"),
+        (["--from", "{0}/nowhere", "--to", "hf:{0}/out"], "{0}/nowhere: is no folder of weights"),
+        (["--from", "{0}", "--to", "hf:{0}/out"], "holds no weights of a known kind; say which as KIND:PATH"),
+        (["--from", "megalite:{0}/hf", "--to", "hf:{0}/out"], "holds no checkpoint"),
+        (["--from", "hf:{0}", "--to", "hf:{0}/out"], "config.json: is missing"),
+    ],
+)
+def test_bad_input_is_one_message(
+    arguments: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.format(folder) for argument in arguments]
+    assert main([*([] if "--from" in given else ["--from", f"{folder}/hf"]), *given]) == 2
+    error = capsys.readouterr().err
+    assert told.format(folder) in error
+    assert error.count("\n") == 1
+    assert not (folder / "out").exists()
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "5XB", "", "1e9", "9" * 30])
+def test_a_size_that_is_none_is_refused(size: str, folder: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", f"--shard-size={size}"])
+    assert ended.value.code == 2
+
+
+def test_it_needs_neither_transformers_nor_safetensors(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'safetensors', 'tokenizers', 'huggingface_hub'): sys.modules[name] = None\n"
+        "from megalite_tools.checkpoint.convert import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--check"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

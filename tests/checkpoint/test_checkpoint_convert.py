@@ -170,7 +170,6 @@ def test_blocks_bound_the_memory_and_padding_repeats_the_last_row(
     reader, weight = reader_of(found), weights(found.model)["embed.weight"]
     whole = torch.empty(weight.shape)
     reader.fill({"model.embed.weight": whole})
-    rows, columns = weight.shape
     strips = tuple(part("embed.weight", weight, (first, first + 7), (3, 20)) for first in (40, 9))
     theirs = Theirs((20, 17), strips)
     expected = torch.cat([whole[40:47, 3:20], whole[9:16, 3:20], whole[15:16, 3:20].expand(6, -1)])

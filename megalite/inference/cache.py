@@ -105,10 +105,11 @@ class Next(TokenPositions):
             keys[self.slots, :, self.index] = k[:count, 0]
             values[self.slots, :, self.index] = v[:count, 0]
         seen, hidden = self._visible(kind, q)
-        queries = q[:count, 0].unflatten(1, (k.shape[2], -1))  # n k g e
+        padding = q.shape[0] - count
+        queries = (q[:count] if padding else q).view(count, k.shape[2], -1, q.shape[3])  # n k g e
         y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind.softcap)
-        y = y.flatten(1, 2)[:, None]  # n 1 h e
-        return y if count == len(q) else F.pad(y, (0, 0, 0, 0, 0, 0, 0, len(q) - count))
+        y = y.reshape(count, 1, q.shape[2], q.shape[3])
+        return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
 
     def _visible(self, kind: AttentionKind, q: Tensor) -> tuple[slice, Tensor | None]:
         """The cached positions that some query attends to, and −∞ `[n, 1, 1, m]` where one does not; None: all do."""

@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
-        q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # q: s b h/t e; k, v: s b k/t e
+        q, k, v = (z.view(*z.shape[:-1], -1, self.head_size) for z in projections)  # q: s b h/t e; k, v: s b k/t e
         if self.q_norm is None or self.k_norm is None:
             q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         else:

@@ -73,7 +73,8 @@ class Prompts(TokenPositions):
         return whole if self.cache is None else partial(self._keep_and_attend, layer, whole)
 
     def _keep_and_attend(self, layer: int, whole: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self.cache is not None and self.slots is not None
+        assert self.cache is not None
+        assert self.slots is not None
         keys, values = self.cache.layers[layer]
         count = len(self.slots)
         keys[self.slots, :, self.at] = k[:count, 0]

@@ -1,7 +1,7 @@
 """One rank's part of a model that computes forward only, over flat sequences of many texts' tokens.
 
-    s  tokens of a pass, padded so that tp divides them     d  model width
-    r  rows of it whose logits are wanted                   v  vocabulary
+s  tokens of a pass, padded so that tp divides them     d  model width
+r  rows of it whose logits are wanted                   v  vocabulary
 """
 
 from collections.abc import Callable, Sequence
@@ -112,9 +112,7 @@ class Engine:
         """Rows of the angles' tables, `[s, 1]`."""
         return torch.nn.functional.pad(at, (0, length - len(at)))[:, None]
 
-    def _run(
-        self, x: Tensor, positions: TokenPositions, count: int, wanted: Sequence[int] | None
-    ) -> Tensor | None:
+    def _run(self, x: Tensor, positions: TokenPositions, count: int, wanted: Sequence[int] | None) -> Tensor | None:
         layout, group = self.mesh.layout, self.mesh.group("pp")
         if self.stage > 0:
             x = torch.empty(len(x) // layout.tp, 1, self.model.width, dtype=self.dtype, device=self.mesh.device)

@@ -85,8 +85,8 @@ def generate(
 ) -> Iterator[Drawn]:
     """The tokens of all continuations, each as soon as it is drawn; the same on all ranks. Collective.
 
-    batch: texts at a time. vocabulary: only ids below this number are drawn, since the model's vocabulary may be padded.
-    end: the token that ends a text; None: none does. Raises InputError for logits that are not finite.
+    batch: texts at a time. vocabulary: only ids below this number are drawn, since the model's vocabulary may be
+    padded. end: the token that ends a text; None: none does. Raises InputError for logits that are not finite.
     """
     timing = timing or Timing()
     waiting = list(reversed(requests))

@@ -28,7 +28,7 @@ class Draw:
         so it does not matter which rows are drawn together.
         """
         drawn = logits.argmax(-1) if self.temperature == GREEDY else self._random(logits, of)
-        finite = logits.sum(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).isfinite()
+        finite = logits.sum(-1, dtype=torch.float64).isfinite()
         return drawn.masked_fill_(~finite, NOT_FINITE)
 
     def _random(self, logits: Tensor, of: Iterable[tuple[int, ...]]) -> Tensor:

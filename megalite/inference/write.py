@@ -12,22 +12,27 @@ from megalite.inference.prompts import Prompt
 
 
 def stream(tokenizer: Tokenizer, drawn: Iterable[Drawn]) -> None:
-    """Print one text token by token. A token may hold part of a character, so those not shown are decoded together.
+    """Print one text token by token. A token may hold part of a character, so all tokens so far are decoded together.
 
     Characters that could disturb a terminal are escaped.
     """
     new: list[int] = []
-    shown = ""
+    shown = text = ""
     for item in drawn:
         if item.finish == "stop":
             break
         new.append(item.token)
         text = tokenizer.decode(new)
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            more = text[len(shown) :]
-            print(printable(more, kept="\n\t") if sys.stdout.isatty() else more, end="", flush=True)
+            _show(text[len(shown) :])
             shown = text
+    if text.startswith(shown):  # with half a character, if the text ends there
+        _show(text[len(shown) :])
     print()
+
+
+def _show(text: str) -> None:
+    print(printable(text, kept="\n\t") if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def write_lines(

@@ -1,13 +1,16 @@
 """`megalite-generate`: text from a run folder."""
 
 import io
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -29,7 +32,7 @@ from megalite.train.starts import keep_tokenizer
 from megalite_tools.checkpoint.generate import main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
-MODEL = Model(layers=1, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=24, init_std=1.0)
+MODEL = Model(layers=2, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=24, init_std=1.0)
 Generate = Callable[..., tuple[int, str, str]]
 PROMPT = "The quick brown fox"
 
@@ -360,3 +363,102 @@ def test_a_reader_who_has_left_ends_it(run: Path, drawn: Callable[..., None], ge
     code, _, errors = generate(run)
     assert code == 141
     assert "error" not in errors
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "The quick"}\n{"tokens": [40, 41]}\n{"prompt": ""}\n{"prompt": "fox jumps over"}\n')
+    return path
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_many_prompts_are_answered_in_json_lines(
+    generate: Generate, run: Path, prompts: Path, tokenizer_file: Path
+) -> None:
+    code, text, errors = generate(run, "--prompts", prompts, "--tokens", 6, "--batch", 2, "--seed", 5)
+    assert code == 0
+    found = lines_of(text)
+    assert [line["index"] for line in found] == [0, 1, 2, 3]
+    assert [line["prompt"] for line in found] == ["The quick", None, "", "fox jumps over"]
+    assert "tokens/s" in errors
+    tokenizer = load_tokenizer(tokenizer_file)
+    for line in found:
+        assert line["text"] == tokenizer.decode(line["tokens"])
+        assert line["finish_reason"] == ("length" if len(line["tokens"]) == 6 else "stop")
+    alone = generate(run, "--prompt", "The quick", "--tokens", 6, "--seed", 5)[1]
+    assert alone == f"The quick{found[0]['text']}\n"
+    assert generate(run, "--prompts", prompts, "--tokens", 6, "--batch", 16, "--seed", 5)[1] == text
+
+
+def test_samples_of_a_prompt_differ(generate: Generate, run: Path) -> None:
+    code, text, _ = generate(run, "--prompt", PROMPT, "--tokens", 6, "--samples", 3, "--temperature", 2, "--top-k", 0)
+    found = lines_of(text)
+    assert code == 0
+    assert [(line["index"], line["sample"]) for line in found] == [(0, 0), (0, 1), (0, 2)]
+    assert len({line["text"] for line in found}) == 3
+
+
+def test_lines_go_to_a_file_whole_or_not_at_all(
+    generate: Generate, run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert generate(run, "--prompts", prompts, "--tokens", 3, "--out", out)[:2] == (0, "")
+    assert len(lines_of(out.read_text())) == 4
+    before = out.read_bytes()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalite_tools.checkpoint.generate.write_lines", interrupted)
+    assert generate(run, "--prompts", prompts, "--out", out)[0] == 130
+    assert out.read_bytes() == before
+    for refused in (tmp_path, tmp_path / "nowhere" / "out.jsonl"):
+        code, _, errors = generate(run, "--prompts", prompts, "--out", refused)
+        assert code == 2
+        assert str(refused) in errors
+
+
+def test_a_document_may_be_gone_beyond(
+    generate: Generate, run: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--prompt", PROMPT, "--tokens", 8, "--samples", 2]
+    whole = lines_of(generate(run, *options, "--ignore-end")[1])[0]["tokens"]
+    tokenizer = load_tokenizer(tokenizer_file)
+    tokenizer._eod = whole[5]
+    monkeypatch.setattr("megalite.inference.source.load_tokenizer", lambda _: tokenizer)
+    ended = lines_of(generate(run, *options)[1])[0]
+    assert (ended["tokens"], ended["finish_reason"]) == (whole[: whole.index(whole[5])], "stop")
+    gone_on = lines_of(generate(run, *options, "--ignore-end")[1])[0]
+    assert (gone_on["tokens"], gone_on["finish_reason"]) == (whole, "length")
+
+
+@pytest.mark.timeout(120)
+def test_local_ranks_write_what_one_writes(run: Path, prompts: Path, generate: Generate) -> None:
+    options = [run, "--prompts", prompts, "--tokens", 5, "--batch", 3]
+    expected = generate(*options)[1]
+    command = [sys.executable, "-m", "megalite_tools.checkpoint.generate", *map(str, options), "--device", "cpu"]
+    found = subprocess.run([*command, "--pp", "2"], capture_output=True, text=True, timeout=100)
+    assert (found.returncode, found.stdout) == (0, expected), found.stderr
+    refused = subprocess.run([*command, "--tp", "2"], capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2
+    assert "--tp 2: must divide model.kv_heads = 1" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "--batch 0: must be at least 1"),
+        (["--samples", "0"], "--samples 0: must be at least 1"),
+        (["--tp", "0"], "--tp, --pp and --dp must be at least 1"),
+        (["--prompts", "-", "--pp", "2"], "standard input is for a single rank"),
+        (["--prompts", "nowhere"], "--prompts nowhere: cannot be read"),
+    ],
+)
+def test_options_that_cannot_be_exit_with_2(generate: Generate, run: Path, arguments: list[str], message: str) -> None:
+    code, text, errors = generate(run, *arguments)
+    assert (code, text) == (2, "")
+    assert message in errors

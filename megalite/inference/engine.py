@@ -23,6 +23,8 @@ from megalite.model.positions import TokenPositions, angles
 from megalite.parallel.context import attention
 from megalite.plan.split import layers_of, split_of
 
+MOST_ANGLES = 4096  # positions whose angles are made at once; a model may name far more than its texts ever have
+
 
 def check_layout(model: Model, layout: Layout) -> None:
     """Raises InputError if the model cannot be split so."""
@@ -44,7 +46,7 @@ class Engine:
         self.decoder = Decoder(model, mesh.tp, self.layers, self.stage == 0, self.last)
         self.decoder.to(dtype).to_empty(device=mesh.device).requires_grad_(False)
         self.kinds = {kind.attention for kind in layer_kinds(model)}
-        self.cos, self.sin = angles(model, torch.arange(model.sequence_length, device=mesh.device), dtype)
+        self._angles = self._table(MOST_ANGLES)
 
     def cache(self, slots: int, capacity: int) -> Cache:
         """An empty cache. Raises InputError if there is no memory for it."""
@@ -73,7 +75,8 @@ class Engine:
         rows = None
         if cache is not None:
             rows = torch.tensor([slot for slot, text in zip(slots, texts, strict=True) for _ in text], device=device)
-        positions = Prompts(self.cos, self.sin, attends, self._places(at, len(tokens)), cache, rows, at)
+        angles = self._angles_up_to(max(map(len, texts)))
+        positions = Prompts(*angles, attends, self._places(at, len(tokens)), cache, rows, at)
         return self._run(tokens, positions, count, wanted)
 
     def next(self, tokens: Sequence[int], at: Sequence[int], cache: Cache) -> Tensor | None:
@@ -83,7 +86,7 @@ class Engine:
         padded = self._padded(tokens)
         places = self._places(index, len(padded))
         slots = torch.arange(len(at), device=device)
-        positions = Next(self.cos, self.sin, {}, places, cache, tuple(at), index, slots)
+        positions = Next(*self._angles_up_to(max(at) + 1), {}, places, cache, tuple(at), index, slots)
         return self._run(padded, positions, len(at), None)
 
     def whole(self, logits: Tensor) -> Tensor:
@@ -103,6 +106,16 @@ class Engine:
         if self.mesh.layout.pp > 1:
             dist.broadcast(found, group=self.mesh.group("pp"), group_src=self.mesh.layout.pp - 1)
         return found
+
+    def _angles_up_to(self, length: int) -> tuple[Tensor, Tensor]:
+        """Tables of angles for texts of `length` tokens."""
+        if length > len(self._angles[0]):
+            self._angles = self._table(2 * length)
+        return self._angles
+
+    def _table(self, length: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(min(length, self.model.sequence_length), device=self.mesh.device)
+        return angles(self.model, positions, self.dtype)
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
         padded = [*tokens, *[0] * (-len(tokens) % self.mesh.layout.tp)]

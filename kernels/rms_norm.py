@@ -42,16 +42,23 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
+def _torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x, and 1 / root mean square `[…, 1]`."""
+    wide = x.to(wide_dtype(x.dtype))
+    inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    normal = times(wide * inverse, weight)
+    # See times: `to` may return what it is given.
+    return (normal if normal.dtype == x.dtype else normal.to(x.dtype)), inverse
+
+
 class _Torch(torch.autograd.Function):
     """RMSNorm in plain PyTorch, in few passes. It saves x and one number per row for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(wide_dtype(x.dtype))
-        inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        normal, inverse = _torch(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        normal = times(wide * inverse, weight)
-        return normal if normal.dtype == x.dtype else normal.to(x.dtype)  # see times: `to` may return what it is given
+        return normal
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -264,7 +271,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["
         return _op(x, weight, eps)[0]
     if x.is_cuda:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _Torch.apply(x, weight, eps)
+    return _Torch.apply(x, weight, eps) if torch.is_grad_enabled() else _torch(x, weight, eps)[0]
 
 
 def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:

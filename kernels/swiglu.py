@@ -136,7 +136,9 @@ def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
             f"swiglu: gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} "
             "must be of one shape and type"
         )
-    return (_op if use_triton(backend, gate.device) else _Torch.apply)(gate, up)
+    if use_triton(backend, gate.device):
+        return _op(gate, up)
+    return _Torch.apply(gate, up) if torch.is_grad_enabled() else times(F.silu(gate), up)
 
 
 def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -15,8 +15,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import settings
 from ranks import Ranks
+
+from megalite.config.layout import Layout
+from megalite.dist.mesh import Mesh
 
 LONGEST = ("launch", "soak", "test_readme.py", "test_layouts.py")  # folders and files of tests that take minutes
 
@@ -30,6 +35,16 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Mesh]:
+    """The mesh of one rank, in the test's own process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    yield mesh
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from megalite.config.sources import KINDS, split_kind
 def kind_of(path: Path) -> str:
     """The kind of weights in the folder `path`. Raises InputError if its files tell none."""
     if not is_folder(path):
-        raise InputError(f"{path}: is no folder of weights")
+        raise InputError(f"{path}: there is no such folder; give a run folder, one of its checkpoints, or KIND:PATH")
     for kind, tells in SIGNS.items():
         if tells(path):
             return kind
@@ -68,6 +68,7 @@ def open_checkpoint(path: Path) -> Weights:
         links=False,
         companions=tuple(path / name for name in manifest.files if huggingface.COMPANIONS.fullmatch(name)),
         tokenizer=kept_tokenizer(Path(os.path.realpath(path)).parent.parent) if not manifest.foreign else None,
+        tokenizer_name=config.data.tokenizer,
         end=config.data.end_of_document,
         hashes={name: manifest.files[name] for name in index.files},
     )

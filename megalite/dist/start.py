@@ -49,7 +49,7 @@ def start(
     timeout: seconds that a rank waits for its peers in one collective. meeting: None, if the ranks have not met yet.
     Raises InputError when the device or the address of rank 0 is missing.
     """
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    kind = _kind(device)
     if kind == "cuda":
         count = torch.cuda.device_count()
         if rank_info.local_rank >= count:
@@ -75,10 +75,20 @@ def _leave_errors_to_us() -> None:
             log.warning("%s=%s: PyTorch may end a rank before the watchdog has told why; unset it", name, found)
 
 
-def start_alone() -> torch.device:
-    """Open a process group of this process alone, on the CPU; no launcher, no network."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return torch.device("cpu")
+def start_alone(device: Literal["auto", "cpu", "cuda"] = "cpu") -> torch.device:
+    """Open a process group of this process alone, for a device; no launcher, no network. Raises InputError."""
+    kind = _kind(device)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+
+
+def _kind(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:

@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
-        q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # q: s b h/t e; k, v: s b k/t e
+        q, k, v = (z.view(*z.shape[:-1], -1, self.head_size) for z in projections)  # q: s b h/t e; k, v: s b k/t e
         if self.q_norm is None or self.k_norm is None:
             q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         else:
@@ -176,16 +176,24 @@ class Decoder(nn.Module):
         rank holds; None: they are one document from its beginning. targets: `[s, b]`, for the last stage, which then
         returns the loss summed over the targets instead of logits.
         """
+        x = self.activations(x, positions)
+        return x if self.head is None else self.answer(x, targets)
+
+    def activations(self, x: Tensor, positions: TokenPositions | None = None) -> Tensor:
+        """What the last layer here makes of x, as in `forward`: `[s/t, b, d]`."""
         if self.first:
             assert self.embed is not None
             x = self.embed(x)  # s/t b d
         if positions is None:
             positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
         cos, sin = positions.angles()
-        for kind, layer in zip(self.attention_kinds, self.layers.values(), strict=True):
-            x = layer(x, cos, sin, positions.attention[kind])
-        if self.head is None:
-            return x
+        for (name, layer), kind in zip(self.layers.items(), self.attention_kinds, strict=True):
+            x = layer(x, cos, sin, positions.attend(int(name), kind))
+        return x
+
+    def answer(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The head's logits or loss, as in `forward`, of activations `[s/t, b, d]` of the last layer."""
+        assert self.head is not None
         # An untied embedding is not passed: FSDP2 hooks into every argument, but the head makes no gradient for it.
         return self.head(x, self.embed.weight if self.tied and self.embed is not None else None, targets)
 

@@ -28,6 +28,10 @@ class TokenPositions:
         attends = {kind: attention("ring", None, length, device, kind=kind) for kind in kinds}
         return TokenPositions(*angles(model, torch.arange(length, device=device), dtype), attends)
 
+    def attend(self, layer: int, kind: AttentionKind) -> Attention:
+        """The attention of layer number `layer`, which is of this kind."""
+        return self.attention[kind]
+
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosine and sine for every token: `[s, b, 1, e/2]`, or `[s, 1, 1, e/2]` if all sequences share them."""
         if self.positions is None:

@@ -58,7 +58,8 @@ def linears(
     collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
     that are not trained get no gradients.
     """
-    if torch.compiler.is_compiling():  # it can trace neither overlapped collectives nor gradients put off
+    # The compiler can trace neither overlapped collectives nor gradients put off.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         whole = x if group is None else all_gather(x, group)
         return [product.forward(whole, part(weight)) for weight in weights]
     return _Linears.apply(x, group, gradients, product, weights, *(part(weight) for weight in weights))

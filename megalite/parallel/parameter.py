@@ -71,6 +71,8 @@ def _local(param: DTensor, placement: Placement) -> Tensor:
     """The local tensor of `param`. The gradient that reaches `param` is a DTensor with `placement`."""
     if torch.compiler.is_compiling():  # it cannot trace _Local, and runs the checks of to_local only once
         return param.to_local(grad_placements=[placement])
+    if not torch.is_grad_enabled():
+        return param._local_tensor
     return _Local.apply(param, placement)
 
 

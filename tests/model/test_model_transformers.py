@@ -1,71 +1,24 @@
 """One process with the same weights computes what Hugging Face's models compute, in float64."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from oracle import LENGTH, LLAMA, MODELS, Float64Everywhere, copy_weights, oracle_of
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from megalite.checkpoint.huggingface import sizes, their_name
-from megalite.config.layers import layer_kinds
-from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.checkpoint.huggingface import their_name
+from megalite.config.schema import Model
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 
-transformers = pytest.importorskip("transformers")
 gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
 
 TOLERANCE = 1e-10  # float64 rounding through two layers is near 1e-15; one float32 rounding anywhere is near 1e-7
-LENGTH, BATCH = 24, 3
-
-LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=48, vocab_size=61, sequence_length=LENGTH, rope_theta=500.0)
-# Of the 4 pairs of features of a head: one left alone, one interpolated, two stretched.
-SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
-MODELS = {
-    "llama": ("Llama", LLAMA),
-    "llama_grouped_queries": ("Llama", replace(LLAMA, kv_heads=2)),
-    "llama_one_kv_head": ("Llama", replace(LLAMA, kv_heads=1)),
-    "llama_tied": ("Llama", replace(LLAMA, tie_embeddings=True)),
-    "llama_head_width": ("Llama", replace(LLAMA, head_width=12)),
-    "llama_rope_scaling": ("Llama", replace(LLAMA, rope_scaling=SCALING)),
-    "llama_large_eps": ("Llama", replace(LLAMA, norm_eps=0.1)),
-    "qwen2_bias": ("Qwen2", replace(LLAMA, kv_heads=2, qkv_bias=True)),
-    "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
-    "mistral_window": ("Mistral", replace(LLAMA, kv_heads=2, attention=Attention(window=5))),
-    "qwen3_alternating_windows": (
-        "Qwen3",
-        replace(LLAMA, layers=4, qk_norm=True, attention=Attention(window=7, full_every=2)),
-    ),
-    # Gemma 2 differs from us elsewhere, so only its attention takes part, within another family.
-    "llama_capped": ("Llama", replace(LLAMA, kv_heads=2, attention=Attention(softcap=0.5))),
-    "qwen3_capped_windows": (
-        "Qwen3",
-        replace(LLAMA, layers=4, qk_norm=True, attention=Attention(window=7, full_every=2, softcap=0.5)),
-    ),
-    "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
-}
-
-
-class Float64Everywhere(TorchFunctionMode):
-    """Turns every mention of float32 into float64.
-
-    transformers computes norms, rotary angles, softmax and loss in float32 whatever the model's data type.
-    In bfloat16 that is an upcast; in float64 it rounds, which would hide differences below 1e-7.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.float:
-            return args[0].double()
-        kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
-        return function(*map(_widened, args), **kwargs)
-
-
-def _widened(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+BATCH = 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +31,7 @@ class Answer:
 @pytest.mark.parametrize("case", MODELS)
 def test_decoder_equals_transformers(case: str, alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     family, model = MODELS[case]
-    oracle = _oracle(family, model)
+    oracle = oracle_of(family, model)
     if model.attention.softcap is not None:
         capped = partial(gemma2.eager_attention_forward, softcap=model.attention.softcap)
         monkeypatch.setattr(sys.modules[type(oracle).__module__], "eager_attention_forward", capped)
@@ -95,7 +48,7 @@ def test_decoder_equals_transformers(case: str, alone: Mesh, monkeypatch: pytest
 
 def test_the_oracle_without_the_mode_is_not_float64() -> None:
     """Else the mode would be superfluous, or the tolerance too wide to notice a float32 rounding."""
-    oracle = _oracle("Llama", LLAMA)
+    oracle = oracle_of("Llama", LLAMA)
     tokens = torch.arange(LENGTH)[None]
     rounded = oracle(input_ids=tokens).logits
     with Float64Everywhere():
@@ -103,42 +56,10 @@ def test_the_oracle_without_the_mode_is_not_float64() -> None:
     assert _distance(rounded, exact) > 100 * TOLERANCE
 
 
-def _oracle(family: str, model: Model) -> Any:
-    """transformers' model with random weights, norms included."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling.factor,
-            "low_freq_factor": model.rope_scaling.low_frequency_factor,
-            "high_freq_factor": model.rope_scaling.high_frequency_factor,
-            "original_max_position_embeddings": model.rope_scaling.original_length,
-        }
-    window: dict[str, Any] = {}
-    if model.attention.window is not None:
-        kinds = [kind.attention.window for kind in layer_kinds(model)]
-        window = {"sliding_window": model.attention.window, "use_sliding_window": True}
-        window["layer_types"] = ["full_attention" if kind is None else "sliding_attention" for kind in kinds]
-    options = {**sizes(model), **window, "rope_parameters": rope, "attn_implementation": "eager"}
-    config = getattr(transformers, f"{family}Config")(**options)
-    with Float64Everywhere():
-        oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, param in oracle.named_parameters():
-            param.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
-    return oracle
-
-
 def _decoder(model: Model, mesh: Mesh, oracle: Any) -> Decoder:
     """Our model with the oracle's weights."""
     decoder = Decoder(model, mesh.tp, range(model.layers)).to(torch.float64).to_empty(device="cpu")
-    weights = dict(oracle.named_parameters())
-    ours = {their_name(name): param for name, param in decoder.named_parameters()}
-    assert ours.keys() == weights.keys()
-    with torch.no_grad():
-        for name, param in ours.items():
-            param.to_local().copy_(weights[name])
+    copy_weights(decoder, oracle)
     return decoder
 
 

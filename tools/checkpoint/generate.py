@@ -1,52 +1,49 @@
-"""Continue a prompt with a trained model, in one process on the CPU."""
+"""Continue prompts with a trained model, on a CPU or GPU, or on several of them where one is too small."""
 
 import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats.tokenizer import kept_tokenizer
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.manifest import INDEX, NAME, Manifest, check_sizes, complete
-from megalite.checkpoint.read import Reader
 from megalite.checkpoint.state import State
-from megalite.checkpoint.wanted import differences_from
 from megalite.config.errors import InputError, printable
-from megalite.config.layout import Layout
-from megalite.config.schema import Config, Parallel, Train
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.dist.mesh import Mesh
-from megalite.dist.start import start_alone
+from megalite.config.files import check_output, write_whole
+from megalite.data.tokenizer import Tokenizer
 from megalite.entry import exit_code
-from megalite.model.decoder import Decoder
-from megalite.model.generate import Draw, sample
-from megalite.plan.resolved import resolve
-from megalite.train.build import build_stage
+from megalite.exit_codes import ExitCode
+from megalite.inference.draw import Draw
+from megalite.inference.engine import Engine, check_layout
+from megalite.inference.generate import Request, Timing, generate
+from megalite.inference.prompts import Prompt, prompt_of, read_prompt, read_prompts, requests
+from megalite.inference.ranks import Place, add_options, alone, run
+from megalite.inference.source import Opened, open_newest, open_tokenizer
+from megalite.inference.write import stream, write_lines
 
-COMMAND = "megalite-generate"
-LONGEST = 1 << 24  # bytes of a prompt, at most
-CHARACTERS = 64  # of a prompt's end that are kept, per token that the model sees: no token is longer
+COMMAND, MODULE = "megalite-generate", "megalite_tools.checkpoint.generate"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the program. Returns the exit code."""
-    return exit_code(COMMAND, lambda: _generate(_parser().parse_args(argv)))
+    """Runs the program, or one of its ranks. Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(COMMAND, lambda: _main(arguments, _parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
+    parser.add_argument("run", metavar="RUN", help="a run folder, a checkpoint, or weights such as hf:FOLDER")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text, in UTF-8; -: standard input")
+    prompt.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='many of them: JSON Lines of {"prompt": TEXT} or {"tokens": [IDS]}, or the lines of a .txt; -: standard '
+        "input. Answered in JSON Lines",
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts for every prompt (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON Lines to this file, whole or not at all")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write (default: 100)")
     parser.add_argument(
         "--temperature",
@@ -72,29 +69,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="the same seed writes the same text (default: 0)"
     )
+    parser.add_argument("--ignore-end", action="store_true", help="go on after the end of a document")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="texts written at a time (default: 16)")
     parser.add_argument("--tokenizer", metavar="FILE", help="use this instead of the run's copy")
+    add_options(parser)
     return parser
 
 
-def _generate(options: argparse.Namespace) -> None:
-    text = _prompt(options)
+def _main(arguments: list[str], options: argparse.Namespace) -> int:
     draw = _draw(options)
-    start_alone()
-    folder, found = find_checkpoints(options.run)
-    for path in reversed(found):
-        try:
-            _continue(folder, path, text, draw, options)
-            break
-        except DamagedError as error:
-            if path == found[0]:
-                raise
-            print(f"{COMMAND}: warning: {error}; the checkpoint before is used", file=sys.stderr)
+    if "-" in (options.prompts, options.prompt_file) and not alone(options):
+        raise InputError("standard input is for a single rank; give the prompts in a file")
+    if options.out is not None:
+        check_output(options.out)
+        if not os.access(options.out.parent, os.W_OK):
+            raise InputError(f"--out {options.out}: its folder is missing or cannot be written to")
+    return run(MODULE, arguments, options, 1, partial(_work, options, draw))
 
 
 def _draw(options: argparse.Namespace) -> Draw:
     """How tokens are drawn. Raises InputError for options out of range."""
     rules = {
         "--tokens": (options.tokens, options.tokens >= 1, "must be at least 1"),
+        "--samples": (options.samples, options.samples >= 1, "must be at least 1"),
+        "--batch": (options.batch, options.batch >= 1, "must be at least 1"),
         "--temperature": (options.temperature, 0 <= options.temperature < math.inf, "must be a number of at least 0"),
         "--top-k": (options.top_k, options.top_k >= 0, "must be at least 0"),
         "--top-p": (options.top_p, 0 < options.top_p <= 1, "must be above 0 and at most 1"),
@@ -106,96 +104,58 @@ def _draw(options: argparse.Namespace) -> Draw:
     return Draw(options.temperature, options.top_k, options.top_p, options.seed)
 
 
-def _prompt(options: argparse.Namespace) -> str:
-    """The text to continue, unchanged. Raises InputError if it is too large, or no UTF-8."""
-    name, file = "--prompt", options.prompt_file
-    if file is None:
-        raw = os.fsencode(options.prompt)
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    if options.prompts is not None:
+        return read_prompts(options.prompts)
+    return [prompt_of(options.prompt) if options.prompt_file is None else read_prompt(options.prompt_file)]
+
+
+def _work(options: argparse.Namespace, draw: Draw, place: Place) -> int:
+    """Be one rank: write with the newest checkpoint that is not damaged."""
+    prompts = place.group.once(lambda: _prompts(options))
+    return open_newest(options.run, partial(_write, options, draw, prompts, place), place.group, _warn)
+
+
+def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place: Place, opened: Opened) -> int:
+    """Write with one checkpoint. Raises DamagedError before anything is written."""
+    tokenizers: list[Tokenizer] = []  # of the rank that leads
+
+    def ask() -> tuple[list[Request], list[str], int, int | None]:
+        tokenizer, end = open_tokenizer(opened, options.tokenizer)
+        tokenizers.append(tokenizer)
+        length = opened.model.sequence_length
+        asked, warnings = requests(prompts, tokenizer, end, length, options.tokens, options.samples)
+        return asked, warnings, tokenizer.vocab_size, None if options.ignore_end else end
+
+    check_layout(opened.model, place.mesh.layout)
+    asked, warnings, vocabulary, end = place.group.once(ask)
+    engine = Engine(opened.model, place.mesh, place.dtype)
+    opened.fill(State({engine.stage: engine.decoder}), place.group)
+    timing = Timing()
+    drawn = generate(engine, asked, draw, options.batch, vocabulary, end, timing)
+    if not place.leads:
+        for _ in drawn:
+            pass
+        return ExitCode.DONE
+    (tokenizer,) = tokenizers
+    print(printable(f"tokenizer: {tokenizer.path}"), file=sys.stderr)
+    for warning in warnings:
+        _warn(warning)
+    if options.prompts is None and options.samples == 1 and options.out is None:
+        print(prompts[0].text, end="", flush=True)
+        stream(tokenizer, drawn)
+    elif options.out is None:
+        write_lines(prompts, options.samples, tokenizer, drawn, partial(print, end="", flush=True))
     else:
-        name = "standard input" if file == "-" else f"--prompt-file {file}"
-        if file == "-" and sys.stdin is None:
-            raise InputError(f"{name}: is closed; give --prompt")
-        try:
-            with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
-                raw = stream.read(LONGEST + 1)
-        except OSError as error:
-            raise InputError(f"{name}: cannot be read: {error.strerror}") from None
-    if len(raw) > LONGEST:
-        raise InputError(f"{name}: is longer than {LONGEST:,} bytes, more than any model reads; give its end")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}: is no UTF-8 at byte {error.start}; convert it, for example with iconv") from None
+        lines: list[str] = []
+        write_lines(prompts, options.samples, tokenizer, drawn, lines.append)
+        write_whole(options.out, "".join(lines))
+    print(timing, file=sys.stderr)
+    return ExitCode.DONE
 
 
-def _continue(folder: Path, path: Path, text: str, draw: Draw, options: argparse.Namespace) -> None:
-    """Write text with the checkpoint `path` of the run `folder`. Raises DamagedError before anything is written."""
-    manifest = check_sizes(path)
-    config = manifest.configuration
-    tokenizer_file = options.tokenizer or kept_tokenizer(folder)
-    if tokenizer_file is None:  # a path in a checkpoint is not opened: anybody may have written it
-        trained = f", as {config.data.tokenizer!r:.200}" if config.data.tokenizer else ""
-        raise InputError(f"{folder}: has no copy of the run's tokenizer; give --tokenizer{trained}")
-    tokenizer = load_tokenizer(tokenizer_file)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise InputError(
-            f"{tokenizer_file}: has {tokenizer.vocab_size} tokens, but the model of {path} knows "
-            f"{config.model.vocab_size}; give the tokenizer that it was trained with"
-        )
-    end = tokenizer.eod if config.data.end_of_document is None else config.data.end_of_document
-    longest = config.model.sequence_length
-    prompt = tokenizer.encode(text[-longest * CHARACTERS :])
-    if not prompt and end is None:
-        raise InputError(f"{tokenizer_file}: has no end-of-document token to start from; give --prompt")
-    decoder = load_decoder(path, manifest)
-    print(printable(f"tokenizer: {tokenizer_file}"), file=sys.stderr)
-    if len(prompt) > longest:
-        print(f"{COMMAND}: warning: of the prompt, the model sees the last {longest:,} tokens only", file=sys.stderr)
-    print(text, end="", flush=True)
-    drawn = sample(decoder, prompt or [end], options.tokens, tokenizer.vocab_size, draw)
-    _write(tokenizer, takewhile(lambda token: token != end, drawn))
-
-
-def find_checkpoints(path: Path) -> tuple[Path, list[Path]]:
-    """The run folder, and the checkpoints at `path`, oldest first: all of a run, or the one given."""
-    if NAME.fullmatch(path.absolute().name):
-        return Path(os.path.realpath(path)).parent.parent, [path]
-    found = complete(path / "checkpoints")
-    if not found:
-        raise InputError(f"{path}: no checkpoint; give a run folder, or one of its checkpoints")
-    return path, found
-
-
-def load_decoder(path: Path, manifest: Manifest) -> Decoder:
-    """The whole model in this process, in float32, from a checkpoint of any layout."""
-    model = manifest.configuration.model
-    if differ := differences_from(
-        Reader.of_checkpoint(path, manifest).index, model
-    ):  # reported before any memory is allocated
-        raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
-    alone = Config(model=model, parallel=Parallel(dp_shard=1), train=Train(precision="fp32"))
-    mesh = Mesh.build(Layout(), torch.device("cpu"))
-    assert mesh is not None
-    decoder = build_stage(resolve(alone), mesh, 0)
-    Restorer(State({0: decoder}), alone, (), HostGroup()).weights(f"megalite:{path}")
-    return decoder
-
-
-def _write(tokenizer: Tokenizer, tokens: Iterable[int]) -> None:
-    """Print the text token by token. A token may hold part of a character, so all tokens so far are decoded together.
-
-    Characters that could disturb a terminal are escaped.
-    """
-    new: list[int] = []
-    shown = ""
-    for token in tokens:
-        new.append(token)
-        text = tokenizer.decode(new)
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            more = text[len(shown) :]
-            print(printable(more, kept="\n\t") if sys.stdout.isatty() else more, end="", flush=True)
-            shown = text
-    print()
+def _warn(text: str) -> None:
+    print(f"{COMMAND}: warning: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Weights:
     family: str | None = None
     companions: tuple[Path, ...] = ()
     tokenizer: Path | None = None
+    tokenizer_name: str | None = None  # as the run was given it
     end: int | None = None
     hashes: Mapping[str, File] = field(default_factory=dict)
 

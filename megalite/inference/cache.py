@@ -1,0 +1,142 @@
+"""Keys and values of the tokens so far, and attention of new tokens to them.
+
+New tokens of many sequences are one flat sequence `[s, 1, d]`. There are two kinds of passes: whole prompts, each of
+which attends to itself alone, as a document of a packed sequence does in training; and one token of every sequence,
+which attends to that sequence's cache.
+
+    s  tokens of a pass     h  query heads          e  width of a head
+    n  sequences            k  key-value heads      g  query heads of a key-value head
+    m  cached tokens
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megalite.config.errors import InputError, counted
+from megalite.config.layers import AttentionKind
+from megalite.model.positions import TokenPositions
+from megalite.parallel.context import Attention
+
+GIB = 1 << 30
+
+
+class Cache:
+    """Keys and values of up to `slots` sequences of up to `capacity` tokens, for the layers of one stage."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        slots: int,
+        capacity: int,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raises InputError if there is no memory for it."""
+        shape = slots, heads, capacity, width
+        try:  # zeros, since what is hidden is multiplied by 0 still
+            self.layers = {
+                layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+                for layer in layers
+            }
+        except RuntimeError:  # that CUDA has no memory is one too
+            size = 2 * len(layers) * slots * heads * capacity * width * dtype.itemsize / GIB
+            text = f"{counted(slots, 'sequence')} of {counted(capacity, 'token')}"
+            raise InputError(
+                f"the cache of {text} takes {size:,.1f} GiB, more than there is; use a smaller --batch or --tokens, "
+                "or more ranks"
+            ) from None
+
+    def move(self, source: int, target: int) -> None:
+        """Let the sequence in slot `source` be in slot `target`."""
+        for keys, values in self.layers.values():
+            keys[target].copy_(keys[source])
+            values[target].copy_(values[source])
+
+
+@dataclass(frozen=True)
+class Prompts(TokenPositions):
+    """A pass of whole prompts. `attention` keeps each of them to itself."""
+
+    cache: Cache | None = None  # None: nothing comes after
+    slots: Tensor | None = None  # of every token, without padding
+    at: Tensor | None = None  # its position
+
+    def attend(self, layer: int, kind: AttentionKind) -> Attention:
+        whole = self.attention[kind]
+        return whole if self.cache is None else partial(self._keep_and_attend, layer, whole)
+
+    def _keep_and_attend(self, layer: int, whole: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self.cache is not None
+        assert self.slots is not None
+        keys, values = self.cache.layers[layer]
+        count = len(self.slots)
+        keys[self.slots, :, self.at] = k[:count, 0]
+        values[self.slots, :, self.at] = v[:count, 0]
+        return whole(q, k, v)
+
+
+@dataclass(frozen=True)
+class Next(TokenPositions):
+    """A pass of the next token of each of the first n slots of the cache."""
+
+    cache: Cache | None = None
+    at: tuple[int, ...] = ()  # positions of these tokens
+    index: Tensor | None = None  # the same
+    slots: Tensor | None = None
+    _seen: dict[AttentionKind, tuple[slice, Tensor | None]] = field(default_factory=dict)
+
+    def attend(self, layer: int, kind: AttentionKind) -> Attention:
+        return partial(self._attend, layer, kind)
+
+    def _attend(self, layer: int, kind: AttentionKind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self.cache is not None
+        keys, values = self.cache.layers[layer]
+        count = len(self.at)
+        if count == 1:  # a copy costs less than an index
+            keys[0, :, self.at[0]] = k[0, 0]
+            values[0, :, self.at[0]] = v[0, 0]
+        else:
+            keys[self.slots, :, self.index] = k[:count, 0]
+            values[self.slots, :, self.index] = v[:count, 0]
+        seen, hidden = self._visible(kind, q)
+        padding = q.shape[0] - count
+        queries = (q[:count] if padding else q).view(count, k.shape[2], -1, q.shape[3])  # n k g e
+        y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind.softcap)
+        y = y.reshape(count, 1, q.shape[2], q.shape[3])
+        return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
+
+    def _visible(self, kind: AttentionKind, q: Tensor) -> tuple[slice, Tensor | None]:
+        """The cached positions that some query attends to, and −∞ `[n, 1, 1, m]` where one does not; None: all do."""
+        if kind not in self._seen:
+            window, last = kind.window or max(self.at) + 1, max(self.at)
+            seen = range(max(0, min(self.at) - window + 1), last + 1)
+            hidden = None
+            if min(self.at) != last:
+                assert self.index is not None
+                places = torch.arange(seen.start, seen.stop, device=q.device)
+                now = self.index[:, None]
+                outside = (places > now) | (places <= now - window)
+                hidden = torch.zeros(outside.shape, dtype=q.dtype, device=q.device).masked_fill_(outside, -torch.inf)
+                hidden = hidden[:, None, None]
+            self._seen[kind] = slice(seen.start, seen.stop), hidden
+        return self._seen[kind]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
+    """q `[n, k, g, e]`, k and v `[n, k, m, e]`, hidden `[n, 1, 1, m]` → `[n, k, g, e]`."""
+    if softcap is None:
+        mask = None if hidden is None else hidden.expand(-1, -1, q.shape[2], -1)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).mT) * q.shape[-1] ** -0.5
+    scores = (scores / softcap).tanh_() * softcap
+    if hidden is not None:
+        scores += hidden
+    return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)

@@ -1,0 +1,156 @@
+"""Continuing many texts at a time. As one ends, the next that waits takes its place."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalite.config.errors import InputError
+from megalite.inference.cache import Cache
+from megalite.inference.draw import NOT_FINITE, Draw
+from megalite.inference.engine import Engine
+
+PASS = 8192  # tokens of prompts in one pass, or a single prompt that has more
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue."""
+
+    index: int  # of its prompt
+    sample: int  # among the continuations of that prompt
+    tokens: Sequence[int]  # at least one, and no more than the model's sequence has
+    most: int  # new tokens; the last of them is drawn from the model's last position or before it
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The next token of a text."""
+
+    request: Request
+    token: int
+    finish: Finish | None  # why there are no more: the token ends documents, or is the last that was asked for
+
+
+@dataclass
+class Timing:
+    """How fast texts were continued."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0  # drawn one after another; the first of a text comes with its prompt
+    seconds: float = 0.0
+    first: float | None = None  # seconds until the first token of all
+
+    def __str__(self) -> str:
+        parts = [f"prompts {self.prompt_tokens:,} tokens, {_rate(self.prompt_tokens, self.prompt_seconds)}"]
+        if self.first is not None:
+            parts.append(f"first token after {self.first:.3f} s")
+        if self.tokens:
+            parts.append(f"then {self.tokens:,} tokens, {_rate(self.tokens, self.seconds)}")
+        return "; ".join(parts)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
+
+
+@dataclass
+class _Text:
+    request: Request
+    drawn: int
+    latest: int
+
+    @property
+    def at(self) -> int:
+        """The position of the latest token."""
+        return len(self.request.tokens) + self.drawn - 1
+
+
+@torch.inference_mode()
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    draw: Draw,
+    batch: int,
+    vocabulary: int,
+    end: int | None,
+    timing: Timing | None = None,
+) -> Iterator[Drawn]:
+    """The tokens of all continuations, each as soon as it is drawn; the same on all ranks. Collective.
+
+    batch: texts at a time. vocabulary: only ids below this number are drawn, since the model's vocabulary may be
+    padded. end: the token that ends a text; None: none does. Raises InputError for logits that are not finite.
+    """
+    timing = timing or Timing()
+    waiting = list(reversed(requests))
+    active: list[_Text] = []  # in the order of the cache's slots
+    batch = min(batch, len(requests))
+    cache = engine.cache(batch, max(len(request.tokens) + request.most - 1 for request in requests))
+    began = time.perf_counter()
+    while waiting or active:
+        start = time.perf_counter()
+        if waiting and len(active) < batch:
+            new = _next_pass(waiting, batch - len(active))
+            texts, slots = [request.tokens for request in new], range(len(active), len(active) + len(new))
+            ends = [stop - 1 for stop in accumulate(map(len, texts))]
+            logits = engine.prompts(texts, cache, slots, ends)
+            drawing = [_Text(request, 0, 0) for request in new]
+            active += drawing
+        else:
+            drawing, new = active, []
+            logits = engine.next([text.latest for text in active], [text.at for text in active], cache)
+        tokens = _draw(engine, logits, draw, drawing, vocabulary)
+        seconds = time.perf_counter() - start
+        if new:
+            timing.prompt_tokens += sum(len(request.tokens) for request in new)
+            timing.prompt_seconds += seconds
+        else:
+            timing.tokens += len(tokens)
+            timing.seconds += seconds
+        if timing.first is None:
+            timing.first = time.perf_counter() - began
+        finished = []
+        for text, token in zip(drawing, tokens, strict=True):
+            text.drawn, text.latest = text.drawn + 1, token
+            finish: Finish | None = "stop" if token == end else "length" if text.drawn == text.request.most else None
+            if finish:
+                finished.append(text)
+            yield Drawn(text.request, token, finish)
+        for text in finished:
+            _leave(active, text, cache)
+
+
+def _next_pass(waiting: list[Request], free: int) -> list[Request]:
+    """Takes so many of those that wait, from the end, that their prompts make one pass."""
+    taken = [waiting.pop()]
+    tokens = len(taken[0].tokens)
+    while waiting and len(taken) < free and (tokens := tokens + len(waiting[-1].tokens)) <= PASS:
+        taken.append(waiting.pop())
+    return taken
+
+
+def _leave(active: list[_Text], text: _Text, cache: Cache) -> None:
+    """Take a text out; the last one goes into its slot, so that those in use are the first."""
+    slot, last = next(slot for slot, other in enumerate(active) if other is text), active.pop()
+    if last is not text:
+        cache.move(len(active), slot)
+        active[slot] = last
+
+
+def _draw(engine: Engine, logits: Tensor | None, draw: Draw, texts: Sequence[_Text], vocabulary: int) -> list[int]:
+    keys = [(text.request.index, text.request.sample, text.drawn) for text in texts]
+
+    def make(whole: Tensor) -> Tensor:
+        return draw(whole[:, :vocabulary], keys)
+
+    tokens: list[int] = engine.agree(len(texts), make, logits, torch.int64).tolist()
+    if NOT_FINITE in tokens:
+        raise InputError("the model's logits are not finite: its weights are too large to write text with")
+    return tokens

@@ -1,0 +1,82 @@
+"""Starting the ranks of a command that computes with a model: this process alone, a launcher's, or local ones."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.checkpoint.host_group import HostGroup
+from megalite.config.errors import InputError, counted
+from megalite.config.layout import Layout
+from megalite.dist.host import on_cpus
+from megalite.dist.local import launch
+from megalite.dist.mesh import Mesh
+from megalite.dist.ranks import find_rank_info
+from megalite.dist.signals import end_when_stopped
+from megalite.dist.start import run_rank, start, start_alone
+from megalite.stop import ended_at_once
+
+PATIENCE = 3600.0  # seconds that a rank waits for another, which may read a large checkpoint
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process computes."""
+
+    mesh: Mesh
+    group: HostGroup
+    dtype: torch.dtype
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that reads prompts and writes results."""
+        return self.group.leads
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `run` reads."""
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of weights and compute (default: fp32 on CPUs, bf16 on GPUs)"
+    )
+
+
+def run(
+    module: str, arguments: Sequence[str], options: argparse.Namespace, dp: int, work: Callable[[Place], int]
+) -> int:
+    """Do `work`, collectively, on as many ranks as the options say. Returns the exit code.
+
+    Where no launcher has started this process and one rank is not enough, local ranks are started, as
+    `python -m module arguments`. dp: ranks that have whole models. Raises InputError.
+    """
+    layout = Layout(pp=options.pp, dp_shard=dp, tp=options.tp)
+    if min(layout.shape) < 1:
+        raise InputError("--tp, --pp and --dp must be at least 1")
+    rank_info = find_rank_info()
+    if rank_info is None:
+        if layout.world_size > 1:
+            with ended_at_once():
+                shared = module if on_cpus(options.device) else None
+                return launch(module, arguments, layout.world_size, shared=shared)
+        return work(_place(layout, start_alone(options.device), options))
+    if rank_info.world_size != layout.world_size:
+        needed, found = counted(layout.world_size, "rank"), counted(rank_info.world_size, "rank")
+        raise InputError(f"{layout} takes {needed}, and the launcher has started {found}; make --tp, --pp and --dp fit")
+    end_when_stopped(rank_info)
+    return run_rank(lambda: work(_place(layout, start(rank_info, options.device, PATIENCE), options)), rank_info)
+
+
+def alone(options: argparse.Namespace) -> bool:
+    """Whether this process will be the only rank."""
+    return find_rank_info() is None and options.tp * options.pp * getattr(options, "dp", 1) == 1
+
+
+def _place(layout: Layout, device: torch.device, options: argparse.Namespace) -> Place:
+    mesh = Mesh.build(layout, device, sharded=False)
+    assert mesh is not None
+    dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    return Place(mesh, HostGroup(), dtype)

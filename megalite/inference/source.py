@@ -1,0 +1,102 @@
+"""Where a model comes from: the single place that opens a run, or weights of any kind, to compute with them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from megalite.checkpoint.disk import DamagedError
+from megalite.checkpoint.host_group import HostGroup
+from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.manifest import NAME, complete, step_of
+from megalite.checkpoint.sources import open_weights, resolved
+from megalite.checkpoint.state import State
+from megalite.config.errors import InputError
+from megalite.config.files import is_folder
+from megalite.config.schema import Config, Model
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # files of a model that has one
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model whose weights can be read."""
+
+    name: str  # in messages
+    model: Model
+    fill: Callable[[State, HostGroup], None]  # with the weights, in any layout; collective
+    tokenizer: Path | None  # of the model; None: there is none that may be opened
+    wanted: str  # what is said where there is none
+    end_of_document: int | None  # id of the token that ends documents; None: as the tokenizer says
+    run: Path | None = None  # the run folder that it lies in
+    step: int = 0  # of that run
+
+
+Open = Callable[[], Opened]
+
+
+def sources(text: str) -> list[Open]:
+    """What can be opened at `text`, oldest first: all checkpoints of a run, or the weights given. Raises InputError."""
+    kind, path = resolved(text)
+    run = complete(path / "checkpoints") if kind == "megalite" else []
+    if run:
+        return [partial(_open, f"megalite:{checkpoint}", path, step_of(checkpoint)) for checkpoint in run]
+    if kind == "megalite" and NAME.fullmatch(path.absolute().name):
+        return [partial(_open, f"megalite:{path}", path.resolve().parent.parent, step_of(path))]
+    return [partial(_open, f"{kind}:{path}", None, 0)]
+
+
+def open_newest(text: str, use: Callable[[Opened], T], group: HostGroup, warn: Callable[[str], None]) -> T:
+    """What `use` makes of the newest source at `text` that is not damaged; `warn` is told of those that are.
+
+    Collective, as `use` is, which fills the model and raises the same DamagedError on all ranks.
+    """
+    found = group.once(lambda: sources(text))
+    for number, source in reversed(list(enumerate(found))):
+        try:
+            return use(group.everywhere(source))
+        except DamagedError as error:
+            if number == 0:
+                raise
+            if group.leads:
+                warn(f"{error}; the checkpoint before is used")
+    raise AssertionError("there is at least one source")
+
+
+def open_tokenizer(opened: Opened, instead: str | None = None) -> tuple[Tokenizer, int | None]:
+    """The model's tokenizer, or the one given instead, and the id that ends documents. Raises InputError."""
+    file = instead or opened.tokenizer
+    if file is None:
+        raise InputError(opened.wanted)
+    tokenizer = load_tokenizer(file)
+    if tokenizer.vocab_size > opened.model.vocab_size:
+        raise InputError(
+            f"{file}: has {tokenizer.vocab_size} tokens, but the model of {opened.name} knows "
+            f"{opened.model.vocab_size}; give the tokenizer that it was trained with"
+        )
+    return tokenizer, tokenizer.eod if opened.end_of_document is None else opened.end_of_document
+
+
+def _open(source: str, run: Path | None, step: int) -> Opened:
+    """The weights `source`. Raises DamagedError before memory is taken for them."""
+    found = open_weights(source)
+    tokenizer = found.tokenizer or next((file for file in found.companions if file.name in TOKENIZERS), None)
+    # A tokenizer that a checkpoint names is not opened: anybody may have written its path.
+    trained = f", as {found.tokenizer_name!r:.200}" if found.tokenizer_name else ""
+    return Opened(
+        name=str(found.path),
+        model=found.model,
+        fill=partial(_fill, source, found.model),
+        tokenizer=tokenizer,
+        wanted=f"{run or found.path}: has no copy of the model's tokenizer; give --tokenizer{trained}",
+        end_of_document=found.end,
+        run=run if run is not None and is_folder(run / "checkpoints") else None,
+        step=step,
+    )
+
+
+def _fill(source: str, model: Model, state: State, group: HostGroup) -> None:
+    Restorer(state, Config(model=model), (), group).weights(source)

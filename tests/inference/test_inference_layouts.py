@@ -1,0 +1,50 @@
+"""The text does not depend on the layout."""
+
+import inference_cases
+import pytest
+from ranks import Ranks
+
+from megalite.config.layout import Layout
+from megalite.dist.mesh import Mesh
+from megalite.inference.draw import Draw
+
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_layout_writes_the_same_texts(tied: bool, ranks: Ranks) -> None:
+    """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""
+    alone, *layouts = zip(*ranks.run(inference_cases.in_layouts, [Layout(), *LAYOUTS], tied), strict=True)
+    reference = alone[0]
+    assert reference is not None
+    greedy, random = reference
+    assert {len(text) for text in greedy.values()} == {12}
+    assert random[0, 0] != random[0, 1]
+    for layout, found in zip(LAYOUTS, layouts, strict=True):
+        there = [texts for texts in found if texts is not None]
+        assert len(there) == layout.world_size
+        assert all(texts == reference for texts in there), layout
+
+
+def test_all_ranks_tell_of_logits_that_are_not_finite(ranks: Ranks) -> None:
+    found = ranks.run(inference_cases.refused, Layout(pp=2, tp=2))
+    assert [text is not None and "not finite" in text for text in found] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_it_does_not_matter_which_texts_are_written_together(batch: int, alone: Mesh) -> None:
+    engine = inference_cases.engine_of(alone)
+    draw = Draw(1.0, 0, 0.95, seed=7)
+    together = inference_cases.texts(engine, inference_cases.requests(12, samples=2), draw, batch)
+    each: dict[tuple[int, int], list[int]] = {}
+    for request in inference_cases.requests(12, samples=2):
+        each |= inference_cases.texts(engine, [request], draw, 1)
+    assert together == each
+
+
+def test_a_text_ends_with_its_document(alone: Mesh) -> None:
+    engine = inference_cases.engine_of(alone)
+    whole = inference_cases.texts(engine, inference_cases.requests(16), Draw(0), 2)
+    end = whole[1, 0][4]
+    cut = inference_cases.texts(engine, inference_cases.requests(16), Draw(0), 2, end)
+    assert cut == {key: text[: text.index(end) + 1] if end in text else text for key, text in whole.items()}

@@ -17,6 +17,7 @@ HYBRID: Overrides = {"parallel.dp_replicate": 2, **SHARDED}
 ATTENTION: Overrides = {"model.head_width": 64, "model.sequence_length": 2048}  # heads twice as wide as the stream
 WINDOW: Overrides = {"model.attention.window": 128}
 CAPPED: Overrides = {"model.attention.softcap": 30.0}
+NOPE: Overrides = {"model.attention.nope_every": 1}
 TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
@@ -76,6 +77,14 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "capped, window, fp32": ({**ATTENTION, **CAPPED, **WINDOW, "train.precision": "fp32"}, 0),
     "capped, ring": ({**ATTENTION, **CAPPED, "parallel.cp": 4}, 0),
     "capped, window, ring": ({**ATTENTION, **CAPPED, **WINDOW, "parallel.cp": 2}, 0),
+    "no rotary positions": ({**ATTENTION, **NOPE, "train.precision": "fp32"}, 0),
+    "no rotary positions, every second layer": ({**ATTENTION, "model.attention.nope_every": 2}, 0),
+    "no rotary positions, split backward, tp": (
+        {**ATTENTION, **NOPE, **PIPELINE, "parallel.pipeline.schedule": "zb_h1", "parallel.tp": 2},
+        0,
+    ),
+    "no rotary positions, norms of heads": ({**ATTENTION, **NOPE, "model.qk_norm": True}, 0),
+    "no rotary positions, norms of heads made again, ring": ({**NORMED, **NOPE, "parallel.cp": 4}, 0),
     "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
     "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
     "norms of heads made again, ring": ({**NORMED, "parallel.cp": 4}, 0),

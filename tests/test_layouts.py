@@ -44,7 +44,7 @@ FEATURES = {
     "mode": ("ddp", "zero1", "zero2", "zero3"),
     "method": ("ring", "ulysses", "all_gather"),
     "documents": ("packed", "masked", "reset"),
-    "attention": ("full", "window", "alternating windows", "capped"),
+    "attention": ("full", "window", "alternating windows", "alternating positions", "capped"),
     "recompute": ("none", "selective", "full", "full of every second"),
     "offload": (False, True),  # of activations
     "optimizer": ("adamw", "muon", "adamw on the host"),
@@ -54,6 +54,7 @@ ATTENTION = {
     "full": Attention(),
     "window": Attention(window=5),
     "alternating windows": Attention(window=3, full_every=2),
+    "alternating positions": Attention(nope_every=2),
     "capped": Attention(softcap=0.5),
 }
 # Only where one of the axes is used:

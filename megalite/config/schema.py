@@ -30,11 +30,12 @@ class RopeScaling:
 
 @dataclass
 class Attention:
-    """Of all layers, or with `full_every` of most."""
+    """Of all layers, or with `full_every` and `nope_every` of most."""
 
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
     full_every: int | None = None  # of a model with windows: layers n - 1, 2n - 1, … have none; null: all have one
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
+    nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have
 
 
 @dataclass

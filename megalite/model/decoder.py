@@ -50,43 +50,45 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The norm of every query or key head, and its rotation."""
+    """The norm of every query or key head, and its rotation in a layer with rotary positions."""
 
-    def __init__(self, width: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, width: int, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.roles = {"weight": roles.HEAD_NORM}
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
-        self.qk_norm_rope = Cheap(partial(qk_norm_rope, backend=kernels.rope))
+        self.rotary = rotary
+        self.norm = Cheap(partial(qk_norm_rope if rotary else rms_norm, backend=kernels.rope))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.qk_norm_rope(x, whole(self.weight), cos, sin, self.eps)
+        turns = (cos, sin) if self.rotary else ()
+        return self.norm(x, whole(self.weight), *turns, self.eps)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention, heads split over tp."""
 
-    def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, model: Model, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         e = model.head_size
-        self.head_size = e
+        self.head_size, self.rotary = e, rotary
         self.group = tp.get_group()
         self.q = ColumnLinear(model.width, model.heads * e, tp, roles.QUERY, model.qkv_bias)
         self.k = ColumnLinear(model.width, model.kv_heads * e, tp, roles.KEY, model.qkv_bias)
         self.v = ColumnLinear(model.width, model.kv_heads * e, tp, roles.VALUE, model.qkv_bias)
         self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT)
-        self.q_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
-        self.k_norm = HeadNorm(e, model.norm_eps, tp, kernels) if model.qk_norm else None
+        self.q_norm = HeadNorm(e, model.norm_eps, rotary, tp, kernels) if model.qk_norm else None
+        self.k_norm = HeadNorm(e, model.norm_eps, rotary, tp, kernels) if model.qk_norm else None
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
         q, k, v = (z.unflatten(-1, (-1, self.head_size)) for z in projections)  # q: s b h/t e; k, v: s b k/t e
-        if self.q_norm is None or self.k_norm is None:
-            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
-        else:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
+        elif self.rotary:
+            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         return self.o(attend(q, k, v).flatten(2))  # s/t b d
 
 
@@ -110,7 +112,7 @@ class Layer(nn.Module):
     def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.attention_norm = Norm(model.width, model.norm_eps, tp, kernels)
-        self.attention = Attention(model, tp, kernels)
+        self.attention = Attention(model, kind.rotary, tp, kernels)
         self.mlp_norm = Norm(model.width, model.norm_eps, tp, kernels)
         self.mlp = MLP(model.width, kind.feed_forward, tp, kernels)
 

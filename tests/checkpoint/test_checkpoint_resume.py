@@ -17,7 +17,7 @@ from megalite.checkpoint.resume import check_start
 from megalite.checkpoint.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.schema import Checkpoint, Config, Model, RopeScaling, Run
+from megalite.config.schema import Attention, Checkpoint, Config, Model, RopeScaling, Run
 
 MODEL = Model(layers=2, width=16)
 CONFIG = Config(model=MODEL, run=Run(seed=3))
@@ -78,6 +78,7 @@ def test_what_is_no_manifest_is_damage(text: str, tmp_path: Path) -> None:
         (replace(MODEL, layers=3, ffn=48, qkv_bias=True), ["layers", "ffn", "qkv_bias"]),
         (replace(MODEL, rope_theta=5e5, norm_eps=1e-6), ["rope_theta", "norm_eps"]),  # the same shapes
         (replace(MODEL, rope_scaling=RopeScaling()), ["rope_scaling"]),
+        (replace(MODEL, attention=Attention(nope_every=2)), ["attention.nope_every"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

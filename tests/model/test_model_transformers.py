@@ -35,6 +35,8 @@ MODELS = {
     "llama_large_eps": ("Llama", replace(LLAMA, norm_eps=0.1)),
     "qwen2_bias": ("Qwen2", replace(LLAMA, kv_heads=2, qkv_bias=True)),
     "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
+    "smollm3": ("SmolLM3", replace(LLAMA, layers=4, kv_heads=2, attention=Attention(nope_every=3))),
+    "smollm3_no_rotary_positions": ("SmolLM3", replace(LLAMA, kv_heads=2, attention=Attention(nope_every=1))),
     "mistral_window": ("Mistral", replace(LLAMA, kv_heads=2, attention=Attention(window=5))),
     "qwen3_alternating_windows": (
         "Qwen3",
@@ -120,6 +122,9 @@ def _oracle(family: str, model: Model) -> Any:
         window = {"sliding_window": model.attention.window, "use_sliding_window": True}
         window["layer_types"] = ["full_attention" if kind is None else "sliding_attention" for kind in kinds]
     options = {**sizes(model), **window, "rope_parameters": rope, "attn_implementation": "eager"}
+    if family == "SmolLM3":
+        options["no_rope_layer_interval"] = model.attention.nope_every
+        options |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # they lie outside of the vocabulary
     config = getattr(transformers, f"{family}Config")(**options)
     with Float64Everywhere():
         oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()

@@ -22,7 +22,7 @@ from torch import nn
 from toy_jobs import one_rank
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Optim
+from megalite.config.schema import Attention, Config, Optim
 from megalite.dist.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host
@@ -73,9 +73,10 @@ def test_so_it_is_within_a_budget(layout: Layout, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("nope_every", [None, 1])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_a_layer_saves(tp: int, qk_norm: bool, ranks: Ranks) -> None:
-    model = replace(MODEL, qk_norm=qk_norm)
+def test_what_a_layer_saves(tp: int, nope_every: int | None, qk_norm: bool, ranks: Ranks) -> None:
+    model = replace(MODEL, qk_norm=qk_norm, attention=Attention(nope_every=nope_every))
     found = ranks.run(saved_bytes, tp, model)[0]
     numbers = 8 * model.sequence_length * 2 // tp  # bytes of one value per token
     heads = (model.heads + model.kv_heads) * model.head_size

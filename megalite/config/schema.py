@@ -20,12 +20,23 @@ class Run:
 
 @dataclass
 class RopeScaling:
-    """Llama 3.1's stretching of low RoPE frequencies (arXiv 2407.21783, §3.4.1)."""
+    """Stretching of RoPE's wavelengths; `megalite.model.positions.frequencies` has the formulas."""
 
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int = 8192  # context length before stretching, in tokens
+    beta_fast: float = 32.0  # rotations within the original context
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of cosines and sines; null: 1 + ln(factor) / 10
+
+
+SCALING_KEYS = {  # kind -> the keys of RopeScaling that it uses, beside kind and factor
+    "llama3": ("low_frequency_factor", "high_frequency_factor", "original_length"),
+    "linear": (),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor"),
+}
 
 
 @dataclass

@@ -89,6 +89,16 @@ def test_another_model_is_refused_with_every_difference(model: Model, keys: list
     assert "runs/a/checkpoints/step-00000010" in str(caught.value)
 
 
+def test_a_checkpoint_from_before_kinds_of_scaling_is_of_llama3s() -> None:
+    old = to_plain(Config(model=replace(MODEL, rope_scaling=RopeScaling())))
+    for key in ("kind", "beta_fast", "beta_slow", "attention_factor"):
+        del old["model"]["rope_scaling"][key]
+    there = replace(MADE, config=old).configuration
+    assert refused(refuse_other_model, Path("x"), there, Config(model=replace(MODEL, rope_scaling=RopeScaling()))) == []
+    yarn = Config(model=replace(MODEL, rope_scaling=RopeScaling("yarn")))
+    assert refused(refuse_other_model, Path("x"), there, yarn) == ["model.rope_scaling.kind"]
+
+
 def test_weights_do_not_depend_on_sequence_length_and_initialization() -> None:
     assert (
         refused(refuse_other_model, Path("x"), CONFIG, Config(model=replace(MODEL, sequence_length=16, init_std=1)))

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from megalite.checkpoint.huggingface import sizes, their_name
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.config.schema import SCALING_KEYS, Attention, Model, RopeScaling
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 
@@ -21,10 +21,17 @@ gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
 
 TOLERANCE = 1e-10  # float64 rounding through two layers is near 1e-15; one float32 rounding anywhere is near 1e-7
 LENGTH, BATCH = 24, 3
+ROPE = {  # our keys, in transformers
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
 
 LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=48, vocab_size=61, sequence_length=LENGTH, rope_theta=500.0)
 # Of the 4 pairs of features of a head: one left alone, one interpolated, two stretched.
 SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
+# One pair left alone, one interpolated, two stretched.
+YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
 MODELS = {
     "llama": ("Llama", LLAMA),
     "llama_grouped_queries": ("Llama", replace(LLAMA, kv_heads=2)),
@@ -32,6 +39,12 @@ MODELS = {
     "llama_tied": ("Llama", replace(LLAMA, tie_embeddings=True)),
     "llama_head_width": ("Llama", replace(LLAMA, head_width=12)),
     "llama_rope_scaling": ("Llama", replace(LLAMA, rope_scaling=SCALING)),
+    "llama_linear": ("Llama", replace(LLAMA, rope_scaling=RopeScaling("linear", factor=3.0))),
+    "llama_yarn": ("Llama", replace(LLAMA, rope_scaling=YARN)),
+    "qwen2_yarn_attention_factor": (
+        "Qwen2",
+        replace(LLAMA, qkv_bias=True, rope_scaling=replace(YARN, attention_factor=1.5)),
+    ),
     "llama_large_eps": ("Llama", replace(LLAMA, norm_eps=0.1)),
     "qwen2_bias": ("Qwen2", replace(LLAMA, kv_heads=2, qkv_bias=True)),
     "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
@@ -108,14 +121,10 @@ def test_the_oracle_without_the_mode_is_not_float64() -> None:
 def _oracle(family: str, model: Model) -> Any:
     """transformers' model with random weights, norms included."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling.factor,
-            "low_freq_factor": model.rope_scaling.low_frequency_factor,
-            "high_freq_factor": model.rope_scaling.high_frequency_factor,
-            "original_max_position_embeddings": model.rope_scaling.original_length,
-        }
+    if (scaling := model.rope_scaling) is not None:
+        used = {"factor", *SCALING_KEYS[scaling.kind]}
+        rope |= {ROPE.get(key, key): value for key, value in vars(scaling).items() if key in used}
+        rope["rope_type"] = scaling.kind
     window: dict[str, Any] = {}
     if model.attention.window is not None:
         kinds = [kind.attention.window for kind in layer_kinds(model)]

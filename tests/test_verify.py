@@ -310,7 +310,7 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
     assert small.parallel == whole.parallel
     assert small.train.precision == "fp64"
     assert small.model.layers * small.model.width <= 4096
-    kind = ("tie_embeddings", "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps")
+    kind = ("tie_embeddings", "qk_norm", "qk_norm_width", "qkv_bias", "rope_theta", "rope_scaling", "norm", "norm_eps")
     assert [getattr(small.model, key) for key in kind] == [getattr(whole.model, key) for key in kind]
     assert (small.model.heads > small.model.kv_heads) == (whole.model.heads > whole.model.kv_heads)
     kinds = [

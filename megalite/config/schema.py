@@ -61,9 +61,11 @@ class Model:
     sequence_length: int = 256  # tokens per training sample
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    norm: Literal["pre", "post"] = "pre"  # of what attention and MLP take; post: of what they return, as in OLMo 2
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
-    qk_norm: bool = False  # RMSNorm of every query and key head, as in Qwen3
+    qk_norm: bool = False  # RMSNorm of queries and keys
+    qk_norm_width: Literal["head", "all"] = "head"  # of every head, as in Qwen3; all: of all together, as in OLMo 2
     qkv_bias: bool = False
     attention: Attention = field(default_factory=Attention)
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)

@@ -79,6 +79,8 @@ def test_what_is_no_manifest_is_damage(text: str, tmp_path: Path) -> None:
         (replace(MODEL, rope_theta=5e5, norm_eps=1e-6), ["rope_theta", "norm_eps"]),  # the same shapes
         (replace(MODEL, rope_scaling=RopeScaling()), ["rope_scaling"]),
         (replace(MODEL, attention=Attention(nope_every=2)), ["attention.nope_every"]),
+        (replace(MODEL, norm="post"), ["norm"]),  # weights of the same names and shapes
+        (replace(MODEL, qk_norm=True, qk_norm_width="all"), ["qk_norm", "qk_norm_width"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -63,6 +63,10 @@ def test_the_defaults_are_valid() -> None:
             "= 4.0; Llama 3.1 uses 1 and 4",
         ),
         (
+            ["model.qk_norm_width=all"],
+            'model.qk_norm_width = "all": has no meaning without model.qk_norm; set model.qk_norm=true, or use head',
+        ),
+        (
             ["model.rope_scaling.kind=linear", "model.rope_scaling.original_length=4096"],
             "model.rope_scaling.original_length = 4096: has no meaning with model.rope_scaling.kind = linear; "
             "leave it out, or use kind llama3 or yarn",

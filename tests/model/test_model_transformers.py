@@ -30,6 +30,8 @@ ROPE = {  # our keys, in transformers
 LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=48, vocab_size=61, sequence_length=LENGTH, rope_theta=500.0)
 # Of the 4 pairs of features of a head: one left alone, one interpolated, two stretched.
 SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
+OLMO2 = replace(LLAMA, norm="post", qk_norm=True, qk_norm_width="all")
+AFTER = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "post_feedforward_layernorm"}
 # One pair left alone, one interpolated, two stretched.
 YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
 MODELS = {
@@ -50,6 +52,9 @@ MODELS = {
     "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
     "smollm3": ("SmolLM3", replace(LLAMA, layers=4, kv_heads=2, attention=Attention(nope_every=3))),
     "smollm3_no_rotary_positions": ("SmolLM3", replace(LLAMA, kv_heads=2, attention=Attention(nope_every=1))),
+    "olmo2": ("Olmo2", OLMO2),
+    "olmo2_grouped_queries_tied": ("Olmo2", replace(OLMO2, kv_heads=2, tie_embeddings=True, norm_eps=0.1)),
+    "olmo2_head_width": ("Olmo2", replace(OLMO2, kv_heads=2, head_width=12)),
     "mistral_window": ("Mistral", replace(LLAMA, kv_heads=2, attention=Attention(window=5))),
     "qwen3_alternating_windows": (
         "Qwen3",
@@ -133,7 +138,8 @@ def _oracle(family: str, model: Model) -> Any:
     options = {**sizes(model), **window, "rope_parameters": rope, "attn_implementation": "eager"}
     if family == "SmolLM3":
         options["no_rope_layer_interval"] = model.attention.nope_every
-        options |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # they lie outside of the vocabulary
+    # Some lie outside of the small vocabulary, and the embedding of padding gets no gradient.
+    options |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     config = getattr(transformers, f"{family}Config")(**options)
     with Float64Everywhere():
         oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
@@ -148,12 +154,18 @@ def _decoder(model: Model, mesh: Mesh, oracle: Any) -> Decoder:
     """Our model with the oracle's weights."""
     decoder = Decoder(model, mesh.tp, range(model.layers)).to(torch.float64).to_empty(device="cpu")
     weights = dict(oracle.named_parameters())
-    ours = {their_name(name): param for name, param in decoder.named_parameters()}
+    ours = {_name(name, model): param for name, param in decoder.named_parameters()}
     assert ours.keys() == weights.keys()
     with torch.no_grad():
         for name, param in ours.items():
             param.to_local().copy_(weights[name])
     return decoder
+
+
+def _name(name: str, model: Model) -> str:
+    """The name in transformers; in a model with norms after attention and MLP, norms have other names."""
+    parts = their_name(name).split(".")
+    return ".".join(AFTER.get(part, part) for part in parts) if model.norm == "post" else ".".join(parts)
 
 
 def _their_answer(oracle: Any, tokens: Tensor) -> Answer:
@@ -170,7 +182,8 @@ def _our_answer(decoder: Decoder, tokens: Tensor) -> Answer:
     inputs, targets = tokens[:, :-1].T, tokens[:, 1:].T
     loss = decoder(inputs, targets=targets)
     loss.backward()
-    gradients = {their_name(name): param.grad.full_tensor() for name, param in decoder.named_parameters()}
+    named = decoder.named_parameters()
+    gradients = {_name(name, decoder.model): param.grad.full_tensor() for name, param in named}
     return Answer(decoder(inputs).detach().transpose(0, 1), loss.detach(), gradients)
 
 

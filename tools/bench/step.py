@@ -118,10 +118,11 @@ def _config(options: argparse.Namespace) -> Config:
     if LlamaForCausalLM is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     model = config.model
-    if model.qk_norm or model.qkv_bias or model.rope_scaling or model.attention != Attention():
+    another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling
+    if another or model.attention != Attention():
         raise InputError(
-            "model.qk_norm, model.qkv_bias, model.rope_scaling and what is in model.attention must be off: "
-            "transformers' Llama has none"
+            "model.norm must be pre, and model.qk_norm, model.qkv_bias, model.rope_scaling and what is in "
+            "model.attention must be off, as in transformers' Llama"
         )
     if config.train.precision != "fp32" or config.optim.clip_norm == 0:
         raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")

@@ -20,6 +20,9 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.head_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.head_width
         )
+    if model.qk_norm_width == "all" and not model.qk_norm:
+        fix = "set model.qk_norm=true, or use head"
+        yield Problem("model.qk_norm_width", "has no meaning without model.qk_norm", fix, "all")
     attention = model.attention
     if attention.full_every is not None and attention.window is None:
         rule = "has no meaning without model.attention.window"

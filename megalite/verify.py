@@ -267,6 +267,10 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         heads = lcm(heads, tp * cp)
     length = 6 * parallel.sequence_parts if cp > 1 else 12 * tp
     attention = model.attention
+    for key in ("full_every", "nope_every"):
+        every = getattr(attention, key)
+        if every is not None and every <= model.layers:  # the copy too has a layer of this kind
+            attention = replace(attention, **{key: min(every, layers)})
     if attention.window is not None and attention.window < model.sequence_length:
         # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
         share = attention.window * length / model.sequence_length
@@ -294,8 +298,12 @@ def not_compared(config: Config, steps: int) -> list[str]:
         for name in sizes
         if getattr(model, name) != getattr(small.model, name)
     ]
-    if model.attention.window != small.model.attention.window:
-        shrunk.append(f"attention.window {model.attention.window:,} as {small.model.attention.window:,}")
+    attention, in_small = model.attention, small.model.attention
+    shrunk += [
+        f"attention.{name} {value:,} as {getattr(in_small, name):,}"
+        for name, value in vars(attention).items()
+        if value != getattr(in_small, name)
+    ]
     apex = "apex" in vars(config.kernels_by_operation).values()
     rampup, curriculum = small.batch.rampup, small.batch.curriculum
     sequences = f"{rampup.start} and {small.batch.global_}" if rampup else ""

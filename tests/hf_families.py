@@ -29,6 +29,7 @@ ROPE3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 500.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
@@ -69,6 +70,12 @@ CASES = {
     "qwen3": Case("Qwen3", {"head_dim": 8}),
     "qwen3 tied, wide heads": Case("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
     "qwen3, alternating": Case("Qwen3", {"head_dim": 8, **SLIDING, "layer_types": ALTERNATING}),
+    "smollm3": Case("SmolLM3", {"no_rope_layer_interval": 4}),
+    "smollm3, every third": Case("SmolLM3", {"no_rope_layers": [1, 1, 0, 1], "tie_word_embeddings": False}),
+    "olmo2": Case("Olmo2"),
+    "olmo2 tied, all heads": Case("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2, yarn": Case("Qwen2", {"rope_parameters": YARN}),
+    "llama, linear": Case("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
     "phi3": Case("Phi3"),
     "phi3, window, tied": Case("Phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
 }

@@ -17,6 +17,8 @@ HYBRID: Overrides = {"parallel.dp_replicate": 2, **SHARDED}
 ATTENTION: Overrides = {"model.head_width": 64, "model.sequence_length": 2048}  # heads twice as wide as the stream
 WINDOW: Overrides = {"model.attention.window": 128}
 CAPPED: Overrides = {"model.attention.softcap": 30.0}
+POST: Overrides = {"model.norm": "post", "model.qk_norm": True, "model.qk_norm_width": "all"}
+NOPE: Overrides = {"model.attention.nope_every": 1}
 TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
@@ -76,6 +78,34 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "capped, window, fp32": ({**ATTENTION, **CAPPED, **WINDOW, "train.precision": "fp32"}, 0),
     "capped, ring": ({**ATTENTION, **CAPPED, "parallel.cp": 4}, 0),
     "capped, window, ring": ({**ATTENTION, **CAPPED, **WINDOW, "parallel.cp": 2}, 0),
+    "no rotary positions": ({**ATTENTION, **NOPE, "train.precision": "fp32"}, 0),
+    "no rotary positions, every second layer": ({**ATTENTION, "model.attention.nope_every": 2}, 0),
+    "no rotary positions, split backward, tp": (
+        {**ATTENTION, **NOPE, **PIPELINE, "parallel.pipeline.schedule": "zb_h1", "parallel.tp": 2},
+        0,
+    ),
+    "no rotary positions, norms of heads": ({**ATTENTION, **NOPE, "model.qk_norm": True}, 0),
+    "no rotary positions, norms of heads made again, ring": ({**NORMED, **NOPE, "parallel.cp": 4}, 0),
+    "norms after": ({**POST, "train.precision": "fp32"}, 0),
+    "norms after, tp": ({**POST, "batch.micro": 4, "batch.global": 8, "parallel.tp": 2}, 0),
+    "norms after, wide": ({**POST, **WIDE}, 0),
+    "norms after, attention most of all": ({**POST, **ATTENTION}, 0),
+    "norms after, recompute full": ({**POST, "train.recompute": "full", "batch.micro": 4, **SHARDED}, 0),
+    "norms after, recompute selective": ({**POST, "train.recompute": "selective", "batch.micro": 4}, 0),
+    "norms after, recompute selective, tp": ({**POST, "train.recompute": "selective", "parallel.tp": 2}, 0),
+    "norms after, offloaded and recomputed": (  # the inputs of three micro-batches are on the host
+        {**POST, "train.offload_activations": True, "train.recompute": "full", **PIPELINE, "parallel.pp": 4},
+        1,
+    ),
+    "norms after, offloaded": ({**POST, "train.offload_activations": True, **PIPELINE}, 1),
+    "norms after, zb_h1": ({**POST, "parallel.pipeline.schedule": "zb_h1", "parallel.tp": 2, **PIPELINE}, 0),
+    "norms after, zbv": (
+        {**POST, "parallel.pipeline.schedule": "zbv", "parallel.data.mode": "zero1", **SHARDED, **PIPELINE},
+        0,
+    ),
+    "norms after, muon": ({**POST, "optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
+    "norms of all heads made again, ring": ({**NORMED, **POST, "parallel.cp": 4}, 0),
+    "norms of all heads made again, tp": ({**NORMED, **POST, "parallel.tp": 4}, 0),
     "ring": ({"parallel.cp": 4, "model.sequence_length": 4096, "parallel.tp": 2}, 0),
     "all_gather": ({"parallel.cp": 8, "model.sequence_length": 16384, "train.recompute": "full", **ALL_GATHER}, 0),
     "norms of heads made again, ring": ({**NORMED, "parallel.cp": 4}, 0),

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megalite.checkpoint.huggingface import sizes, their_name
-from megalite.config.layers import layer_kinds
+from megalite.checkpoint.maps.families import FAMILIES
 from megalite.config.schema import Attention, Model, RopeScaling
 from megalite.model.decoder import Decoder
 
@@ -20,6 +19,9 @@ LENGTH = 24
 LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=48, vocab_size=61, sequence_length=LENGTH, rope_theta=500.0)
 # Of the 4 pairs of features of a head: one left alone, one interpolated, two stretched.
 SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
+OLMO2 = replace(LLAMA, norm="post", qk_norm=True, qk_norm_width="all")
+# One pair left alone, one interpolated, two stretched.
+YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
 MODELS = {
     "llama": ("Llama", LLAMA),
     "llama_grouped_queries": ("Llama", replace(LLAMA, kv_heads=2)),
@@ -27,9 +29,20 @@ MODELS = {
     "llama_tied": ("Llama", replace(LLAMA, tie_embeddings=True)),
     "llama_head_width": ("Llama", replace(LLAMA, head_width=12)),
     "llama_rope_scaling": ("Llama", replace(LLAMA, rope_scaling=SCALING)),
+    "llama_linear": ("Llama", replace(LLAMA, rope_scaling=RopeScaling("linear", factor=3.0))),
+    "llama_yarn": ("Llama", replace(LLAMA, rope_scaling=YARN)),
+    "qwen2_yarn_attention_factor": (
+        "Qwen2",
+        replace(LLAMA, qkv_bias=True, rope_scaling=replace(YARN, attention_factor=1.5)),
+    ),
     "llama_large_eps": ("Llama", replace(LLAMA, norm_eps=0.1)),
     "qwen2_bias": ("Qwen2", replace(LLAMA, kv_heads=2, qkv_bias=True)),
     "qwen3": ("Qwen3", replace(LLAMA, kv_heads=2, qk_norm=True, head_width=8)),
+    "smollm3": ("SmolLM3", replace(LLAMA, layers=4, kv_heads=2, attention=Attention(nope_every=3))),
+    "smollm3_no_rotary_positions": ("SmolLM3", replace(LLAMA, kv_heads=2, attention=Attention(nope_every=1))),
+    "olmo2": ("Olmo2", OLMO2),
+    "olmo2_grouped_queries_tied": ("Olmo2", replace(OLMO2, kv_heads=2, tie_embeddings=True, norm_eps=0.1)),
+    "olmo2_head_width": ("Olmo2", replace(OLMO2, kv_heads=2, head_width=12)),
     "mistral_window": ("Mistral", replace(LLAMA, kv_heads=2, attention=Attention(window=5))),
     "qwen3_alternating_windows": (
         "Qwen3",
@@ -65,21 +78,12 @@ def _widened(value: Any) -> Any:
 
 def oracle_of(family: str, model: Model) -> Any:
     """transformers' model with random weights, norms included."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling.factor,
-            "low_freq_factor": model.rope_scaling.low_frequency_factor,
-            "high_freq_factor": model.rope_scaling.high_frequency_factor,
-            "original_max_position_embeddings": model.rope_scaling.original_length,
-        }
-    window: dict[str, Any] = {}
-    if model.attention.window is not None:
-        kinds = [kind.attention.window for kind in layer_kinds(model)]
-        window = {"sliding_window": model.attention.window, "use_sliding_window": True}
-        window["layer_types"] = ["full_attention" if kind is None else "sliding_attention" for kind in kinds]
-    options = {**sizes(model), **window, "rope_parameters": rope, "attn_implementation": "eager"}
+    plain = replace(model, attention=replace(model.attention, softcap=None))  # Gemma 2's caps are added to others
+    options = {
+        **FAMILIES[family.lower()].config(plain, "float64"),
+        "attn_implementation": "eager",
+        "pad_token_id": None,
+    }
     config = getattr(transformers, f"{family}Config")(**options)
     with Float64Everywhere():
         oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
@@ -90,10 +94,17 @@ def oracle_of(family: str, model: Model) -> Any:
     return oracle
 
 
+def their_names(family: str, model: Model) -> dict[str, str]:
+    """The names that our weights have in transformers, in a family that fuses none."""
+    table = FAMILIES[family.lower()].table(model)
+    return {strip.name: name for name, theirs in table.items() for strip in theirs.strips}
+
+
 def copy_weights(decoder: Decoder, oracle: Any) -> None:
     """Give our model the oracle's weights."""
     weights = dict(oracle.named_parameters())
-    ours = {their_name(name): param for name, param in decoder.named_parameters()}
+    names = their_names(oracle.config.model_type, decoder.model)
+    ours = {names[name]: param for name, param in decoder.named_parameters()}
     assert ours.keys() == weights.keys()
     with torch.no_grad():
         for name, param in ours.items():

@@ -39,12 +39,13 @@ FEATURES = {
     "micro": (1, 2),
     "heads": ("multi", "grouped"),
     "tie_embeddings": (False, True),
-    "qk_norm": (False, True),
+    "norm": ("pre", "post"),
+    "qk_norm": ("none", "head", "all"),
     "qkv_bias": (False, True),
     "mode": ("ddp", "zero1", "zero2", "zero3"),
     "method": ("ring", "ulysses", "all_gather"),
     "documents": ("packed", "masked", "reset"),
-    "attention": ("full", "window", "alternating windows", "capped"),
+    "attention": ("full", "window", "alternating windows", "alternating positions", "capped"),
     "recompute": ("none", "selective", "full", "full of every second"),
     "offload": (False, True),  # of activations
     "optimizer": ("adamw", "muon", "adamw on the host"),
@@ -54,6 +55,7 @@ ATTENTION = {
     "full": Attention(),
     "window": Attention(window=5),
     "alternating windows": Attention(window=3, full_every=2),
+    "alternating positions": Attention(nope_every=2),
     "capped": Attention(softcap=0.5),
 }
 # Only where one of the axes is used:
@@ -129,7 +131,9 @@ def configuration(layout: Layout, row: Row) -> Config:
         vocab_size=40,
         sequence_length=16,
         tie_embeddings=row["tie_embeddings"],
-        qk_norm=row["qk_norm"],
+        norm=row["norm"],
+        qk_norm=row["qk_norm"] != "none",
+        qk_norm_width="all" if row["qk_norm"] == "all" else "head",
         qkv_bias=row["qkv_bias"],
         attention=ATTENTION[row["attention"]],
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 from toy_jobs import one_rank
 
 from megalite import cli
+from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import (
@@ -309,9 +310,13 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
     assert small.parallel == whole.parallel
     assert small.train.precision == "fp64"
     assert small.model.layers * small.model.width <= 4096
-    kind = ("tie_embeddings", "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps")
+    kind = ("tie_embeddings", "qk_norm", "qk_norm_width", "qkv_bias", "rope_theta", "rope_scaling", "norm", "norm_eps")
     assert [getattr(small.model, key) for key in kind] == [getattr(whole.model, key) for key in kind]
     assert (small.model.heads > small.model.kv_heads) == (whole.model.heads > whole.model.kv_heads)
+    kinds = [
+        {(kind.attention.window is None, kind.rotary) for kind in layer_kinds(each.model)} for each in (small, whole)
+    ]
+    assert kinds[0] == kinds[1]
     tp = whole.parallel.tp
     assert (small.model.kv_heads > tp) == (whole.model.kv_heads > tp)
     wide = small.model.head_size * small.model.heads != small.model.width
@@ -321,6 +326,17 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
 
 def micro_batches(config: Config) -> int:
     return config.batch.global_ // (config.batch.micro * config.parallel.layout.dp)
+
+
+@pytest.mark.parametrize("key", ["full_every", "nope_every"])
+def test_a_shrunken_copy_has_layers_of_every_kind(key: str) -> None:
+    model = replace(configuration().model, layers=30, attention=Attention(window=4))
+    small = shrink(replace(configuration(), model=replace(model, attention=replace(model.attention, **{key: 6}))))
+    assert getattr(small.model.attention, key) == small.model.layers == 3
+    assert len(set(layer_kinds(small.model))) == 2
+    rare = replace(configuration(), model=replace(model, attention=replace(model.attention, **{key: 31})))
+    assert getattr(shrink(rare).model.attention, key) == 31
+    assert f"attention.{key}" not in "; ".join(not_compared(rare, 3))
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,16 @@ class LayerKind:
 
     attention: AttentionKind
     feed_forward: FeedForward
+    rotary: bool = True  # False: queries and keys are not turned by their positions (NoPE, arXiv 2305.19466)
 
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
     attention, feed_forward = model.attention, FeedForward(model.ffn)
-    full = LayerKind(AttentionKind(None, attention.softcap), feed_forward)
-    near = LayerKind(AttentionKind(attention.window, attention.softcap), feed_forward)
-    every = attention.full_every or model.layers + 1
-    return tuple(full if number % every == 0 else near for number in range(1, model.layers + 1))
+    full = AttentionKind(None, attention.softcap)
+    near = AttentionKind(attention.window, attention.softcap)
+    full_every, nope_every = (every or model.layers + 1 for every in (attention.full_every, attention.nope_every))
+    return tuple(
+        LayerKind(near if number % full_every else full, feed_forward, rotary=number % nope_every != 0)
+        for number in range(1, model.layers + 1)
+    )

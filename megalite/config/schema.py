@@ -20,21 +20,33 @@ class Run:
 
 @dataclass
 class RopeScaling:
-    """Llama 3.1's stretching of low RoPE frequencies (arXiv 2407.21783, §3.4.1)."""
+    """Stretching of RoPE's wavelengths; `megalite.model.positions.frequencies` has the formulas."""
 
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int = 8192  # context length before stretching, in tokens
+    beta_fast: float = 32.0  # rotations within the original context
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of cosines and sines; null: 1 + ln(factor) / 10
+
+
+SCALING_KEYS = {  # kind -> the keys of RopeScaling that it uses, beside kind and factor
+    "llama3": ("low_frequency_factor", "high_frequency_factor", "original_length"),
+    "linear": (),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor"),
+}
 
 
 @dataclass
 class Attention:
-    """Of all layers, or with `full_every` of most."""
+    """Of all layers, or with `full_every` and `nope_every` of most."""
 
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
     full_every: int | None = None  # of a model with windows: layers n - 1, 2n - 1, … have none; null: all have one
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
+    nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have
 
 
 @dataclass
@@ -49,9 +61,11 @@ class Model:
     sequence_length: int = 256  # tokens per training sample
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    norm: Literal["pre", "post"] = "pre"  # of what attention and MLP take; post: of what they return, as in OLMo 2
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
-    qk_norm: bool = False  # RMSNorm of every query and key head, as in Qwen3
+    qk_norm: bool = False  # RMSNorm of queries and keys
+    qk_norm_width: Literal["head", "all"] = "head"  # of every head, as in Qwen3; all: of all together, as in OLMo 2
     qkv_bias: bool = False
     attention: Attention = field(default_factory=Attention)
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)

@@ -45,6 +45,13 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending(part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=True))
 
 
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to sum `x` over all ranks, in its own memory and without gradients."""
+    if group.size() == 1:
+        return Pending(x, None)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.layers import AttentionKind, layer_kinds
-from megalite.config.schema import Model
+from megalite.config.schema import Model, RopeScaling
 from megalite.parallel.context import Attention, attention
 
 
@@ -40,20 +40,57 @@ class TokenPositions:
 
 
 def frequencies(model: Model, device: torch.device | None = None) -> Tensor:
-    """Radians per position of every pair of features, `[e/2]` in float64; scaling lowers low ones as in Llama 3.1."""
+    """Radians per position of every pair of features, `[e/2]` in float64.
+
+    Scaling divides frequencies by its factor: kind linear all of them (arXiv 2306.15595), llama3 (arXiv 2407.21783,
+    §3.4.1) and yarn (arXiv 2309.00071, §3.2) low ones fully and high ones not at all. Between the two, llama3
+    interpolates by rotations within the original context, and yarn by the number of the pair.
+    """
     exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
     plain = model.rope_theta**-exponents
     scaling = model.rope_scaling
     if scaling is None:
         return plain
-    turns = scaling.original_length * plain / (2 * math.pi)  # rotations within the original context
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by the factor, 1: unchanged
+    match scaling.kind:
+        case "linear":
+            return plain / scaling.factor
+        case "llama3":
+            turns = scaling.original_length * plain / (2 * math.pi)  # rotations within the original context
+            low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+            keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by the factor, 1: unchanged
+        case "yarn":
+            first, last = _yarn_pairs(scaling, model)
+            pairs = torch.arange(len(plain), dtype=torch.float64, device=device)
+            keep = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
     return plain * (keep + (1 - keep) / scaling.factor)
 
 
+def _yarn_pairs(scaling: RopeScaling, model: Model) -> tuple[float, float]:
+    """The last pair that keeps its frequency, and the first whose frequency is divided by the whole factor."""
+
+    def pair(rotations: float) -> float:
+        """The pair, of a head of any width, that rotates so often within the original context."""
+        wavelength = scaling.original_length / (2 * math.pi * rotations)
+        return model.head_size * math.log(wavelength) / (2 * math.log(model.rope_theta))
+
+    first = max(math.floor(pair(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair(scaling.beta_slow)), model.head_size - 1)
+    return first, last if last != first else last + 0.001  # as transformers avoids a division by 0
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by, which sharpens attention to more tokens (YaRN, §3.4)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return 1 + math.log(scaling.factor) / 10 if scaling.attention_factor is None else scaling.attention_factor
+
+
 def angles(model: Model, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[p, 1, 1, e/2]` of the angles at `positions` `[p]`, in float32 or the wider `dtype`."""
+    """Cosine and sine `[p, 1, 1, e/2]` of the angles at `positions` `[p]`, in float32 or the wider `dtype`.
+
+    Both are multiplied by the attention factor of RoPE scaling.
+    """
     turns = positions[:, None, None, None] * frequencies(model, positions.device)
-    wide = torch.promote_types(dtype, torch.float32)
-    return turns.cos().to(wide), turns.sin().to(wide)
+    wide, factor = torch.promote_types(dtype, torch.float32), attention_factor(model.rope_scaling)
+    cos, sin = turns.cos(), turns.sin()
+    return (cos if factor == 1 else cos * factor).to(wide), (sin if factor == 1 else sin * factor).to(wide)

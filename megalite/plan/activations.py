@@ -29,7 +29,6 @@ from megalite.config.schema import Config
 from megalite.plan.attention import AttentionMemory
 from megalite.plan.parts import Kept, Moment, Part, Weights
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.roles import Kind
 from megalite.plan.size import Parameters, layer_parameters
 from megalite.plan.states import state_names
 from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
@@ -75,7 +74,7 @@ class Activations:
     def layer(self, kind: LayerKind, mode: Mode) -> Part:
         """A layer of `kind` that recomputes as `mode` says."""
         everything = self._layer_kept(kind)
-        remade = everything[1:] if mode == "full" else ()
+        remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
         cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
         left = [kept for kept in everything if kept not in (*remade, *cheap)]
         least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
@@ -180,10 +179,10 @@ class Activations:
         return self.stream * self.t if self.t > 1 else 0
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:
-        """Parameters and optimizer states of `weights` on this rank: norms are whole, others are split over tp."""
+        """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits."""
 
         def elements(weight: Weight) -> int:
-            return weight.elements // (1 if weight.role.kind is Kind.NORM else self.t)
+            return weight.elements // (self.t if weight.role.split else 1)
 
         def states(weight: Weight) -> int:
             return len(state_names(self.config.optim, weight.role)) * elements(weight)
@@ -218,26 +217,27 @@ class Activations:
         return self.tokens * self.w * kind.feed_forward.width // self.t
 
     def _layer_kept(self, kind: LayerKind) -> tuple[Kept, ...]:
-        """The tensors that a layer without recompute keeps for backward, its input first."""
+        """The tensors that a layer without recompute keeps for backward."""
         model = self.config.model
         (q, k), f = self._heads(), self._hidden(kind)
         of_head = self.tokens * self.z // self.t  # bytes per head of the model: one number per position, split over tp
-        normed = model.qk_norm
+        post = model.norm == "post"  # then projections take the layer's input as it is, and the MLP the sum after them
         found = [
-            Kept("norms", self.stream, "attention norm"),
-            Kept("norms", self.statistic, "attention norm"),
-            Kept("attention", self.stream, "projections", for_weights="projections", cheap=True),
+            Kept("attention", self.stream, "projections", "projections", cheap=not post, given=post),
             *self._attention(kind.attention).kept(),
             Kept("attention", model.heads * of_head, "attention"),
-            Kept("norms", self.stream, "mlp norm"),
-            Kept("norms", self.statistic, "mlp norm"),
-            Kept("mlp", self.stream, "gate and up", for_weights="gate and up", cheap=True),
+            Kept("norms", self.stream, "attention norm", given=not post),
+            Kept("norms", self.statistic, "attention norm"),
+            Kept("mlp", self.stream, "gate and up", for_weights="gate and up", cheap=not post),
             Kept("mlp", f, "swiglu"),
             Kept("mlp", f, "swiglu"),
             Kept("mlp", f, "down", for_weights="down", cheap=True),
+            Kept("norms", self.stream, "mlp norm"),
+            Kept("norms", self.statistic, "mlp norm"),
         ]
-        for width, heads in ((q, model.heads), (k, model.kv_heads)) if normed else ():
-            found += [Kept("norms", width, "rope"), Kept("norms", heads * of_head, "rope")]
+        for width, heads in ((q, model.heads), (k, model.kv_heads)) if model.qk_norm else ():
+            inverse = heads * of_head if model.qk_norm_width == "head" else self.tokens * self.z
+            found += [Kept("norms", width, "rope"), Kept("norms", inverse, "rope")]
         return tuple(found)
 
     def _layer_backward(self, kind: LayerKind) -> tuple[Moment, ...]:
@@ -247,12 +247,15 @@ class Activations:
         down = w * self._down(kind)
         output = w * model.width * model.heads * model.head_size // t
         stream, gathered = self.stream, self.gathered or self.stream
-        return (
-            Moment("down", stream + self.gathered + f, down, put_off=gathered),
+        post = model.norm == "post"
+        own = stream if post else 0  # the gradient of what attention or MLP return, which is else that of the stream
+        mlp = (
+            Moment("down", stream + max(own, self.gathered) + f, down, put_off=gathered),
             Moment("swiglu", stream + 3 * f),
             Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, 2 * f, self.gathered),
-            Moment("mlp norm", stream + self._norm()),
-            Moment("output", stream + self.gathered + q, output, put_off=gathered),
+        )
+        attention = (
+            Moment("output", stream + max(own, self.gathered) + q, output, put_off=gathered),
             Moment("attention", stream + q + self._attention(kind.attention).backward),
             Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
             Moment(
@@ -262,8 +265,10 @@ class Activations:
                 q + 2 * k,
                 self.gathered,
             ),
-            Moment("attention norm", stream + self._norm()),
         )
+        given = 0 if post else stream  # a gradient beside that of the stream
+        of_mlp, of_attention = (Moment(name, given + self._norm()) for name in ("mlp norm", "attention norm"))
+        return (of_mlp, *mlp, of_attention, *attention) if post else (*mlp, of_mlp, *attention, of_attention)
 
     def _linear(self, grads: int) -> int:
         """Bytes in backward of linear layers of one input: `grads` of outputs, the gathered input, its gradient."""

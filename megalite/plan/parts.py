@@ -22,6 +22,7 @@ class Kept:
     until: str  # the moment of backward that uses it last
     for_weights: str = ""  # the moment whose weight gradients need the tensor; a split backward keeps it until W
     cheap: bool = False  # selective recompute makes the tensor again when backward needs it
+    given: bool = False  # the input of a layer, which full recompute keeps
 
 
 @dataclass(frozen=True)

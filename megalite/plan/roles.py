@@ -39,6 +39,11 @@ class Role:
         return self.inputs is not None
 
     @property
+    def split(self) -> bool:
+        """Whether tensor parallelism splits the parameter: not norms of the residual stream or of single heads."""
+        return not (self.kind is Kind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
+
+    @property
     def into_stream(self) -> bool:
         """Whether the parameter is a layer's projection into the residual stream."""
         return self.kind is Kind.MATRIX and self.outputs is Side.STREAM
@@ -62,6 +67,8 @@ EMBEDDING = Role(Kind.EMBEDDING, Side.VOCABULARY, Side.STREAM)
 HEAD = Role(Kind.HEAD, Side.VOCABULARY, Side.STREAM)
 NORM = Role(Kind.NORM, Side.STREAM)
 HEAD_NORM = Role(Kind.NORM, Side.ONE_HEAD)
+QUERY_NORM = Role(Kind.NORM, Side.QUERIES)  # of all heads together
+KEY_NORM = Role(Kind.NORM, Side.KEYS)
 QUERY = Role(Kind.MATRIX, Side.QUERIES, Side.STREAM)
 KEY = VALUE = Role(Kind.MATRIX, Side.KEYS, Side.STREAM)
 ATTENTION_OUTPUT = Role(Kind.MATRIX, Side.STREAM, Side.QUERIES)

@@ -240,7 +240,7 @@ class Walk:
 
     def _offloads_input(self, stage: int) -> bool:
         """Whether the first layer offloads its input; the tensor that the stage has received then stays as well."""
-        return any(kept.until == "attention norm" for kept in self.parts[stage][0].offloaded)
+        return any(kept.given for kept in self.parts[stage][0].offloaded)
 
     def _adds_at_once(self, key: PartKey) -> bool:
         """Whether new gradients are added at once to those that are held; if FSDP2 widens gradients, it adds later."""

@@ -53,8 +53,10 @@ def layer_weights(model: Model, kind: LayerKind) -> Iterator[tuple[str, Weight]]
         if model.qkv_bias:
             yield f"attention.{name}.bias", Weight((size,), role.bias)
     yield "attention.o.weight", Weight((width, queries), roles.ATTENTION_OUTPUT)
-    for name in ("q_norm", "k_norm") if model.qk_norm else ():
-        yield f"attention.{name}.weight", Weight((model.head_size,), roles.HEAD_NORM)
+    one, together = Weight((model.head_size,), roles.HEAD_NORM), model.qk_norm_width == "all"
+    if model.qk_norm:
+        yield "attention.q_norm.weight", Weight((queries,), roles.QUERY_NORM) if together else one
+        yield "attention.k_norm.weight", Weight((keys,), roles.KEY_NORM) if together else one
     for name in ("attention_norm", "mlp_norm"):
         yield f"{name}.weight", Weight((width,), roles.NORM)
     for name, role in (("gate", roles.GATE), ("up", roles.UP)):

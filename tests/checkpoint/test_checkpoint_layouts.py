@@ -39,6 +39,7 @@ DEEP = Layout(pp=4, dp_shard=2)
 WIDE = Layout(dp_shard=SIZE)
 TIED = replace(MODEL, tie_embeddings=True)
 NARROW = replace(MODEL, qk_norm=True)  # norms as wide as a head: 4 elements for 8 ranks
+SPLIT = replace(MODEL, norm="post", qk_norm=True, qk_norm_width="all")  # norms that tensor parallelism splits
 SHAPES = {  # layout and schedule, over all ranks
     "pipeline": (PIPELINE, "1f1b"),
     "flat": (FLAT, "1f1b"),
@@ -118,7 +119,7 @@ def test_a_save_takes_the_host_memory_that_is_predicted(shape: str, ranks: Ranks
         assert rank_memory(config, pp).of(HOST) == {"checkpoint": staged}
 
 
-@pytest.mark.parametrize("model", [NARROW, TIED], ids=["narrow norms", "tied"])
+@pytest.mark.parametrize("model", [NARROW, TIED, SPLIT], ids=["narrow norms", "tied", "split norms"])
 def test_one_rank_and_eight_exchange_checkpoints(model: object, ranks: Ranks, tmp_path: Path) -> None:
     alone = config_of(Layout(), model)
     with one_rank():

@@ -17,7 +17,7 @@ from megalite.checkpoint.resume import check_start
 from megalite.checkpoint.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.schema import Checkpoint, Config, Model, RopeScaling, Run
+from megalite.config.schema import Attention, Checkpoint, Config, Model, RopeScaling, Run
 
 MODEL = Model(layers=2, width=16)
 CONFIG = Config(model=MODEL, run=Run(seed=3))
@@ -78,6 +78,9 @@ def test_what_is_no_manifest_is_damage(text: str, tmp_path: Path) -> None:
         (replace(MODEL, layers=3, ffn=48, qkv_bias=True), ["layers", "ffn", "qkv_bias"]),
         (replace(MODEL, rope_theta=5e5, norm_eps=1e-6), ["rope_theta", "norm_eps"]),  # the same shapes
         (replace(MODEL, rope_scaling=RopeScaling()), ["rope_scaling"]),
+        (replace(MODEL, attention=Attention(nope_every=2)), ["attention.nope_every"]),
+        (replace(MODEL, norm="post"), ["norm"]),  # weights of the same names and shapes
+        (replace(MODEL, qk_norm=True, qk_norm_width="all"), ["qk_norm", "qk_norm_width"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -86,6 +89,16 @@ def test_another_model_is_refused_with_every_difference(model: Model, keys: list
         refuse_other_model(Path("runs/a/checkpoints/step-00000010"), CONFIG.model, Config(model=model))
     assert [problem.key for problem in caught.value.problems] == [f"model.{key}" for key in keys]
     assert "runs/a/checkpoints/step-00000010" in str(caught.value)
+
+
+def test_a_checkpoint_from_before_kinds_of_scaling_is_of_llama3s() -> None:
+    old = to_plain(Config(model=replace(MODEL, rope_scaling=RopeScaling())))
+    for key in ("kind", "beta_fast", "beta_slow", "attention_factor"):
+        del old["model"]["rope_scaling"][key]
+    there = replace(MADE, config=old).configuration
+    assert refused(refuse_other_model, Path("x"), there, Config(model=replace(MODEL, rope_scaling=RopeScaling()))) == []
+    yarn = Config(model=replace(MODEL, rope_scaling=RopeScaling("yarn")))
+    assert refused(refuse_other_model, Path("x"), there, yarn) == ["model.rope_scaling.kind"]
 
 
 def test_weights_do_not_depend_on_sequence_length_and_initialization() -> None:

@@ -61,6 +61,18 @@ SAVING = "checkpoint.interval=10"
             "model.attention.full_every=4",
         ),
         (
+            ["model.attention.nope_every=5", "model.layers=4"],
+            "model.attention.nope_every = 5: has no effect with model.layers = 4: every layer has rotary positions; "
+            "use at most that, or null",
+            "model.attention.nope_every=4",
+        ),
+        (
+            ["model.attention.nope_every=1", "model.rope_theta=500"],
+            "model.rope_theta = 500.0: has no effect with model.attention.nope_every = 1: no layer has rotary "
+            "positions; use a larger nope_every, or null",
+            "model.attention.nope_every=2",
+        ),
+        (
             ["checkpoint.keep_every=5", "checkpoint.keep=0", SAVING],
             "checkpoint.keep_every = 5: has no effect with checkpoint.keep = 0, which keeps all; use one of them",
             "checkpoint.keep=1",

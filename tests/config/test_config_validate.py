@@ -62,6 +62,35 @@ def test_the_defaults_are_valid() -> None:
             "model.rope_scaling.low_frequency_factor = 4.0: must be less than model.rope_scaling.high_frequency_factor "
             "= 4.0; Llama 3.1 uses 1 and 4",
         ),
+        (
+            ["model.qk_norm_width=all"],
+            'model.qk_norm_width = "all": has no meaning without model.qk_norm; set model.qk_norm=true, or use head',
+        ),
+        (
+            ["model.rope_scaling.kind=linear", "model.rope_scaling.original_length=4096"],
+            "model.rope_scaling.original_length = 4096: has no meaning with model.rope_scaling.kind = linear; "
+            "leave it out, or use kind llama3 or yarn",
+        ),
+        (
+            ["model.rope_scaling.attention_factor=1"],
+            "model.rope_scaling.attention_factor = 1.0: has no meaning with model.rope_scaling.kind = llama3; "
+            "leave it out, or use kind yarn",
+        ),
+        (
+            ["model.rope_scaling={kind: yarn, low_frequency_factor: 9}"],
+            "model.rope_scaling.low_frequency_factor = 9.0: has no meaning with model.rope_scaling.kind = yarn; "
+            "leave it out, or use kind llama3",
+        ),
+        (
+            ["model.rope_scaling={kind: yarn, beta_slow: 32}"],
+            "model.rope_scaling.beta_slow = 32.0: must be less than model.rope_scaling.beta_fast = 32.0; "
+            "YaRN uses 32 and 1",
+        ),
+        (
+            ["model.rope_scaling.kind=yarn", "model.rope_theta=1"],
+            "model.rope_theta = 1.0: must be above 1 with model.rope_scaling.kind = yarn, which looks for pairs by "
+            "their frequency; Llama 2 uses 10000",
+        ),
         (["model.rope_scaling.factor=0"], "model.rope_scaling.factor = 0.0: must be at least 1: it stretches"),
         (
             ["parallel.cp=4", "model.sequence_length=260"],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import Model, RopeScaling
-from megalite.model.positions import angles, frequencies
+from megalite.model.positions import angles, attention_factor, frequencies
 
 LLAMA31 = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
 LLAMA32 = replace(LLAMA31, factor=32.0)
@@ -19,7 +19,16 @@ SCALINGS = st.builds(
     low_frequency_factor=st.floats(0.25, 2.0),
     high_frequency_factor=st.floats(2.5, 8.0),
     original_length=st.sampled_from([32, 512, 8192]),
-)
+) | st.builds(RopeScaling, kind=st.just("linear"), factor=st.floats(1.0, 64.0))
+YARNS = [  # with widths of heads, and theta; the first is Qwen2.5's
+    (RopeScaling("yarn", 4.0, original_length=32768), 128, 1e6),
+    (RopeScaling("yarn", 16.0, original_length=4096, attention_factor=0.7), 64, 1e4),
+    (RopeScaling("yarn", 8.0, original_length=16, beta_fast=4.0), 8, 500.0),
+    (RopeScaling("yarn", 2.0, original_length=10**6), 8, 2.0),  # all pairs rotate often
+    (RopeScaling("yarn", 2.0, original_length=4, beta_fast=30.0, beta_slow=0.1), 4, 10.0),
+    (RopeScaling("yarn", 2.0, original_length=4, beta_fast=1.0, beta_slow=0.7), 4, 10.0),  # no pair is between
+    (RopeScaling("yarn", 1.0), 128, 5e5),
+]
 
 
 def _model(head_width: int, theta: float, scaling: RopeScaling | None = None) -> Model:
@@ -27,11 +36,13 @@ def _model(head_width: int, theta: float, scaling: RopeScaling | None = None) ->
 
 
 def _formula(head_width: int, theta: float, scaling: RopeScaling | None) -> list[float]:
-    """Llama 3.1's rule as it is usually told, by wavelength."""
+    """Linear scaling, or Llama 3.1's rule as it is usually told, by wavelength."""
     found = []
     for pair in range(head_width // 2):
         frequency = theta ** (-2 * pair / head_width)
-        if scaling is not None:
+        if scaling is not None and scaling.kind == "linear":
+            frequency /= scaling.factor
+        elif scaling is not None:
             wavelength = 2 * math.pi / frequency
             longest = scaling.original_length / scaling.low_frequency_factor
             shortest = scaling.original_length / scaling.high_frequency_factor
@@ -73,6 +84,36 @@ def test_frequencies_equal_those_of_transformers(scaling: RopeScaling) -> None:
     # A frequency is the quotient, power and blend of few rounded numbers; the exponent's rounding grows by ln θ.
     rounding = torch.finfo(torch.float32).eps
     torch.testing.assert_close(found, expected.double(), rtol=(8 + math.log(500_000.0)) * rounding, atol=0)
+
+
+@pytest.mark.parametrize(("scaling", "head_width", "theta"), YARNS)
+def test_yarn_is_that_of_transformers(scaling: RopeScaling, head_width: int, theta: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "attention_factor": scaling.attention_factor,
+    }
+    length = int(scaling.factor * scaling.original_length)
+    config = transformers.LlamaConfig(head_dim=head_width, max_position_embeddings=length, rope_parameters=rope)
+    expected, factor = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
+    rounding = (8 + math.log(theta)) * torch.finfo(torch.float32).eps
+    found = frequencies(_model(head_width, theta, scaling))
+    torch.testing.assert_close(found, expected.double(), rtol=rounding, atol=0)
+    assert attention_factor(scaling) == pytest.approx(factor, rel=1e-15)
+
+
+def test_the_attention_factor_multiplies_cosines_and_sines() -> None:
+    scaling = RopeScaling("yarn", factor=math.e**10, attention_factor=None)
+    plain = angles(_model(8, 500.0, scaling), torch.arange(99), torch.float64)
+    assert plain[0][0].tolist() == [[[pytest.approx(2, rel=1e-15)] * 4]]
+    larger = angles(_model(8, 500.0, replace(scaling, attention_factor=6.0)), torch.arange(99), torch.float64)
+    torch.testing.assert_close(larger, tuple(3 * x for x in plain), rtol=1e-14, atol=0)
 
 
 def test_scaling_keeps_high_and_divides_low_frequencies() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import LENGTH, LLAMA, MODELS, Float64Everywhere, copy_weights, oracle_of
+from oracle import LENGTH, LLAMA, MODELS, Float64Everywhere, copy_weights, oracle_of, their_names
 from torch import Tensor
 
-from megalite.checkpoint.huggingface import their_name
 from megalite.config.schema import Model
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
@@ -37,7 +36,7 @@ def test_decoder_equals_transformers(case: str, alone: Mesh, monkeypatch: pytest
         monkeypatch.setattr(sys.modules[type(oracle).__module__], "eager_attention_forward", capped)
     tokens = torch.randint(model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     expected = _their_answer(oracle, tokens)
-    found = _our_answer(_decoder(model, alone, oracle), tokens)
+    found = _our_answer(_decoder(model, alone, oracle), tokens, their_names(family, model))
 
     _assert_equal(found.logits, expected.logits)
     _assert_equal(found.loss, expected.loss)
@@ -73,11 +72,11 @@ def _their_answer(oracle: Any, tokens: Tensor) -> Answer:
     return Answer(output.logits.detach(), loss.detach(), gradients)
 
 
-def _our_answer(decoder: Decoder, tokens: Tensor) -> Answer:
+def _our_answer(decoder: Decoder, tokens: Tensor, names: dict[str, str]) -> Answer:
     inputs, targets = tokens[:, :-1].T, tokens[:, 1:].T
     loss = decoder(inputs, targets=targets)
     loss.backward()
-    gradients = {their_name(name): param.grad.full_tensor() for name, param in decoder.named_parameters()}
+    gradients = {names[name]: param.grad.full_tensor() for name, param in decoder.named_parameters()}
     return Answer(decoder(inputs).detach().transpose(0, 1), loss.detach(), gradients)
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
+from megalite.parallel import norm
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import AsIs, Keeping
 from megalite.parallel.recompute import Counted, recompute
@@ -77,28 +79,28 @@ def saved_bytes(tp: int, model: Model) -> dict[Mode, int] | None:
     return found
 
 
-def collectives_of(tp: int, mode: Mode) -> tuple[Counter[str], Counter[str]] | None:
+def collectives_of(tp: int, mode: Mode, model: Model = MODEL) -> tuple[Counter[str], Counter[str]] | None:
     """What one layer communicates in forward and in backward."""
     mesh = Mesh.build(Layout(tp=tp), CPU)
     if mesh is None:
         return None
-    stage, x = one_layer(mesh, MODEL, mode, AsIs)
+    stage, x = one_layer(mesh, model, mode, AsIs)
     counts = []
-    with counting("all_gather_single", "reduce_scatter_single") as count:
+    with counting("all_gather_single", "reduce_scatter_single") as count, counting("start_all_reduce", of=norm) as sums:
         y = stage(x, None)
-        counts.append(Counter(count))
+        counts.append(count + sums)
         y.sum().backward()
-        counts.append(count - counts[0])
+        counts.append(count + sums - counts[0])
     return counts[0], counts[1]
 
 
 @contextmanager
-def counting(*names: str) -> Iterator[Counter[str]]:
-    """Counts calls of functions of `megalite.dist.collectives` by their name."""
+def counting(*names: str, of: ModuleType = collectives) -> Iterator[Counter[str]]:
+    """Counts calls of functions of the module `of` by their name."""
     count: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        original = getattr(collectives, name)
+        original = getattr(of, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             count[name] += 1
@@ -106,7 +108,7 @@ def counting(*names: str) -> Iterator[Counter[str]]:
 
         return call
 
-    with patch.multiple(collectives, **{name: counted(name) for name in names}):
+    with patch.multiple(of, **{name: counted(name) for name in names}):
         yield count
 
 

@@ -10,9 +10,11 @@ from torch.distributed.tensor import Replicate
 from megalite.config.layout import Layout
 from megalite.dist.collectives import all_gather, reduce_scatter
 from megalite.dist.mesh import Mesh
+from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
 from megalite.plan.roles import DOWN, UP
+from megalite_kernels import rms_norm
 
 SEQUENCE, BATCH, WIDTH, FFN, VOCABULARY = 8, 3, 12, 20, 24
 TP = pytest.mark.parametrize("tp", [1, 2, 4])
@@ -218,3 +220,29 @@ def embed_outside() -> str:
 
 def test_unsplit_embedding_refuses_tokens_outside_the_vocabulary(ranks: Ranks) -> None:
     assert all("out of range" in said for said in ranks.run(embed_outside))
+
+
+def split_norm(tp: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    mesh = _mesh(tp)
+    values, factors = _random(SEQUENCE, BATCH, WIDTH, seed=0).to(dtype), _random(WIDTH, seed=1).to(dtype)
+    x, weight = _mine(values, mesh, -1), _mine(factors, mesh)
+    y, inverse = split_rms_norm(x, weight, 0.1, mesh.group("tp"))
+    y.backward(_random(SEQUENCE, BATCH, WIDTH, seed=2).to(dtype).chunk(tp, -1)[mesh.tp.get_local_rank()])
+    assert torch.equal(scaled(x.detach(), inverse, weight.detach()), y.detach())
+    return y.detach(), _grad(x), _grad(weight)
+
+
+@TP
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.bfloat16, 2**-7)])
+def test_a_norm_of_features_that_ranks_share_is_that_of_all(
+    tp: int, dtype: torch.dtype, tolerance: float, ranks: Ranks
+) -> None:
+    x = _random(SEQUENCE, BATCH, WIDTH, seed=0).to(dtype).requires_grad_()
+    weight = _random(WIDTH, seed=1).to(dtype).requires_grad_()
+    y = rms_norm(x, weight, 0.1, backend="torch")
+    y.backward(_random(SEQUENCE, BATCH, WIDTH, seed=2).to(dtype))
+    for parts in _groups(ranks.run(split_norm, tp, dtype), tp):
+        for found, expected in zip(parts, (y.detach(), _grad(x), _grad(weight)), strict=True):
+            whole = torch.cat(found, dim=-1)
+            assert whole.dtype == dtype
+            assert (whole - expected).abs().max() <= tolerance * expected.abs().max()

@@ -22,7 +22,7 @@ from torch import nn
 from toy_jobs import one_rank
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Optim
+from megalite.config.schema import Attention, Config, Optim
 from megalite.dist.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host
@@ -73,15 +73,28 @@ def test_so_it_is_within_a_budget(layout: Layout, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("nope_every", [None, 1])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_a_layer_saves(tp: int, qk_norm: bool, ranks: Ranks) -> None:
-    model = replace(MODEL, qk_norm=qk_norm)
+def test_what_a_layer_saves(tp: int, nope_every: int | None, qk_norm: bool, ranks: Ranks) -> None:
+    model = replace(MODEL, qk_norm=qk_norm, attention=Attention(nope_every=nope_every))
     found = ranks.run(saved_bytes, tp, model)[0]
     numbers = 8 * model.sequence_length * 2 // tp  # bytes of one value per token
     heads = (model.heads + model.kv_heads) * model.head_size
     cheap = 2 * model.width + model.ffn + heads * qk_norm  # two norms, SwiGLU; normalized and turned heads
     assert found["none"] - found["selective"] == numbers * cheap
     assert found["full"] == numbers * model.width
+
+
+@pytest.mark.parametrize("nope_every", [None, 1])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_a_layer_with_norms_after_saves(tp: int, nope_every: int | None, ranks: Ranks) -> None:
+    after = replace(MODEL, norm="post", qk_norm_width="all", attention=Attention(nope_every=nope_every))
+    found, alike = (ranks.run(saved_bytes, tp, replace(after, qk_norm=normed))[0] for normed in (True, False))
+    numbers = 8 * after.sequence_length * 2 // tp
+    heads = (after.heads + after.kv_heads) * after.head_size
+    assert found["none"] - found["selective"] == numbers * (after.ffn + heads)
+    assert found["none"] - alike["none"] == numbers * (heads + 2 * tp)  # two numbers for all heads of a token
+    assert found["full"] == numbers * after.width
 
 
 FORWARD = {"all_gather_single": 2, "reduce_scatter_single": 2}
@@ -96,6 +109,13 @@ def test_collectives_run_again_only_where_a_whole_layer_does(mode: Mode, again: 
     forward, backward = ranks.run(collectives_of, 2, mode)[0]
     assert forward == FORWARD
     assert backward == Counter(BACKWARD) + Counter(again)
+    after = replace(MODEL, norm="post", qk_norm_width="all")
+    sums = Counter(start_all_reduce=2)  # of queries and of keys
+    # The last norm needs what the MLP returns, so all of a layer runs again.
+    more = sums + Counter(reduce_scatter_single=1) if mode == "full" else Counter[str]()
+    forward, backward = ranks.run(collectives_of, 2, mode, after)[0]
+    assert forward == Counter(FORWARD) + sums
+    assert backward == Counter(BACKWARD) + Counter(again) + sums + more
 
 
 def test_the_peak_of_a_step_falls_with_what_is_kept() -> None:

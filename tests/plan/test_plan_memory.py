@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from memory_cases import CASES, PIPELINE, SHARDED, Overrides, configured
+from memory_cases import CASES, PIPELINE, POST, SHARDED, Overrides, configured
 
 from megalite.config.errors import InputError
 from megalite.config.layers import layer_kinds
@@ -60,6 +60,13 @@ def test_tensor_parallel_ranks_share_out_all_but_the_norms() -> None:
     memory = rank_memory(configured({"parallel.tp": 4}), 0).of("parameters")
     whole = model_parameters(configured({}).model)
     assert memory == {name: 4 * getattr(whole, name) // (1 if name == "norms" else 4) for name in memory}
+
+
+def test_tensor_parallelism_shares_out_norms_of_all_heads() -> None:
+    config = configured({**POST, "parallel.tp": 4})
+    model, found = config.model, rank_memory(config, 0).of("parameters")["norms"]
+    heads = (model.heads + model.kv_heads) * model.head_size // 4
+    assert found == 4 * (model.layers * (2 * model.width + heads) + model.width)
 
 
 def test_data_modes_hold_ever_less() -> None:

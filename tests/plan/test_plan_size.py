@@ -35,11 +35,15 @@ COUNTS = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_32b": 32_762_123_264,
     "smollm2_135m": 134_515_008,
+    "smollm3_3b": 3_075_098_624,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_1b": 1_484_916_736,
     "small_60m": 58_073_600,
     "tiny": 1_115_264,
     "tiny_gqa": 1_016_960,
     "tiny_tied": 918_656,
     "tiny_qwen": 1_115_776,
+    "tiny_olmo": 1_050_496,
 }
 
 
@@ -74,6 +78,7 @@ def test_every_weight_of_a_small_model_by_hand() -> None:
     whole = model_parameters(model)
     assert (whole.embedding, whole.head, whole.norms) == (110, 110, 3 * 32 + 10)
     assert whole.total == sum(astuple(whole)) == 3 * layer.total + 230
+    assert layer_parameters(replace(model, qk_norm_width="all"), first(model)).norms == 2 * 10 + 24 + 12
 
 
 def test_llama3_8b_costs_the_published_flops() -> None:

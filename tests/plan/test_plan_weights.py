@@ -15,7 +15,12 @@ from megalite.parallel.parameter import parameters
 from megalite.plan.size import model_parameters
 from megalite.plan.weights import Weight, weights
 
-MODELS = (MODEL, replace(MODEL, qkv_bias=False, qk_norm=True, head_width=6), replace(MODEL, tie_embeddings=True))
+MODELS = (
+    MODEL,
+    replace(MODEL, qkv_bias=False, qk_norm=True, head_width=6),
+    replace(MODEL, tie_embeddings=True),
+    replace(MODEL, kv_heads=2, head_width=6, norm="post", qk_norm=True, qk_norm_width="all"),
+)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalite.checkpoint.huggingface import sizes, their_name
+from megalite.checkpoint.maps.llama import LLAMA
 from megalite.config.schema import Model, Optim
 from megalite.train.build import Job
 
@@ -44,7 +44,8 @@ def _model(job: Job) -> LlamaForCausalLM:
     """Transformers' model. It uses the memory of our initial weights, so that no weight is held twice."""
     model = LlamaForCausalLM(_config(job.config.model))
     model.set_attn_implementation("sdpa")
-    weights = {their_name(name): _plain(param) for name, param in job.named_parameters()}
+    ours = {name: _plain(param) for name, param in job.named_parameters()}
+    weights = {name: ours[theirs.strips[0].name] for name, theirs in LLAMA.table(job.config.model).items()}
     if job.config.model.tie_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
@@ -63,8 +64,7 @@ def _optimizer(model: nn.Module, optim: Optim, adamw: dict[str, Any]) -> torch.o
 
 
 def _config(model: Model) -> LlamaConfig:
-    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
-    return LlamaConfig(**sizes(model), rope_parameters=rope, use_cache=False)
+    return LlamaConfig(**{**LLAMA.config(model, "float32"), "use_cache": False})
 
 
 def _plain(param: Tensor) -> Tensor:

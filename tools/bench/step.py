@@ -31,7 +31,7 @@ from megalite.config.errors import InputError
 from megalite.config.files import write_object
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
-from megalite.config.schema import Config
+from megalite.config.schema import Attention, Config
 from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
@@ -117,9 +117,12 @@ def _config(options: argparse.Namespace) -> Config:
     config = fit_micro(check(load(files or [MODEL], [*BASE, *overrides]), world_size=1))
     if LlamaForCausalLM is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
-    if config.model.qk_norm or config.model.qkv_bias or config.model.rope_scaling:
+    model = config.model
+    another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling
+    if another or model.attention != Attention():
         raise InputError(
-            "model.qk_norm, model.qkv_bias and model.rope_scaling must be off: transformers' Llama has none"
+            "model.norm must be pre, and model.qk_norm, model.qkv_bias, model.rope_scaling and what is in "
+            "model.attention must be off, as in transformers' Llama"
         )
     if config.train.precision != "fp32" or config.optim.clip_norm == 0:
         raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")

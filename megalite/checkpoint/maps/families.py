@@ -7,9 +7,11 @@ from typing import Any
 from megalite.checkpoint.maps.family import Family, Fields
 from megalite.checkpoint.maps.llama import LLAMA
 from megalite.checkpoint.maps.mistral import MISTRAL
+from megalite.checkpoint.maps.olmo2 import OLMO2
 from megalite.checkpoint.maps.phi3 import PHI3
 from megalite.checkpoint.maps.qwen2 import QWEN2
 from megalite.checkpoint.maps.qwen3 import QWEN3
+from megalite.checkpoint.maps.smollm3 import SMOLLM3
 from megalite.config.convert import leaves, to_plain
 from megalite.config.errors import InputError, listing
 from megalite.config.files import read_object
@@ -20,7 +22,7 @@ from megalite.config.schema import Config, Model
 CONFIG = "config.json"
 LARGEST = 1 << 24  # bytes of a config.json
 FAMILIES = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3)
 }  # the first that fits is taken
 LACKING = {  # families that people may try, and what of theirs megalite's layers do not have
     "gemma": "GELU, scaled embeddings and norms of 1 + weight",

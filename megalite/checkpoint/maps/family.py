@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.checkpoint.maps.strips import Table, stacked
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, listing
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.config.schema import SCALING_KEYS, Attention, Model, RopeScaling
 from megalite.plan.weights import weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
@@ -180,25 +180,42 @@ NEUTRAL = {  # keys of any family: the value without effect, and what another me
 }
 
 
+ROPE = {  # their keys of RoPE scaling, beside rope_type and factor, and ours
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+WITHOUT_EFFECT = {"mscale": None, "mscale_all_dim": None, "truncate": True, "partial_rotary_factor": 1.0}  # only so
+
+
 def rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """Base and scaling of rotary positions, as transformers 4 (`rope_theta`, `rope_scaling`) or 5 writes them."""
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or {}
     theta = fields.number("rope_theta", within={"rope_theta": fields.get("rope_theta"), **section})
+    for key, value in WITHOUT_EFFECT.items():
+        if section.get(key, value) not in (value, None):
+            raise fields.wrong(
+                key, f"changes RoPE in a way that megalite does not know; it knows {value}", section[key]
+            )
     kind = section.get("rope_type", section.get("type", "default"))
-    turned = section.get("partial_rotary_factor", 1.0)
-    if turned != 1.0:
-        raise fields.wrong("partial_rotary_factor", "turns a part of every head only; megalite turns all of it", turned)
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise fields.wrong("rope_type", "is a kind of RoPE scaling that megalite does not know; it knows llama3", kind)
-    factor, low, high = (
-        fields.number(key, within=section) for key in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    original = section.get("original_max_position_embeddings")
-    if type(original) is not int or original < 1:
-        raise fields.wrong("original_max_position_embeddings", "must be a whole number of at least 1", original)
-    return theta, RopeScaling(factor, low, high, original)
+    if not isinstance(kind, str) or kind not in SCALING_KEYS:
+        rule = f"is a kind of RoPE scaling that megalite does not know; it knows {listing(list(SCALING_KEYS), 'and')}"
+        raise fields.wrong("rope_type", rule, kind)
+    found: dict[str, Any] = {"kind": kind, "factor": fields.number("factor", within=section)}
+    for key, ours in ROPE.items():
+        if ours in SCALING_KEYS[kind] and section.get(key) is not None:
+            found[ours] = fields.number(key, within=section)
+    if "original_length" in SCALING_KEYS[kind]:
+        original = found.get("original_length", float(fields.whole("max_position_embeddings")))
+        if original < 1 or original % 1:
+            raise fields.wrong("original_max_position_embeddings", "must be a whole number of at least 1", original)
+        found["original_length"] = int(original)
+    return theta, RopeScaling(**found)
 
 
 def rope_fields(model: Model) -> dict[str, Any] | None:
@@ -206,13 +223,9 @@ def rope_fields(model: Model) -> dict[str, Any] | None:
     scaling = model.rope_scaling
     if scaling is None:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_frequency_factor,
-        "high_freq_factor": scaling.high_frequency_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
+    used = {key: getattr(scaling, ours) for key, ours in ROPE.items() if ours in SCALING_KEYS[scaling.kind]}
+    told = {key: value for key, value in used.items() if value is not None}
+    return {"rope_type": scaling.kind, "factor": scaling.factor, **told}
 
 
 def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attention:

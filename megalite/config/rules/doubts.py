@@ -72,6 +72,11 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
         found["model.attention.window"] = (reaches, why, "use a shorter window, or null")
         why, fix = f"with model.layers = {layers}: every layer has a window", "use at most that, or null"
         found["model.attention.full_every"] = ((attention.full_every or 0) > layers, why, fix)
+    if attention.nope_every is not None:
+        why, fix = f"with model.layers = {layers}: every layer has rotary positions", "use at most that, or null"
+        found["model.attention.nope_every"] = (attention.nope_every > layers, why, fix)
+        why = "with model.attention.nope_every = 1: no layer has rotary positions"
+        found["model.rope_theta"] = (attention.nope_every == 1, why, "use a larger nope_every, or null")
     if config.optim.name != "muon":
         why, fix = f"with optim.name = {config.optim.name}", "set optim.name=muon"
         found |= {f"optim.muon.{name}": (True, why, fix) for name in vars(config.optim.muon)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.errors import Problem, listing
 from megalite.config.rules.numbers import divisible
-from megalite.config.schema import Model
+from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
 
 
 def model_rules(model: Model) -> Iterator[Problem]:
@@ -20,14 +20,33 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.head_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.head_width
         )
+    if model.qk_norm_width == "all" and not model.qk_norm:
+        fix = "set model.qk_norm=true, or use head"
+        yield Problem("model.qk_norm_width", "has no meaning without model.qk_norm", fix, "all")
     attention = model.attention
     if attention.full_every is not None and attention.window is None:
         rule = "has no meaning without model.attention.window"
         yield Problem(
             "model.attention.full_every", rule, "set model.attention.window, or use null", attention.full_every
         )
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.low_frequency_factor >= scaling.high_frequency_factor:
-        rule = f"must be less than model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor}"
+    if model.rope_scaling is not None:
+        yield from _rope_scaling(model.rope_scaling, model.rope_theta)
+
+
+def _rope_scaling(scaling: RopeScaling, theta: float) -> Iterator[Problem]:
+    section, plain = "model.rope_scaling", RopeScaling(scaling.kind, scaling.factor)
+    for name, value in vars(scaling).items():
+        if name not in SCALING_KEYS[scaling.kind] and value != getattr(plain, name):
+            kinds = [kind for kind, names in SCALING_KEYS.items() if name in names]
+            fix = f"leave it out, or use kind {listing(kinds)}"
+            yield Problem(f"{section}.{name}", f"has no meaning with {section}.kind = {scaling.kind}", fix, value)
+    if scaling.kind == "llama3" and scaling.low_frequency_factor >= scaling.high_frequency_factor:
+        rule = f"must be less than {section}.high_frequency_factor = {scaling.high_frequency_factor}"
         fix = "Llama 3.1 uses 1 and 4"
-        yield Problem("model.rope_scaling.low_frequency_factor", rule, fix, scaling.low_frequency_factor)
+        yield Problem(f"{section}.low_frequency_factor", rule, fix, scaling.low_frequency_factor)
+    if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+        rule = f"must be less than {section}.beta_fast = {scaling.beta_fast}"
+        yield Problem(f"{section}.beta_slow", rule, "YaRN uses 32 and 1", scaling.beta_slow)
+    if scaling.kind == "yarn" and theta == 1:
+        rule = f"must be above 1 with {section}.kind = yarn, which looks for pairs by their frequency"
+        yield Problem("model.rope_theta", rule, "Llama 2 uses 10000", theta)

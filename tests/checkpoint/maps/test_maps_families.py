@@ -23,7 +23,7 @@ from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.config.schema import SCALING_KEYS, Attention, Model, RopeScaling
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 
@@ -91,7 +91,7 @@ def test_both_ways_of_writing_rope_are_read(old: bool, tmp_path: Path) -> None:
         section["type"] = section.pop("rope_type")
         (tmp_path / "config.json").write_text(json.dumps(fields))
     model = read_config(tmp_path)[1]
-    assert (model.rope_theta, model.rope_scaling) == (500.0, RopeScaling(8.0, 1.0, 4.0, 16))
+    assert (model.rope_theta, model.rope_scaling) == (500.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 16))
 
 
 models = some.builds(
@@ -105,13 +105,25 @@ models = some.builds(
     vocab_size=some.integers(1, 999),
     sequence_length=some.integers(1, 99),
     rope_theta=some.floats(1, 1e7),
-    rope_scaling=some.none() | some.builds(RopeScaling, factor=some.floats(1, 64)),
+    rope_scaling=some.none()
+    | some.builds(
+        RopeScaling,
+        some.sampled_from([*SCALING_KEYS]),
+        some.floats(1, 64),
+        attention_factor=some.none() | some.floats(1, 2),
+    ),
+    norm=some.sampled_from(["pre", "post"]),
+    qk_norm_width=some.sampled_from(["head", "all"]),
     norm_eps=some.floats(1e-9, 0.1),
     tie_embeddings=some.booleans(),
     qk_norm=some.booleans(),
     qkv_bias=some.booleans(),
     attention=some.builds(
-        Attention, some.none() | some.integers(1, 99), some.none() | some.integers(2, 4), some.none() | some.just(30.0)
+        Attention,
+        some.none() | some.integers(1, 99),
+        some.none() | some.integers(2, 4),
+        some.none() | some.just(30.0),
+        some.none() | some.integers(1, 6),
     ),
     init_std=some.floats(1e-3, 1),
 )
@@ -146,6 +158,10 @@ def test_every_preset_has_a_family() -> None:
         ({"quantization_config": {"bits": 4}}, "quantized weights; turn them into bf16 first"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "is a kind of RoPE scaling that megalite"),
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "turns a part of every head only"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2, "mscale": 1}},
+            "changes RoPE in a way",
+        ),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta = 'big': must be a number"),
         ({"rope_parameters": 7}, "rope_parameters = 7: must be an object or null"),
         ({"hidden_size": "32"}, "hidden_size = '32': must be a whole number of at least 1"),

@@ -54,6 +54,8 @@ def test_other_losses_are_refused(loss: float) -> None:
     ("argument", "message"),
     [
         ("model.qk_norm=true", "model.qk_norm"),
+        ("model.norm=post", "model.norm"),
+        ("model.attention.nope_every=2", "model.attention"),
         ("train.precision=bf16", "train.precision"),
         ("optim.clip_norm=0", "optim.clip_norm"),
         ("model.heads=3", "model.heads"),

@@ -48,6 +48,7 @@ bench: install
 	$(BIN)/megalite-bench-pipeline
 	$(BIN)/megalite-bench-context
 	$(BIN)/megalite-bench-checkpoint
+	$(BIN)/megalite-bench-convert
 
 soak: install
 	$(BIN)/python tests/soak/soak.py --kills 100 --out docs/soak.md

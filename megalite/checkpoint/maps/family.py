@@ -197,9 +197,7 @@ def rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     theta = fields.number("rope_theta", within={"rope_theta": fields.get("rope_theta"), **section})
     for key, value in WITHOUT_EFFECT.items():
         if section.get(key, value) not in (value, None):
-            raise fields.wrong(
-                key, f"changes RoPE in a way that megalite does not know; it knows {value}", section[key]
-            )
+            raise fields.wrong(key, f"changes RoPE in a way that megalite lacks; it must be {value}", section[key])
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         return theta, None

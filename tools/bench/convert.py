@@ -1,0 +1,164 @@
+"""Converting random weights between Hugging Face and megalite, beside loading and saving them with transformers.
+
+Every way runs in processes of its own, in turn, so that time includes starting Python, and peak memory is that of the
+process. What is written reaches the disk: megalite flushes it, and after transformers the benchmark does.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megalite.checkpoint.formats.safetensors import ONE_FILE, header
+from megalite.checkpoint.maps.families import CONFIG, FAMILIES, family_of
+from megalite.config.errors import InputError
+from megalite.config.files import as_json, is_folder, write_object
+from megalite.config.load import load
+from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
+from megalite.plan.size import model_parameters
+from megalite.plan.weights import weights
+from megalite.terminal import memory, scaled
+
+COMMAND = "megalite-bench-convert"
+SHARD = "1GB"
+LARGE = "configs/model/llama3_405b.yaml"
+PEER = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+model.save_pretrained(sys.argv[2], max_shard_size=sys.argv[3])
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way of taking the weights of a model elsewhere."""
+
+    model: str
+    way: str
+    bytes: int  # written
+    seconds: float  # median
+    peak: int  # bytes of memory, the largest of all rounds
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / self.seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark. Returns the exit code."""
+    return exit_code(COMMAND, lambda: _run(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    add = parser.add_argument
+    presets = ["configs/model/smollm2_135m.yaml", "configs/model/llama3.2_1b.yaml"]
+    add("--models", nargs="+", default=presets, metavar="YAML", help="models of that size (default: 135M and 1B)")
+    add("--rounds", type=int, default=3, help="rounds of every way (default: %(default)s)")
+    add("--workers", type=int, default=2, help="files that megalite writes at a time (default: %(default)s)")
+    add("--folder", default=".", help="a folder on the disk to be measured (default: the working directory)")
+    default = "docs/benchmarks/convert_cpu.json"
+    add("--out", metavar="JSON", default=default, help="result to write (default: %(default)s)")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if min(options.rounds, options.workers) < 1:
+        raise InputError("--rounds and --workers must be at least 1")
+    if not is_folder(options.folder):
+        raise InputError(f"--folder {options.folder}: no such folder")
+    results: list[Result] = []
+    with TemporaryDirectory(dir=options.folder) as folder:
+        for preset in options.models:
+            results += _measure(preset, Path(folder), options.rounds, options.workers)
+    _print(results)
+    large = 2 * model_parameters(load([LARGE]).model).total
+    slowest = min(result.rate for result in results if result.way != "transformers")
+    estimate = large / slowest
+    print(
+        f"Estimate for Llama 3.1 405B in bf16, {scaled(large, 'B')}, at the lowest of these rates: {estimate:,.0f} s."
+    )
+    found = {"torch": torch.__version__, "cores": os.cpu_count(), "workers": options.workers, "rounds": options.rounds}
+    rows = [{**asdict(result), "bytes_per_second": result.rate} for result in results]
+    write_object(Path(options.out), {**found, "results": rows, "estimated_seconds_405b": estimate})
+    return ExitCode.DONE
+
+
+def _measure(preset: str, folder: Path, rounds: int, workers: int) -> list[Result]:
+    name, source = Path(preset).stem, folder / "source"
+    size = _make(preset, source)
+    convert = [sys.executable, "-m", "megalite_tools.checkpoint.convert", "--workers", str(workers)]
+    there, back, peer = folder / "there", folder / "back", folder / "peer"
+    ways: dict[str, Sequence[str]] = {
+        "hf to megalite": [*convert, "--from", f"hf:{source}", "--to", f"megalite:{there}"],
+        "megalite to hf": [*convert, "--from", f"megalite:{there}", "--to", f"hf:{back}", "--shard-size", SHARD],
+        "transformers": [sys.executable, "-c", PEER, str(source), str(peer), SHARD],
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    peaks: dict[str, list[int]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, command in ways.items():
+            took, peak = _timed(command)
+            seconds[way].append(took)
+            peaks[way].append(peak)
+        for made in (there, back, peer):
+            shutil.rmtree(made)
+    shutil.rmtree(source)
+    return [Result(name, way, size, statistics.median(seconds[way]), max(peaks[way])) for way in ways]
+
+
+def _timed(command: Sequence[str]) -> tuple[float, int]:
+    """Seconds until what the command wrote is on the disk, and its peak of memory in bytes."""
+    os.sync()
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise InputError(f"{' '.join(command[:4])} failed: {errors.decode(errors='replace')[-500:]}")
+    os.sync()
+    return time.perf_counter() - began, usage.ru_maxrss * 1024
+
+
+def _make(preset: str, folder: Path) -> int:
+    """Random weights in bf16, in one file; their bytes."""
+    model = load([preset]).model
+    family = family_of(model)
+    table = FAMILIES[family.model_type].table(model)
+    folder.mkdir()
+    (folder / CONFIG).write_text(as_json(family.config(model, "bfloat16")))
+    start, order = header({name: ("bfloat16", theirs.shape) for name, theirs in table.items()})
+    generator = torch.Generator().manual_seed(0)
+    with (folder / ONE_FILE).open("wb") as file:
+        file.write(start)
+        for name in order:
+            rows = torch.randn(table[name].elements, generator=generator).bfloat16()
+            file.write(rows.view(torch.uint8).numpy().data)
+    return 2 * sum(weight.elements for weight in weights(model).values())
+
+
+def _print(results: Sequence[Result]) -> None:
+    table = Table("model", "way", "seconds", "rate", "peak memory")
+    for result in results:
+        peak = memory(result.peak)
+        table.add_row(result.model, result.way, f"{result.seconds:.1f}", f"{scaled(result.rate, 'B')}/s", peak)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

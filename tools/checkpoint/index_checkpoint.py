@@ -30,7 +30,7 @@ from megalite.config.files import exists, write_whole
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite_tools.checkpoint.checkpoints import find
-from megalite_tools.checkpoint.dcp_index import dcp_index
+from megalite.checkpoint.formats.dcp_index import dcp_index
 from megalite_tools.terminal import Terminal
 
 

@@ -22,7 +22,7 @@ from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import dump
 from megalite.plan.weights import weights
-from megalite_tools.checkpoint.dcp_index import dcp_index
+from megalite.checkpoint.formats.dcp_index import dcp_index
 from megalite_tools.checkpoint.inspect_checkpoint import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

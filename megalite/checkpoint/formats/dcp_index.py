@@ -19,7 +19,7 @@ from megalite.checkpoint.disk import damage_of, opened, read_whole
 from megalite.checkpoint.files import METADATA
 from megalite.checkpoint.index import ITEM_BYTES, Chunk, Index, check_form
 from megalite.checkpoint.manifest import INDEX, MANIFEST, is_plain
-from megalite_tools.checkpoint.inert_pickle import Made, Named, read_pickle
+from megalite.checkpoint.formats.inert_pickle import Made, Named, read_pickle
 
 LIMIT = 1 << 28  # bytes of DCP's index
 RESERVED = (METADATA, INDEX, MANIFEST)  # files that hold no tensor

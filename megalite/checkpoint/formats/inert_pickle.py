@@ -30,6 +30,10 @@ class Made:
     state: Any = None  # with which the result would have been filled
 
 
+class Ordered(dict[Any, Any]):
+    """Stands for an OrderedDict. Its attributes, such as the `_metadata` of a module's state, are left out."""
+
+
 def read_pickle(data: bytes) -> Any:
     """The value in the pickle `data`. Raises ValueError for unknown opcodes, and for operands of a wrong type."""
     machine = _Machine()
@@ -115,16 +119,18 @@ class _Machine:
         function, arguments = self._pop(2)
         if not isinstance(function, Named) or not isinstance(arguments, tuple):
             raise ValueError("calls what is no name, or with what are no arguments")
-        self.push(Made(function.name, arguments))
+        ordered = function.name == "collections.OrderedDict" and not arguments
+        self.push(Ordered() if ordered else Made(function.name, arguments))
 
     def persistent(self, _: Any) -> None:
         self.push(Made("persistent", tuple(self._pop(1))))
 
     def build(self, _: Any) -> None:
         target, state = self._pop(2)
-        if not isinstance(target, Made) or target.state is not None:
-            raise ValueError("changes what it has not just made")
-        target.state = state
+        if not isinstance(target, Ordered):
+            if not isinstance(target, Made) or target.state is not None:
+                raise ValueError("changes what it has not just made")
+            target.state = state
         self.push(target)
 
     def _pop(self, count: int) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Writes the weights of any format in another one: strip by strip, in bounded memory, into a folder that is whole or absent.
+"""Writes the weights of any format in another one: strip by strip, in bounded memory, into a folder whole or absent.
 
-Files are written into a hidden folder beside the target and hashed on the way. What is whole there stays when the program
-is stopped, and the same request goes on from it. When all files are on the disk, the folder gets its name.
+Files are written into a hidden folder beside the target and hashed on the way. What is whole there stays when the
+program is stopped, and the same request goes on from it. When all files are on the disk, the folder gets its name.
 """
 
 import fcntl
@@ -119,8 +119,8 @@ def _resumed(hidden: Path, request: dict[str, Any]) -> dict[str, Written]:
                 path.rmdir()
         elif str(path.relative_to(hidden)) not in whole:
             path.unlink()
-    lines = [json.dumps(request), *(_line(name, written) for name, written in whole.items())]
-    write_durably(hidden / JOURNAL, "".join(f"{line}\n" for line in lines))
+    entries = [json.dumps(request), *(_line(name, written) for name, written in whole.items())]
+    write_durably(hidden / JOURNAL, "".join(f"{entry}\n" for entry in entries))
     return whole
 
 
@@ -166,7 +166,7 @@ def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]
     kind = getattr(torch, dtype)
     last: torch.Tensor | None = None
     left = theirs.elements
-    for strip in theirs.strips:
+    for strip in (*theirs.strips, *([theirs.padding] if theirs.padding and not theirs.strips else [])):
         step = max(1, BLOCK // (strip.width * max(ITEM_BYTES[dtype], 4)))
         name = PREFIX + strip.name
         vector = len(reader.index.tensors[name].shape) == 1

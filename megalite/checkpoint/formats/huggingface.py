@@ -22,7 +22,7 @@ COMPANIONS = re.compile(
 
 
 def open_folder(path: Path) -> Weights:
-    """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError where files are not whole."""
+    """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError for damaged files."""
     family, model = read_config(path)
     files = find(path)
     table = family.table(model)

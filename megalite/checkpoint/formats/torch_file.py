@@ -68,7 +68,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch(stream: Stream, content: Any, put: Put, folder: str = "archive") -> list[tuple[int, int]]:
-    """Write `content`, in which tensors are `Planned`. Returns the position and the bytes of every tensor's elements."""
+    """Write `content`, in which tensors are `Planned`. Returns position and bytes of every tensor's elements."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(content)

@@ -155,6 +155,10 @@ def _pushing(value: Any) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.push(value)
 
 
+def _taking(count: int) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.tuple_of(count)
+
+
 OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME"), _Machine.skip),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
@@ -165,7 +169,7 @@ OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
     "EMPTY_LIST": lambda machine, _: machine.push([]),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
     "EMPTY_TUPLE": _pushing(()),
-    **{f"TUPLE{count}": lambda machine, _, count=count: machine.tuple_of(count) for count in (1, 2, 3)},
+    **{f"TUPLE{count}": _taking(count) for count in (1, 2, 3)},
     "MARK": _Machine.mark,
     "TUPLE": _Machine.tuple_from_mark,
     "APPEND": _Machine.append,

@@ -71,7 +71,7 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, lis
 
 
 def find(path: Path) -> Files:
-    """The safetensors files of the folder `path`. Raises InputError if there are none, DamagedError for damaged ones."""
+    """The safetensors files of the folder `path`. Raises InputError if there are none, or DamagedError."""
     if is_file(path / INDEX):
         names, source = _listed(path), INDEX
     elif is_file(path / ONE_FILE):

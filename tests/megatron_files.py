@@ -1,5 +1,6 @@
 """Folders of Megatron-LM, made with plain torch from the rules that are published, not through our tables."""
 
+import io
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -8,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.read import reader_of
 from megalite.config.schema import Model
 from megalite.plan.weights import weights
 
@@ -160,6 +164,33 @@ def write_legacy(
     (path / "latest_checkpointed_iteration.txt").write_text("10")
 
 
+def write_dist(path: Path, model: Model, ours: Ours, tp: int = 1, stacked: bool = True, **more: Tensor) -> None:
+    """Iteration 10 as `torch_dist`: whole tensors, saved by PyTorch. stacked: those of all layers one upon another."""
+    tensors: dict[str, Any] = {}
+    state = stage(model, ours, range(model.layers), tp=1)
+    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
+        if name in state:
+            tensors[name] = state[name]
+    if tp > 1:
+        tensors["embedding.word_embeddings.weight"] = with_padding(ours["embed.weight"], tp)
+        if not model.tie_embeddings:
+            tensors["output_layer.weight"] = with_padding(ours["head.output.weight"], tp)
+    layers = [dict(layer(model, ours, number)) for number in range(model.layers)]
+    for name in layers[0]:
+        if stacked:
+            tensors[f"decoder.layers.{name}"] = torch.stack([each[name] for each in layers])
+        else:
+            tensors |= {f"decoder.layers.{number}.{name}": each[name] for number, each in enumerate(layers)}
+    tensors["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = io.BytesIO(b"not a tensor")
+    folder = path / "iter_0000010"
+    dcp.save(tensors | more, checkpoint_id=folder, no_dist=True)
+    torch.save(
+        {"args": Namespace(**arguments(model, tp)), "checkpoint_version": 3.0, "iteration": 10}, folder / "common.pt"
+    )
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "latest_checkpointed_iteration.txt").write_text("10\n")
+
+
 def own(value: Any) -> Any:
     """With storages of their own, as parameters have."""
     if not isinstance(value, OrderedDict):
@@ -169,3 +200,21 @@ def own(value: Any) -> Any:
     )
     found._metadata = value._metadata  # type: ignore[attr-defined]
     return found
+
+
+def read(found: Weights) -> Ours:
+    """All weights, by our names."""
+    reader = reader_of(found)
+    tensors = {
+        name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        for name, stored in found.index.tensors.items()
+    }
+    reader.fill(tensors)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def same(first: Ours, second: Ours) -> bool:
+    """Whether two models have the same bits."""
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )

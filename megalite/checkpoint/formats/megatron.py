@@ -20,6 +20,7 @@ from megalite.checkpoint.formats.megatron_folder import (
     copies,
     has,
     latest,
+    refuse_differences,
     saved_arguments,
     told_model,
 )
@@ -30,8 +31,8 @@ from megalite.checkpoint.formats.torch_read import Saved, is_tensor
 from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.maps.megatron import (
     EMBEDDING,
-    LAYER,
     OUTPUT,
+    WHOLE_MODEL,
     Split,
     check_split,
     chunk_table,
@@ -49,10 +50,10 @@ from megalite.plan.weights import weights
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # of a rank: the latter with a distributed optimizer, long ago
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 CHUNK = re.compile(r"model(\d{0,3})")
+NUMBERED = re.compile(r"decoder\.layers\.(\d{1,5})\.")
 SHOWN = 5  # names in a message
 Ranks = dict[tuple[int, int], str]  # files by tensor-parallel and pipeline rank
 Tensors = dict[str, Any]  # by name
-WHOLE = Split()
 
 
 def is_folder_of(path: Path) -> bool:
@@ -172,7 +173,7 @@ def _matched(
     for (tensor, pipeline), file in saved.items():
         for number, here in enumerate(chunks[tensor, pipeline]):
             wanted = chunk_table(model, ours, layers[pipeline, number], rows, tensor, split.tp)
-            _refuse_differences(file, here, wanted, model)
+            refuse_differences(path, file.name, here, wanted)
             for chunk in file.chunks(here):
                 theirs = wanted[chunk.name]
                 if tuple(chunk.shape) != theirs.shape:
@@ -198,7 +199,7 @@ def _layers(
     for pipeline, number, _ in places(split):
         if any(len(chunks[tensor, pipeline]) != split.virtual for tensor in range(split.tp)):
             raise DamagedError(path, f"{saved[0, pipeline].name} has another number of virtual stages than others")
-        own = {int(name.split(".")[2]) for name in chunks[0, pipeline][number] if LAYER.fullmatch(name)}
+        own = {int(match[1]) for name in chunks[0, pipeline][number] if (match := NUMBERED.match(name))}
         if own != set(range(len(own))):
             raise DamagedError(path, f"{saved[0, pipeline].name} has layers {sorted(own)[:SHOWN]} instead of 0, 1 …")
         found[pipeline, number] = range(first, first + len(own))
@@ -218,17 +219,7 @@ def _vocabulary(saved: Mapping[tuple[int, int], Saved], chunks: Mapping[tuple[in
     return rows
 
 
-def _refuse_differences(file: Saved, found: Tensors, wanted: Table, model: Model) -> None:
-    """Raises DamagedError where tensors are missing, or are there that the model does not have."""
-    optional = {OUTPUT} if model.tie_embeddings else set()
-    missing, more = wanted.keys() - found.keys() - optional, found.keys() - wanted.keys()
-    for names, what in ((missing, "lacks"), (more, "has tensors that the model of its arguments has not:")):
-        if names:
-            others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise DamagedError(file.path, f"{file.name} {what} {listing(sorted(names)[:SHOWN], ',')}{others}")
-
-
-def plan(found: Weights, split: Split = WHOLE, dtype: str | None = None) -> Plan:
+def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> Plan:
     """What a folder of the weights `found` holds, divided by `split`, of `dtype`, or else of the one they have."""
     model, dtype = found.model, dtype or found.dtype
     check_split(model, split)

@@ -3,13 +3,13 @@
 import io
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalite.checkpoint.disk import damage_of, read_whole
+from megalite.checkpoint.disk import DamagedError, damage_of, read_whole
 from megalite.checkpoint.formats.huggingface import COMPANIONS
 from megalite.checkpoint.formats.inert_pickle import Made
 from megalite.checkpoint.formats.opened import Weights
@@ -24,6 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"  # holds the number of the latest 
 RELEASE = "release"  # a folder of weights that belong to no iteration
 HUGGING_FACE = "huggingface"  # our folder of what belongs to the same model elsewhere
 VERSION = 3.0  # of the order of queries, keys and values; those before ordered them otherwise
+SHOWN = 5  # names in a message
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -83,6 +84,15 @@ def saved_arguments(model: Model, split: Split, size: int, dtype: str) -> Namesp
     if dtype not in DTYPES:
         raise InputError(f"{dtype}: Megatron has weights of {listing(DTYPES)}")
     return Namespace(**arguments_of(model, split, size, dtype), params_dtype=getattr(torch, dtype))
+
+
+def refuse_differences(path: Path, file: str, found: Collection[str], wanted: Collection[str]) -> None:
+    """Raises DamagedError where tensors are missing, or are there that the model does not have."""
+    names = set(found), set(wanted)
+    for odd, what in ((names[1] - names[0], "lacks"), (names[0] - names[1], "has what its model has not:")):
+        if odd:
+            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+            raise DamagedError(path, f"{file} {what} {', '.join(sorted(odd)[:SHOWN])}{more}")
 
 
 def copies(found: Weights) -> dict[str, Path]:

@@ -57,6 +57,9 @@ class Split:
     virtual: int = 1
 
 
+WHOLE_MODEL = Split()
+
+
 def known_as(name: str) -> str | None:
     """The name of a tensor as in this file; None for one that holds no weight."""
     if WITHOUT_MEANING.fullmatch(name):

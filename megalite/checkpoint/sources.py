@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.disk import damage_of, read_whole
-from megalite.checkpoint.formats import huggingface, megatron, torch_dist
+from megalite.checkpoint.formats import huggingface, megatron, meta, torch_dist
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.index import LIMIT, Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
@@ -78,10 +78,12 @@ SIGNS: dict[str, Callable[[Path], bool]] = {
     "hf": _has(CONFIG),
     "megatron-dist": torch_dist.is_folder_of,
     "megatron": megatron.is_folder_of,
+    "meta": meta.is_folder_of,
 }
 OPEN: dict[str, Callable[[Path], Weights]] = {
     "megalite": _open_checkpoint,
     "hf": huggingface.open_folder,
     "megatron-dist": torch_dist.open_folder,
     "megatron": megatron.open_folder,
+    "meta": meta.open_folder,
 }

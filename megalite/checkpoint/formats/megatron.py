@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.disk import DamagedError, damage_of
+from megalite.checkpoint.formats.beside import beside, copies
 from megalite.checkpoint.formats.megatron_folder import (
     RELEASE,
     TRACKER,
     VERSION,
     arguments_in,
-    beside,
-    copies,
     has,
     latest,
-    refuse_differences,
     saved_arguments,
     told_model,
 )
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved, is_tensor

@@ -1,13 +1,15 @@
 """Weights in files of any format, under our names. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.index import Index
 from megalite.config.schema import Model
 
 PREFIX = "model."  # begins the name of a weight in an index
+SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,12 @@ class Weights:
         for tensor in self.index.tensors.values():
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
         return max(elements, key=lambda dtype: elements[dtype])
+
+
+def refuse_differences(path: Path, file: str, found: Collection[str], wanted: Collection[str]) -> None:
+    """Raises DamagedError where tensors are missing, or are there that the model does not have."""
+    names = set(found), set(wanted)
+    for odd, what in ((names[1] - names[0], "lacks"), (names[0] - names[1], "has what its model has not:")):
+        if odd:
+            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+            raise DamagedError(path, f"{file} {what} {', '.join(sorted(odd)[:SHOWN])}{more}")

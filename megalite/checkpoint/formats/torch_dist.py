@@ -26,22 +26,20 @@ from torch.distributed.checkpoint.metadata import (
 
 from megalite.checkpoint.disk import damage_of, opened, read_whole
 from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.formats.beside import beside, copies
 from megalite.checkpoint.formats.dcp_index import dcp_index
 from megalite.checkpoint.formats.megatron_folder import (
     RELEASE,
     TRACKER,
     VERSION,
     arguments_in,
-    beside,
-    copies,
     has,
     latest,
     pickled,
-    refuse_differences,
     saved_arguments,
     told_model,
 )
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Note, Output, Plan, Put, Stream, Written
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved

@@ -166,6 +166,19 @@ def write_legacy(
 
 def write_dist(path: Path, model: Model, ours: Ours, tp: int = 1, stacked: bool = True, **more: Tensor) -> None:
     """Iteration 10 as `torch_dist`: whole tensors, saved by PyTorch. stacked: those of all layers one upon another."""
+    tensors = dist_tensors(model, ours, tp, stacked)
+    tensors["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = io.BytesIO(b"not a tensor")
+    folder = path / "iter_0000010"
+    dcp.save(tensors | more, checkpoint_id=folder, no_dist=True)
+    torch.save(
+        {"args": Namespace(**arguments(model, tp)), "checkpoint_version": 3.0, "iteration": 10}, folder / "common.pt"
+    )
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "latest_checkpointed_iteration.txt").write_text("10\n")
+
+
+def dist_tensors(model: Model, ours: Ours, tp: int = 1, stacked: bool = True) -> dict[str, Any]:
+    """The tensors of `torch_dist`."""
     tensors: dict[str, Any] = {}
     state = stage(model, ours, range(model.layers), tp=1)
     for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
@@ -181,14 +194,7 @@ def write_dist(path: Path, model: Model, ours: Ours, tp: int = 1, stacked: bool 
             tensors[f"decoder.layers.{name}"] = torch.stack([each[name] for each in layers])
         else:
             tensors |= {f"decoder.layers.{number}.{name}": each[name] for number, each in enumerate(layers)}
-    tensors["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = io.BytesIO(b"not a tensor")
-    folder = path / "iter_0000010"
-    dcp.save(tensors | more, checkpoint_id=folder, no_dist=True)
-    torch.save(
-        {"args": Namespace(**arguments(model, tp)), "checkpoint_version": 3.0, "iteration": 10}, folder / "common.pt"
-    )
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    (path / "latest_checkpointed_iteration.txt").write_text("10\n")
+    return tensors
 
 
 def own(value: Any) -> Any:

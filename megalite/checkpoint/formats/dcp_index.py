@@ -48,7 +48,7 @@ def dcp_index(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> 
             dict(_locations(dictionary(fields["storage_data"]))),
         )
         tensors = {name: entry for name, entry in entries.items() if not _is(entry, "metadata.BytesStorageMetadata")}
-        parts = [part for name, entry in tensors.items() for part in _parts(name, entry, locations)]
+        parts = [part for name, entry in tensors.items() if wanted(name) for part in _parts(name, entry, locations)]
     with damage_of(path, METADATA):
         index = Index.of(_chunks(path, parts))
     return index, [shortened(name) for name in entries if name not in tensors]

@@ -9,10 +9,11 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -43,7 +44,7 @@ from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differenc
 from megalite.checkpoint.formats.output import Note, Output, Plan, Put, Stream, Written
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved
-from megalite.checkpoint.index import ITEM_BYTES, Index
+from megalite.checkpoint.index import ITEM_BYTES, Index, Stored
 from megalite.checkpoint.maps.megatron import (
     EMBEDDING,
     FC1,
@@ -68,6 +69,13 @@ COMMON, BACKEND = "common.pt", "metadata.json"
 BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKENDS_SAVED = {**BACKENDS, "common_backend": "torch", "common_backend_version": 1}
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")  # begin names of other tensors
+MASTER = "optimizer.state.fp32_param."
+STATES = {  # begin names of theirs, and of ours
+    "": PREFIX,
+    MASTER: PREFIX,
+    "optimizer.state.exp_avg.": "optimizer.exp_avg.",
+    "optimizer.state.exp_avg_sq.": "optimizer.exp_avg_sq.",
+}
 FILE_BYTES = 1 << 32  # of a file that we write, about
 WITH_STATES = (QKV, "self_attention.linear_proj", "self_attention.core_attention", FC1, "mlp.linear_fc2")
 
@@ -86,23 +94,63 @@ def is_folder_of(path: Path) -> bool:
     return has(path, METADATA, BACKEND)
 
 
-def open_folder(path: Path, model: Model | None = None) -> Weights:
+def open_folder(path: Path, model: Model | None = None, states: bool = False) -> Weights:
     """The weights in a folder; `model` is theirs, where their arguments do not tell it.
 
-    Raises InputError for a model that megalite lacks, and DamagedError where files are not whole.
+    states: whether the optimizer's are wanted, too. Weights are those that it updates, in float32, where they were
+    saved. Raises InputError for a model that megalite lacks, and DamagedError where files are not whole.
     """
     folder = latest(path)
     _check_backend(path, folder)
-    arguments = arguments_in(Saved(path, folder + COMMON).content) if is_file(path / folder / COMMON) else None
-    model = told_model(path, folder + COMMON, arguments, model)
-    raw, _ = dcp_index(path / folder, lambda name: not name.startswith(NO_WEIGHTS) and known_as(name) is not None)
+    content = Saved(path, folder + COMMON).content if is_file(path / folder / COMMON) else None
+    model = told_model(path, folder + COMMON, arguments_in(content), model)
+    raw, _ = dcp_index(path / folder, partial(_wanted, states))
     source = folder + METADATA
     with damage_of(path, source):
-        found = Index(tuple(folder + file for file in raw.files), _renamed(raw))
-        table = _table(path, source, model, found)
-        refuse_differences(path, source, found.tensors.keys(), table)
-        index = under_our_names(found, table, weights(model), PREFIX)
-    return Weights("megatron-dist", path, model, index, _sizes(path, found.files), source, True, *beside(path))
+        files = tuple(folder + file for file in raw.files)
+        found = _by_kind(raw)
+        table = _table(model, found[""])
+        indexes = {}
+        for kind, prefix in STATES.items():
+            tensors = found.get(kind, {})
+            here = {name: theirs for name, theirs in table.items() if name in tensors or kind != MASTER}
+            if tensors or not kind:
+                refuse_differences(path, source, [kind + name for name in tensors], [kind + name for name in here])
+                indexes[kind] = under_our_names(Index(files, tensors), here, weights(model), prefix)
+        index = _joined(list(indexes.values()))
+    return Weights("megatron-dist", path, model, index, _sizes(path, index.files), source, True, *beside(path))
+
+
+def _wanted(states: bool, name: str) -> bool:
+    kind = next((kind for kind in STATES if kind and name.startswith(kind)), "")
+    if kind:
+        return states
+    return not name.startswith(NO_WEIGHTS) and known_as(name) is not None
+
+
+def _by_kind(raw: Index) -> dict[str, dict[str, Stored]]:
+    """The tensors by their names here, apart for weights, under an empty name, and every kind of states."""
+    found: dict[str, dict[str, Stored]] = {"": {}}
+    for name, stored in raw.tensors.items():
+        kind = next((kind for kind in STATES if kind and name.startswith(kind)), "")
+        known = known_as(name.removeprefix(kind))
+        if known is None or known in found.setdefault(kind, {}):
+            raise ValueError(f"has {name} twice, in two spellings" if known else f"has {name}, which is no weight")
+        found[kind][known] = stored
+    return found
+
+
+def _joined(indexes: Sequence[Index]) -> Index:
+    """One index. Of tensors in several, the last is taken."""
+    files = tuple(dict.fromkeys(file for index in indexes for file in index.files))
+    tensors: dict[str, Stored] = {}
+    for index in indexes:
+        numbers = np.array([files.index(file) for file in index.files], np.int64)
+        for name, stored in index.tensors.items():
+            rows = stored.rows.copy()
+            rows[:, 0] = numbers[rows[:, 0]]
+            tensors[name] = replace(stored, rows=rows)
+    return Index(files, tensors)
 
 
 def _check_backend(path: Path, folder: str) -> None:
@@ -118,25 +166,14 @@ def _check_backend(path: Path, folder: str) -> None:
                 )
 
 
-def _renamed(raw: Index) -> dict[str, Any]:
-    found = {}
-    for name, stored in raw.tensors.items():
-        known = known_as(name)
-        assert known is not None
-        if known in found:
-            raise ValueError(f"has {known} twice, once as {name}")
-        found[known] = stored
-    return found
-
-
-def _table(path: Path, source: str, model: Model, found: Index) -> Table:
+def _table(model: Model, tensors: Mapping[str, Stored]) -> Table:
     """What the tensors are made of, stacked or layer by layer as they are."""
-    embedding = found.tensors.get(EMBEDDING)
+    embedding = tensors.get(EMBEDDING)
     rows = embedding.shape[0] if embedding is not None and embedding.shape else 0
     if rows < model.vocab_size:
         raise ValueError(f"has {rows} rows of {EMBEDDING}, too few for a vocabulary of {model.vocab_size}")
     ours = weights(model)
-    if any(name.startswith(LAYERS) and name.removeprefix(LAYERS)[:1].isdigit() for name in found.tensors):
+    if any(name.startswith(LAYERS) and name.removeprefix(LAYERS)[:1].isdigit() for name in tensors):
         return chunk_table(model, ours, range(model.layers), rows, copy=False)
     return stacked_table(model, ours, rows)
 
@@ -161,7 +198,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
     table = stacked_table(model, weights(model), size)
     files = _files(_parts(model, size), dtype)
     outputs = tuple(_output(f"{RELEASE}/__{number}_0.distcp", parts, dtype) for number, parts in enumerate(files))
-    empty = f"__{len(files)}_0.distcp"  # holds the state of all modules that may ask for one, which is None
+    empty = f"__{len(files)}_0.distcp"  # the state of all modules that may ask for one, which is none
 
     def finish(written: Mapping[str, Written]) -> dict[str, bytes]:
         notes = {name.removeprefix(f"{RELEASE}/"): file.note for name, file in written.items() if file.note}
@@ -172,7 +209,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         TRACKER: f"{RELEASE}\n".encode(),
         f"{RELEASE}/{COMMON}": pickled({"args": arguments, "checkpoint_version": VERSION, "iteration": 0}),
         f"{RELEASE}/{BACKEND}": json.dumps(BACKENDS_SAVED).encode(),
-        f"{RELEASE}/{empty}": pickled(None),
+        f"{RELEASE}/{empty}": pickled([None]),
     }
     return Plan(outputs, texts, copies(found), finish)
 

@@ -5,7 +5,7 @@ import os
 import struct
 import zipfile
 
-LARGEST = 1 << 20  # bytes asked for at a time; the directory of an archive of one tensor has 463
+LARGEST = 1 << 20  # bytes asked for at a time, unless told otherwise; the directory of an archive of one tensor has 463
 RECORD = struct.Struct("<4s22xHH")  # a record's header: its mark, and the lengths of its name and of what else follows
 MARK = b"PK\3\4"
 ENCRYPTED = 1  # a bit of a record's flags
@@ -13,14 +13,17 @@ REFUSALS = (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, Uni
 
 
 class Archive:
-    """One tensor, saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError."""
+    """What was saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError.
 
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor, self._start, self._end = descriptor, start, start + length
+    largest: bytes of a record that is read, and of the directory of records, at most.
+    """
+
+    def __init__(self, descriptor: int, start: int, length: int, largest: int = LARGEST) -> None:
+        self._descriptor, self._start, self._end, self._largest = descriptor, start, start + length, largest
         if self._end > os.fstat(descriptor).st_size:
             raise ValueError(f"ends before the {length} bytes from {start} that should hold a tensor")
         try:
-            with zipfile.ZipFile(_Section(descriptor, start, length)) as archive:
+            with zipfile.ZipFile(_Section(descriptor, start, length, largest)) as archive:
                 records = archive.infolist()
         except REFUSALS as error:
             raise ValueError(f"is no tensor that torch has saved: {error}") from None
@@ -34,7 +37,7 @@ class Archive:
     def read(self, name: str) -> bytes:
         """The content of a small record."""
         position, size = self.locate(name)
-        if size > LARGEST:
+        if size > self._largest:
             raise ValueError(f"has a record {name} of {size} bytes")
         return os.pread(self._descriptor, size, position)
 
@@ -60,8 +63,8 @@ class Archive:
 class _Section(io.RawIOBase):
     """A part of a file, to be read as a file of its own, little at a time."""
 
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
+    def __init__(self, descriptor: int, start: int, length: int, largest: int) -> None:
+        self._descriptor, self._start, self._length, self._largest, self._at = descriptor, start, length, largest, 0
 
     def seekable(self) -> bool:
         return True
@@ -80,7 +83,7 @@ class _Section(io.RawIOBase):
         """Before memory is asked for, `size` is compared with what is left: it may be what a damaged file says."""
         left = max(0, self._length - self._at)
         count = left if size is None or size < 0 else min(size, left)
-        if count > LARGEST:
+        if count > self._largest:
             raise ValueError(f"is no tensor that torch has saved: it has a directory of {count} bytes")
         content = os.pread(self._descriptor, count, self._start + self._at)
         self._at += len(content)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from megalite.checkpoint.files import BUFFER, HashedFile
 from megalite.checkpoint.formats.opened import PREFIX, Weights
 from megalite.checkpoint.formats.output import Output, Plan, Stream, Written
 from megalite.checkpoint.index import ITEM_BYTES
-from megalite.checkpoint.maps.strips import Theirs
+from megalite.checkpoint.maps.strips import Strip, Theirs
 from megalite.checkpoint.read import Reader, reader_of
 from megalite.config.bounded import parse
 from megalite.config.errors import InputError
@@ -163,26 +163,46 @@ def _write(
 
 
 def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
-    """All elements of a tensor of theirs, in order, as flat blocks of a data type. Padding repeats the last row."""
-    kind = getattr(torch, dtype)
-    last: torch.Tensor | None = None
-    left = theirs.elements
-    for strip in theirs.strips:
-        step = max(1, BLOCK // (strip.width * max(ITEM_BYTES[dtype], 4)))
-        name = PREFIX + strip.name
-        vector = len(reader.index.tensors[name].shape) == 1
-        for first in range(strip.rows[0], strip.rows[1], step):
-            count = min(step, strip.rows[1] - first)
-            block = torch.empty((count,) if vector else (count, strip.width), dtype=kind)
-            reader.fill_parts([(name, block, (first,) if vector else (first, strip.columns[0]))])
-            left -= block.numel()
-            last = block[-1:].flatten()
-            yield block.flatten()
-    assert last is not None
+    """All elements of a tensor of theirs, in order, as flat blocks of a data type. Padding repeats a row."""
+    strips = theirs.strips
+    if not strips:
+        assert theirs.padding is not None
+        strips = (theirs.padding,)
+    width, left = strips[0].width, theirs.elements
+    most = max(1, BLOCK // (width * max(ITEM_BYTES[dtype], 4)))  # rows
+    for run in _runs(strips, most):
+        block = torch.empty((sum(count for *_, count in run), width), dtype=getattr(torch, dtype))
+        parts, row = [], 0
+        for strip, first, count in run:
+            name, target = PREFIX + strip.name, block[row : row + count]
+            vector = len(reader.index.tensors[name].shape) == 1
+            parts.append((name, target.view(-1) if vector else target, (first, strip.columns[0])[: 2 - vector]))
+            row += count
+        reader.fill_parts(parts)
+        left -= block.numel()
+        yield block.flatten()
+    last = block[-1]
     while left:
-        count = min(left, max(1, BLOCK // (4 * len(last))) * len(last))
-        yield last.repeat(count // len(last))
+        count = min(left, most * width)
+        yield last.repeat(count // width)
         left -= count
+
+
+def _runs(strips: Iterable[Strip], most: int) -> Iterator[list[tuple[Strip, int, int]]]:
+    """The strips in order, those that are small together: lists of a strip, its first row and a number of its rows."""
+    run: list[tuple[Strip, int, int]] = []
+    room = most
+    for strip in strips:
+        first, end = strip.rows
+        while first < end:
+            count = min(room, end - first)
+            run.append((strip, first, count))
+            first, room = first + count, room - count
+            if not room:
+                yield run
+                run, room = [], most
+    if run:
+        yield run
 
 
 def _publish(hidden: Path, target: Path, plan: Plan, written: dict[str, Written]) -> dict[str, Written]:

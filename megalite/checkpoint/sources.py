@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.disk import damage_of, read_whole
-from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.formats import huggingface, megatron, meta, torch_dist
 from megalite.checkpoint.formats.opened import PREFIX, Weights
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.index import LIMIT, Index
@@ -91,5 +91,14 @@ def _has(*names: str) -> Callable[[Path], bool]:
 SIGNS: dict[str, Callable[[Path], bool]] = {
     "megalite": lambda path: exists(path / MANIFEST) or is_folder(path / "checkpoints") or bool(complete(path)),
     "hf": _has(CONFIG),
+    "megatron-dist": torch_dist.is_folder_of,
+    "megatron": megatron.is_folder_of,
+    "meta": meta.is_folder_of,
 }
-OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
+OPEN: dict[str, Callable[[Path], Weights]] = {
+    "megalite": open_checkpoint,
+    "hf": huggingface.open_folder,
+    "megatron-dist": torch_dist.open_folder,
+    "megatron": megatron.open_folder,
+    "meta": meta.open_folder,
+}

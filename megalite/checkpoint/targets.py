@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.formats import dcp, huggingface
+from megalite.checkpoint.formats import dcp, huggingface, megatron, meta, torch_dist
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.output import Plan
+from megalite.checkpoint.maps.megatron import Split
 from megalite.config.errors import InputError, listing
 
 
@@ -15,7 +16,8 @@ class Wanted:
     """How weights are to be written. None and 1 stand for what the kind does by itself.
 
     dtype: of all tensors, a name in torch; None: each keeps its own. shard: bytes of a safetensors file at most. files:
-    into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual stages of Megatron.
+    into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual stages of Megatron; tp also files
+    of Meta.
     """
 
     dtype: str | None = None
@@ -24,6 +26,10 @@ class Wanted:
     tp: int = 1
     pp: int = 1
     virtual: int = 1
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tp, self.pp, self.virtual)
 
 
 def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
@@ -37,8 +43,17 @@ def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
 
 
 OPTIONS = {"shard": "shard-size", "tp": "tp", "pp": "pp", "virtual": "virtual-stages"}
-USED: Mapping[str, set[str]] = {"megalite": set(), "hf": {"shard"}}
+USED: Mapping[str, set[str]] = {
+    "megalite": set(),
+    "hf": {"shard"},
+    "megatron": {"tp", "pp", "virtual"},
+    "megatron-dist": {"tp", "pp", "virtual"},
+    "meta": {"tp"},
+}
 PLANS: Mapping[str, Callable[[Weights, Path, Wanted], Plan]] = {
     "megalite": lambda found, target, wanted: dcp.plan(found, target, wanted.dtype, wanted.files),
     "hf": lambda found, target, wanted: huggingface.plan(found, wanted.dtype, wanted.shard),
+    "megatron": lambda found, target, wanted: megatron.plan(found, wanted.split, wanted.dtype),
+    "megatron-dist": lambda found, target, wanted: torch_dist.plan(found, wanted.split, wanted.dtype),
+    "meta": lambda found, target, wanted: meta.plan(found, wanted.tp, wanted.dtype),
 }

@@ -10,6 +10,7 @@ import xxhash
 
 from megalite.checkpoint.disk import DamagedError, File, check_hashes, damage_of, measure, read_whole, synchronize
 from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.formats.dcp_index import dcp_index
 from megalite.checkpoint.index import LIMIT, Index
 from megalite.checkpoint.manifest import (
     INDEX,
@@ -30,7 +31,6 @@ from megalite.config.files import exists, write_whole
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite_tools.checkpoint.checkpoints import find
-from megalite_tools.checkpoint.dcp_index import dcp_index
 from megalite_tools.terminal import Terminal
 
 

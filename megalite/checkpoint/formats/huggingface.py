@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.disk import DamagedError, damage_of
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.disk import damage_of
+from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.formats.tokenizer import tokenizer_files
@@ -16,12 +16,11 @@ from megalite.checkpoint.index import ITEM_BYTES, Index
 from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, plain_model, read_config
 from megalite.checkpoint.maps.family import Family
 from megalite.checkpoint.maps.strips import Table, under_our_names
-from megalite.config.errors import InputError, listing
+from megalite.config.errors import InputError
 from megalite.config.files import as_json, read_object
 from megalite.plan.weights import weights
 
 SHARD = 5_000_000_000  # bytes of a file, as the hub advises
-SHOWN = 5  # names in a message
 WITHOUT_MEANING = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq)")  # older files have these
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
@@ -40,7 +39,7 @@ def open_folder(path: Path) -> Weights:
         for name, stored in files.index.tensors.items()
         if name in table or (name not in tied_copy and not WITHOUT_MEANING.fullmatch(name))
     }
-    refuse_differences(path, files.source, found.keys(), table, family.model_type)
+    refuse_differences(path, files.source, found.keys(), table)
     with damage_of(path, files.source):
         index = under_our_names(Index(files.index.files, found), table, weights(model), PREFIX)
     return Weights("hf", path, model, index, files.sizes, files.source, True, family.model_type, companions(path))
@@ -151,13 +150,3 @@ def _index(files: Mapping[str, list[str]], table: Table, kinds: Mapping[str, str
 def companions(path: Path) -> tuple[Path, ...]:
     """The files beside the weights that belong to the model."""
     return tuple(sorted(file for file in path.iterdir() if file.is_file() and COMPANIONS.fullmatch(file.name)))
-
-
-def refuse_differences(path: Path, source: str, found: Collection[str], table: Table, kind: str) -> None:
-    """Raises DamagedError where tensors are missing, or are there that the model does not have."""
-    for names, what in ((table.keys() - found, "lacks"), (found - table.keys(), "has tensors that no such model has:")):
-        if names:
-            shown = sorted(names)
-            more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-            told = f"{source} {what} {listing(shown[:SHOWN], ',') if more else listing(shown, 'and')}{more}"
-            raise DamagedError(path, f"{told}; {CONFIG} says {kind}")

@@ -1,26 +1,26 @@
 """Weights in files of any format, under our names. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megalite.checkpoint.disk import File
+from megalite.checkpoint.disk import DamagedError, File
 from megalite.checkpoint.index import Index
 from megalite.config.schema import Model
 
 PREFIX = "model."  # begins the name of a weight in an index
+SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True)
 class Weights:
     """The weights of a model, and where they lie.
 
-    tokenizer: that of a run, where there are no companions. end: the id that ended its documents, if it was configured.
-    hashes: of the files, where they are known.
-
     index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
     links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
-    other files that belong to the model, such as its tokenizer, to be taken along.
+    other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
+    there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, where they
+    are known.
     """
 
     kind: str
@@ -44,3 +44,12 @@ class Weights:
         for tensor in self.index.tensors.values():
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
         return max(elements, key=lambda dtype: elements[dtype])
+
+
+def refuse_differences(path: Path, file: str, found: Collection[str], wanted: Collection[str]) -> None:
+    """Raises DamagedError where tensors are missing, or are there that the model does not have."""
+    names = set(found), set(wanted)
+    for odd, what in ((names[1] - names[0], "lacks"), (names[0] - names[1], "has what its model has not:")):
+        if odd:
+            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+            raise DamagedError(path, f"{file} {what} {', '.join(sorted(odd)[:SHOWN])}{more}")

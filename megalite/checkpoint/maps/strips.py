@@ -34,10 +34,14 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class Theirs:
-    """A tensor of another format. All its strips are equally wide; elements after the last strip are padding."""
+    """A tensor of another format. All its strips are equally wide; elements after the last strip are padding.
+
+    padding: the row that is repeated in it; None: that before it.
+    """
 
     shape: tuple[int, ...]
     strips: tuple[Strip, ...]
+    padding: Strip | None = None
 
     @property
     def elements(self) -> int:
@@ -80,6 +84,8 @@ def _chunks(index: Index, table: Table, weights: Mapping[str, Weight], prefix: s
         stored = index.tensors[name]
         if stored.shape != theirs.shape:
             raise ValueError(f"has {name} {list(stored.shape)} instead of {list(theirs.shape)}")
+        if not theirs.strips:
+            continue  # padding alone
         ends = list(accumulate(strip.height for strip in theirs.strips))
         for file, position, first, count, columns in _runs(stored, theirs.strips[0].width):
             while count:

@@ -63,7 +63,10 @@ def test_another_data_type_is_checked_as_such(folder: Path, capsys: pytest.Captu
         (["--to", "{0}/out"], "say the kind, as in hf:"),
         (["--to", "hf:"], "names no folder"),
         (["--to", "hf:{0}/none/out"], "there is no folder {0}/none; make it first"),
-        (["--to", "hf:{0}/out", "--tp", "2"], "--tp 2: has no meaning for hf, only for megatron"),
+        (
+            ["--to", "hf:{0}/out", "--tp", "2"],
+            "--tp 2: has no meaning for hf, only for megatron, megatron-dist or meta",
+        ),
         (["--to", "megalite:{0}/out", "--shard-size", "1MB"], "has no meaning for megalite, only for hf"),
         (["--from", "{0}/nowhere", "--to", "hf:{0}/out"], "{0}/nowhere: there is no such folder"),
         (["--from", "{0}", "--to", "hf:{0}/out"], "holds no weights of a known kind; say which as KIND:PATH"),

@@ -15,6 +15,7 @@ from toy_jobs import MODEL, config_of, make, one_rank, save
 from megalite.checkpoint.compare import refuse_other_data
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.files import METADATA
+from megalite.checkpoint.formats.dcp_index import dcp_index
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, OldFormatError, check_sizes
 from megalite.checkpoint.tensors import Checkpoint
@@ -22,7 +23,6 @@ from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import dump
 from megalite.plan.weights import weights
-from megalite_tools.checkpoint.dcp_index import dcp_index
 from megalite_tools.checkpoint.inspect_checkpoint import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

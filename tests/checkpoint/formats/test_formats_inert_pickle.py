@@ -4,13 +4,14 @@ import pickle
 import struct
 import time
 import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite_tools.checkpoint.inert_pickle import Made, Named, read_pickle
+from megalite.checkpoint.formats.inert_pickle import Made, Named, read_pickle
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=9),
@@ -35,6 +36,14 @@ def test_names_and_calls_are_records() -> None:
     assert isinstance(made, Made)
     assert (made.name, made.arguments, made.state) == ("builtins.complex", (1.0, 2.0), None)
     assert read_pickle(pickle.dumps(complex, 2)) == Named("__builtin__.complex")
+
+
+def test_an_ordered_dictionary_is_a_dictionary() -> None:
+    given = OrderedDict(b=1, a=OrderedDict())
+    given.noted = "an attribute, as in the state of a module"  # type: ignore[attr-defined]
+    found = read_pickle(pickle.dumps(given, 2))
+    assert found == {"b": 1, "a": {}}
+    assert list(found) == ["b", "a"]
 
 
 def text(value: str) -> bytes:

@@ -30,6 +30,10 @@ class Made:
     state: Any = None  # with which the result would have been filled
 
 
+class Ordered(dict[Any, Any]):
+    """Stands for an OrderedDict. Its attributes, such as the `_metadata` of a module's state, are left out."""
+
+
 def read_pickle(data: bytes) -> Any:
     """The value in the pickle `data`. Raises ValueError for unknown opcodes, and for operands of a wrong type."""
     machine = _Machine()
@@ -115,16 +119,18 @@ class _Machine:
         function, arguments = self._pop(2)
         if not isinstance(function, Named) or not isinstance(arguments, tuple):
             raise ValueError("calls what is no name, or with what are no arguments")
-        self.push(Made(function.name, arguments))
+        ordered = function.name == "collections.OrderedDict" and not arguments
+        self.push(Ordered() if ordered else Made(function.name, arguments))
 
     def persistent(self, _: Any) -> None:
         self.push(Made("persistent", tuple(self._pop(1))))
 
     def build(self, _: Any) -> None:
         target, state = self._pop(2)
-        if not isinstance(target, Made) or target.state is not None:
-            raise ValueError("changes what it has not just made")
-        target.state = state
+        if not isinstance(target, Ordered):
+            if not isinstance(target, Made) or target.state is not None:
+                raise ValueError("changes what it has not just made")
+            target.state = state
         self.push(target)
 
     def _pop(self, count: int) -> list[Any]:
@@ -149,6 +155,10 @@ def _pushing(value: Any) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.push(value)
 
 
+def _taking(count: int) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.tuple_of(count)
+
+
 OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME"), _Machine.skip),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
@@ -159,7 +169,7 @@ OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
     "EMPTY_LIST": lambda machine, _: machine.push([]),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
     "EMPTY_TUPLE": _pushing(()),
-    **{f"TUPLE{count}": lambda machine, _, count=count: machine.tuple_of(count) for count in (1, 2, 3)},
+    **{f"TUPLE{count}": _taking(count) for count in (1, 2, 3)},
     "MARK": _Machine.mark,
     "TUPLE": _Machine.tuple_from_mark,
     "APPEND": _Machine.append,

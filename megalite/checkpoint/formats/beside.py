@@ -1,0 +1,31 @@
+"""Files of a Hugging Face folder that are taken along in other formats, in a folder of their own. Imports no torch."""
+
+from pathlib import Path
+
+from megalite.checkpoint.formats.huggingface import COMPANIONS
+from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.maps.families import CONFIG, read_config
+from megalite.checkpoint.maps.family import Family
+from megalite.config.files import is_file, is_folder
+from megalite.config.schema import Model
+
+FOLDER = "huggingface"
+
+
+def config_beside(path: Path) -> tuple[Family, Model] | None:
+    """The family and the model that the files taken along in `path` tell, if there are some. Raises InputError."""
+    return read_config(path / FOLDER) if is_file(path / FOLDER / CONFIG) else None
+
+
+def beside(path: Path) -> tuple[str | None, tuple[Path, ...]]:
+    """The family of the model in the folder `path`, and the files that were taken along, if any. Raises InputError."""
+    if not is_folder(path / FOLDER):
+        return None, ()
+    config = config_beside(path)
+    files = (file for file in (path / FOLDER).iterdir() if file.is_file() and COMPANIONS.fullmatch(file.name))
+    return config and config[0].model_type, tuple(sorted(files))
+
+
+def copies(found: Weights) -> dict[str, Path]:
+    """What is to be taken along, by its name in the target."""
+    return {f"{FOLDER}/{file.name}": file for file in found.companions}

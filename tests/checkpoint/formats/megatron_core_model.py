@@ -1,0 +1,102 @@
+"""A program that makes a model of Megatron-Core and saves it, or loads one, and keeps its logits.
+
+megatron_core_model.py save|load FOLDER LOGITS TP PP, under torchrun for more than one rank.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_files import MODELS, arguments, padded
+
+from megalite.config.schema import Model
+
+TOKENS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int) -> None:
+    torch.cuda.synchronize = lambda *_: None  # Megatron expects a GPU, and psutil
+    torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = lambda self, *_: self
+    filesystem_async._process_memory = lambda: 0
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tp, pp)
+    model = MODELS[case]
+    torch.manual_seed(dist.get_rank() % tp)
+    gpt = build(model, tp, pp)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():  # norms and biases too, so that all of them matter
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
+    state = gpt.sharded_state_dict()
+    if action == "save":
+        folder.mkdir(parents=True, exist_ok=True)
+        more = {"args": Namespace(**arguments(model, tp, pp)), "checkpoint_version": 3.0, "iteration": 5}
+        dist_checkpointing.save(state | more, str(folder))
+    else:
+        loaded = dist_checkpointing.load(state, str(folder))
+        weights = {name: loaded[name] for name in gpt.state_dict() if not name.endswith("_extra_state")}
+        assert not gpt.load_state_dict(weights, strict=False).unexpected_keys
+    if tp == pp == 1:
+        positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+        ones = torch.ones(TOKENS.shape[1], TOKENS.shape[1], dtype=torch.bool)
+        with torch.no_grad():
+            torch.save(gpt(TOKENS, positions, ~ones.tril()[None, None]), logits)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def build(model: Model, tp: int, pp: int) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.width,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        ffn_hidden_size=model.ffn,
+        kv_channels=model.head_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.float32,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm"),
+        vocab_size=padded(model.vocab_size, tp),
+        max_sequence_length=model.sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(model.rope_theta),
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    action, folder, logits, case, *sizes = sys.argv[1:]
+    main(action, Path(folder), Path(logits), case, *map(int, sizes))

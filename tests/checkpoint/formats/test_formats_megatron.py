@@ -1,0 +1,49 @@
+"""Megatron-LM's older format, checked against files that were made from its published rules with plain torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_files import MODELS, arguments, random_weights, read, same, write_legacy
+
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.formats import megatron
+from megalite.checkpoint.maps.megatron import Split
+from megalite.config.schema import Model
+
+SPLITS = [(tp, pp, virtual) for tp in (1, 2, 4) for pp, virtual in ((1, 1), (2, 1), (2, 2))]
+OF_THE_RUN = {("load", Path("a/folder")), ("betas", (0.9, 0.95))}  # arguments that mean nothing for the weights
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: "tp{}-pp{}-v{}".format(*split))
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_layout_is_read(model: Model, split: tuple[int, int, int], tmp_path: Path) -> None:
+    ours = random_weights(model)
+    write_legacy(tmp_path, model, ours, *split)
+    found = megatron.open_folder(tmp_path)
+    assert found.model == model
+    assert same(read(found), ours)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: "tp{}-pp{}-v{}".format(*split))
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_what_is_written_is_what_megatron_would_write(
+    model: Model, split: tuple[int, int, int], tmp_path: Path
+) -> None:
+    ours = random_weights(model)
+    write_legacy(tmp_path / "theirs", model, ours)
+    found = megatron.open_folder(tmp_path / "theirs")
+    convert(found, megatron.plan(found, Split(*split)), tmp_path / "to", {})
+    write_legacy(tmp_path / "expected", model, ours, *split)
+    expected = sorted((tmp_path / "expected").glob("*/mp_rank_*/*.pt"))
+    written = sorted((tmp_path / "to").glob("*/mp_rank_*/*.pt"))
+    assert [file.parent.name for file in written] == [file.parent.name for file in expected]
+    told = arguments(model, *split) | {"num_query_groups": model.kv_heads, "params_dtype": torch.float32}
+    for file, other in zip(written, expected, strict=True):
+        one, two = (torch.load(each, weights_only=False) for each in (file, other))
+        assert told.items() - vars(one["args"]).items() <= OF_THE_RUN
+        keys = [key for key in two if key.startswith("model")]
+        assert [key for key in one if key.startswith("model")] == keys
+        for key in keys:
+            assert same(one[key], {name: tensor for name, tensor in two[key].items() if tensor is not None})
+    assert same(read(megatron.open_folder(tmp_path / "to")), ours)

@@ -1,0 +1,86 @@
+"""Megatron-Core itself, where it is installed, saves what we read and loads what we have written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_files import MODELS, Ours, random_weights, read, same, write_dist
+from torch import Tensor
+
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.formats import megatron, torch_dist
+from megalite.checkpoint.maps.megatron import Split
+from megalite.config.layout import Layout
+from megalite.config.schema import Model
+from megalite.dist.mesh import Mesh
+from megalite.model.decoder import Decoder
+
+pytest.importorskip("megatron.core")
+TOKENS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(1))
+TOLERANCE = 1e-5  # of logits, relative to the largest: float32 through four layers
+PROGRAM = Path(__file__).with_name("megatron_core_model.py")
+
+
+def run(action: str, folder: Path, logits: Path, case: str, tp: int = 1, pp: int = 1) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp}"]
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONWARNINGS": "ignore"}
+    command = [*torchrun, str(PROGRAM), action, str(folder), str(logits), case, str(tp), str(pp)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def our_logits(model: Model, ours: Ours) -> Tensor:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        decoder = Decoder(model, mesh.tp, range(model.layers)).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in decoder.named_parameters():
+                parameter.to_local().copy_(ours[name])
+            return decoder(TOKENS.T).transpose(0, 1).contiguous()
+    finally:
+        dist.destroy_process_group()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_of_megatron_core_has_its_logits_here(case: str, tmp_path: Path) -> None:
+    run("save", tmp_path / "saved", tmp_path / "logits", case)
+    found = torch_dist.open_folder(tmp_path / "saved")
+    model = MODELS[case]
+    assert found.model == model
+    expected = torch.load(tmp_path / "logits")[..., : model.vocab_size]
+    assert distance(our_logits(model, read(found)), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_what_we_write_has_our_logits_in_megatron_core(case: str, tmp_path: Path) -> None:
+    model = MODELS[case]
+    ours = {name: tensor * 0.1 + (1.0 if "norm" in name else 0.0) for name, tensor in random_weights(model).items()}
+    write_dist(tmp_path / "from", model, ours)
+    found = torch_dist.open_folder(tmp_path / "from")
+    convert(found, torch_dist.plan(found), tmp_path / "to", {})
+    run("load", tmp_path / "to" / "release", tmp_path / "logits", case)
+    expected = torch.load(tmp_path / "logits")[..., : model.vocab_size]
+    assert distance(our_logits(model, ours), expected) < TOLERANCE
+
+
+def test_four_ranks_of_megatron_core_save_what_we_read_and_load_what_we_write(tmp_path: Path) -> None:
+    """Into our formats and back: the ranks load what we have made of what they saved, and save the same again."""
+    case = "head norms"
+    run("save", tmp_path / "saved", tmp_path / "none", case, 2, 2)
+    found = torch_dist.open_folder(tmp_path / "saved")
+    convert(found, megatron.plan(found, Split(2, 2, 2)), tmp_path / "legacy", {})
+    legacy = megatron.open_folder(tmp_path / "legacy")
+    assert same(read(legacy), read(found))
+    convert(legacy, torch_dist.plan(legacy, Split(2, 2)), tmp_path / "to", {})
+    run("load", tmp_path / "to" / "release", tmp_path / "none", case, 2, 2)

@@ -1,0 +1,77 @@
+"""Megatron-LM's `torch_dist`, checked against folders that PyTorch has saved, and loaded again by PyTorch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron_files import MODELS, SMALL, dist_tensors, random_weights, read, same, write_dist
+from torch.distributed.checkpoint import FileSystemReader
+
+from megalite.checkpoint.convert import convert
+from megalite.checkpoint.disk import DamagedError
+from megalite.checkpoint.formats import torch_dist
+from megalite.checkpoint.maps.megatron import Split
+from megalite.config.schema import Model
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_both_kinds_of_layers_are_read(model: Model, stacked: bool, tmp_path: Path) -> None:
+    ours = random_weights(model)
+    write_dist(tmp_path, model, ours, stacked=stacked)
+    found = torch_dist.open_folder(tmp_path)
+    assert found.model == model
+    assert same(read(found), ours)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_pytorch_loads_what_is_written(model: Model, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)  # so that there are several files
+    ours = random_weights(model)
+    write_dist(tmp_path / "theirs", model, ours)
+    write_dist(tmp_path / "expected", model, ours, tp)
+    found = torch_dist.open_folder(tmp_path / "theirs")
+    convert(found, torch_dist.plan(found, Split(tp, 2, 2)), tmp_path / "to", {})
+    one, two = (next(path.parent for path in tmp_path.glob(f"{name}/*/.metadata")) for name in ("to", "expected"))
+    assert len(list(one.glob("*.distcp"))) > 3
+    wanted = {
+        name: torch.zeros(kind.size, dtype=kind.properties.dtype)
+        for name, kind in FileSystemReader(two).read_metadata().state_dict_metadata.items()
+        if hasattr(kind, "size")
+    }
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(wanted, checkpoint_id=two, no_dist=True)
+    dcp.load(loaded, checkpoint_id=one, no_dist=True)
+    assert same(loaded, wanted)
+    assert same(read(torch_dist.open_folder(tmp_path / "to")), ours)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_states_of_the_optimizer_are_read(model: Model, tmp_path: Path) -> None:
+    kinds = {"fp32_param": "model.", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+    states = {
+        kind: {name: tensor + number for name, tensor in random_weights(model).items()}
+        for number, kind in enumerate(kinds)
+    }
+    more = {
+        f"optimizer.state.{kind}.{name}": tensor
+        for kind, ours in states.items()
+        for name, tensor in dist_tensors(model, ours).items()
+    }
+    write_dist(tmp_path, model, random_weights(model, torch.bfloat16), **more)
+    found = torch_dist.open_folder(tmp_path, states=True)
+    expected = {prefix + name: tensor for kind, prefix in kinds.items() for name, tensor in states[kind].items()}
+    assert same(
+        {f"model.{name}".replace("model.optimizer", "optimizer"): tensor for name, tensor in read(found).items()},
+        expected,
+    )
+    assert same(read(torch_dist.open_folder(tmp_path)), random_weights(model, torch.bfloat16))
+
+
+def test_a_state_that_is_missing_is_told(tmp_path: Path) -> None:
+    more = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(384, 16)}
+    write_dist(tmp_path, SMALL, random_weights(SMALL), **more)
+    with pytest.raises(DamagedError, match=r"lacks optimizer\.state\.exp_avg\.decoder\.final_layernorm\.weight"):
+        torch_dist.open_folder(tmp_path, states=True)

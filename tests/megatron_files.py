@@ -1,0 +1,226 @@
+"""Folders of Megatron-LM, made with plain torch from the rules that are published, not through our tables."""
+
+import io
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.read import reader_of
+from megalite.config.schema import Model
+from megalite.plan.weights import weights
+
+Ours = dict[str, Tensor]
+SMALL = Model(
+    layers=4, width=16, heads=8, kv_heads=4, head_width=4, ffn=24, vocab_size=300, sequence_length=32, norm_eps=1e-6
+)
+MODELS = {
+    "plain": replace(SMALL, kv_heads=8, head_width=None),
+    "grouped": SMALL,
+    "tied": replace(SMALL, tie_embeddings=True),
+    "biases": replace(SMALL, qkv_bias=True),
+    "head norms": replace(SMALL, qk_norm=True, qkv_bias=True, tie_embeddings=True),
+    "few tokens": replace(SMALL, vocab_size=100),  # at a tensor-parallel size of 4, two ranks have padding only
+}
+
+
+def random_weights(model: Model, dtype: torch.dtype = torch.float32) -> Ours:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(weight.shape, generator=generator).to(dtype) for name, weight in weights(model).items()}
+
+
+def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[str, Any]:
+    """As Megatron saves them, and some of the many that mean nothing for the weights."""
+    return {
+        "num_layers": model.layers,
+        "hidden_size": model.width,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_heads if model.kv_heads != model.heads else 1,
+        "group_query_attention": model.kv_heads != model.heads,
+        "kv_channels": model.head_size,
+        "rotary_base": int(model.rope_theta),
+        "rotary_percent": 1.0,
+        "norm_epsilon": model.norm_eps,
+        "untie_embeddings_and_output_weights": not model.tie_embeddings,
+        "add_qkv_bias": model.qkv_bias,
+        "add_bias_linear": False,
+        "qk_layernorm": model.qk_norm,
+        "padded_vocab_size": padded(model.vocab_size, tp),
+        "vocab_size": model.vocab_size,
+        "seq_length": model.sequence_length,
+        "max_position_embeddings": model.sequence_length,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "use_rope_scaling": False,
+        "num_experts": None,
+        "init_method_std": 0.02,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "params_dtype": torch.bfloat16,
+        "load": Path("a/folder"),
+        "betas": (0.9, 0.95),
+    }
+
+
+def padded(vocabulary: int, tp: int) -> int:
+    return (vocabulary + 128 * tp - 1) // (128 * tp) * (128 * tp)
+
+
+def with_padding(rows: Tensor, tp: int) -> Tensor:
+    more = padded(len(rows), tp) - len(rows)
+    return torch.cat([rows, rows[-1:].expand(more, -1)])
+
+
+def qkv(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of every group its queries, its key and its value; matrices or biases."""
+    groups, e = model.kv_heads, model.head_size
+    rest = q.shape[1:]
+    parts = [
+        q.view(groups, model.heads // groups * e, *rest),
+        k.view(groups, e, *rest),
+        v.view(groups, e, *rest),
+    ]
+    return torch.cat(parts, 1).reshape(-1, *rest)
+
+
+def layer(
+    model: Model, ours: Ours, number: int, tp: int = 1, rank: int = 0, local: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a layer on one tensor-parallel rank."""
+
+    def own(name: str) -> Tensor:
+        return ours[f"layers.{number}.{name}"]
+
+    for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+        whole = qkv(model, *(own(f"attention.{name}.{kind}") for name in "qkv"))
+        yield f"self_attention.linear_qkv.{kind}", whole.chunk(tp)[rank]
+    yield "self_attention.linear_proj.weight", own("attention.o.weight").chunk(tp, 1)[rank]
+    gate, up = own("mlp.gate.weight").chunk(tp)[rank], own("mlp.up.weight").chunk(tp)[rank]
+    yield "mlp.linear_fc1.weight", torch.cat([gate, up])
+    yield "mlp.linear_fc2.weight", own("mlp.down.weight").chunk(tp, 1)[rank]
+    yield (
+        ("input_layernorm.weight" if local else "self_attention.linear_qkv.layer_norm_weight"),
+        own("attention_norm.weight"),
+    )
+    yield ("pre_mlp_layernorm.weight" if local else "mlp.linear_fc1.layer_norm_weight"), own("mlp_norm.weight")
+    if model.qk_norm:
+        yield "self_attention.q_layernorm.weight", own("attention.q_norm.weight")
+        yield "self_attention.k_layernorm.weight", own("attention.k_norm.weight")
+
+
+def stage(
+    model: Model, ours: Ours, layers: range, tp: int = 1, rank: int = 0, local: bool = False
+) -> "OrderedDict[str, Any]":
+    """The state of a virtual stage's model. Layers have numbers of their own."""
+    first, last = layers.start == 0, layers.stop == model.layers
+    state: OrderedDict[str, Any] = OrderedDict()
+    state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    if first:
+        state["embedding.word_embeddings.weight"] = with_padding(ours["embed.weight"], tp).chunk(tp)[rank]
+    for here, number in enumerate(layers):
+        for name, tensor in layer(model, ours, number, tp, rank, local):
+            state[f"decoder.layers.{here}.{name}"] = tensor
+        if not local:
+            state[f"decoder.layers.{here}.self_attention.linear_qkv._extra_state"] = None
+    if last:
+        state["decoder.final_layernorm.weight"] = ours["head.norm.weight"]
+        if not model.tie_embeddings or not first:
+            name = "embed.weight" if model.tie_embeddings else "head.output.weight"
+            state["output_layer.weight"] = with_padding(ours[name], tp).chunk(tp)[rank]
+    return state
+
+
+def write_legacy(
+    path: Path, model: Model, ours: Ours, tp: int = 1, pp: int = 1, virtual: int = 1, local: bool = False, **more: Any
+) -> None:
+    """Iteration 10 in the older format; `more` goes into every file."""
+    each = model.layers // (pp * virtual)
+    for rank in range(tp):
+        for pipeline in range(pp):
+            content: dict[str, Any] = {
+                "args": Namespace(**arguments(model, tp, pp, virtual)),
+                "checkpoint_version": 3.0,
+                "iteration": 10,
+            }
+            for chunk in range(virtual):
+                # Megatron's rule: the first layer of a chunk is chunk · (L / V) + rank · (L / (P · V)).
+                first = chunk * (model.layers // virtual) + pipeline * each
+                key = "model" if virtual == 1 else f"model{chunk}"
+                content[key] = stage(model, ours, range(first, first + each), tp, rank, local)
+            folder = path / "iter_0000010" / (f"mp_rank_{rank:02d}" + (f"_{pipeline:03d}" if pp > 1 else ""))
+            folder.mkdir(parents=True)
+            content = {key: own(value) for key, value in content.items()}
+            torch.save(content | more, folder / "model_optim_rng.pt")
+    (path / "latest_checkpointed_iteration.txt").write_text("10")
+
+
+def write_dist(path: Path, model: Model, ours: Ours, tp: int = 1, stacked: bool = True, **more: Tensor) -> None:
+    """Iteration 10 as `torch_dist`: whole tensors, saved by PyTorch. stacked: those of all layers one upon another."""
+    tensors = dist_tensors(model, ours, tp, stacked)
+    tensors["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = io.BytesIO(b"not a tensor")
+    folder = path / "iter_0000010"
+    dcp.save(tensors | more, checkpoint_id=folder, no_dist=True)
+    torch.save(
+        {"args": Namespace(**arguments(model, tp)), "checkpoint_version": 3.0, "iteration": 10}, folder / "common.pt"
+    )
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "latest_checkpointed_iteration.txt").write_text("10\n")
+
+
+def dist_tensors(model: Model, ours: Ours, tp: int = 1, stacked: bool = True) -> dict[str, Any]:
+    """The tensors of `torch_dist`."""
+    tensors: dict[str, Any] = {}
+    state = stage(model, ours, range(model.layers), tp=1)
+    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
+        if name in state:
+            tensors[name] = state[name]
+    if tp > 1:
+        tensors["embedding.word_embeddings.weight"] = with_padding(ours["embed.weight"], tp)
+        if not model.tie_embeddings:
+            tensors["output_layer.weight"] = with_padding(ours["head.output.weight"], tp)
+    layers = [dict(layer(model, ours, number)) for number in range(model.layers)]
+    for name in layers[0]:
+        if stacked:
+            tensors[f"decoder.layers.{name}"] = torch.stack([each[name] for each in layers])
+        else:
+            tensors |= {f"decoder.layers.{number}.{name}": each[name] for number, each in enumerate(layers)}
+    return tensors
+
+
+def own(value: Any) -> Any:
+    """With storages of their own, as parameters have."""
+    if not isinstance(value, OrderedDict):
+        return value
+    found = OrderedDict(
+        (key, tensor.clone() if isinstance(tensor, Tensor) else tensor) for key, tensor in value.items()
+    )
+    found._metadata = value._metadata  # type: ignore[attr-defined]
+    return found
+
+
+def read(found: Weights) -> Ours:
+    """All weights, by our names."""
+    reader = reader_of(found)
+    tensors = {
+        name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        for name, stored in found.index.tensors.items()
+    }
+    reader.fill(tensors)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def same(first: Ours, second: Ours) -> bool:
+    """Whether two models have the same bits."""
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )

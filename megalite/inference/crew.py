@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.data.tokenizer import Tokenizer
@@ -15,8 +14,6 @@ from megalite.inference.score import Score, score
 
 BATCH = 16  # texts written at a time
 TAIL = 8  # tokens decoded to find the end of a text, beside one for each of its characters
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,14 @@ class Crew:
     def _share(self, work: Sequence[Stem] | Writing) -> tuple[int, list[Any] | None]:
         """This replica's part of the results; None on all ranks of it but one."""
         mesh = self.engine.mesh
-        replica, mine = mesh.dp_rank, partial(_every, first=mesh.dp_rank, step=mesh.layout.dp)
-        found: list[Any] = (
-            self._written(work, mine(work.requests)) if isinstance(work, Writing) else score(self.engine, mine(work))
-        )
+        mine = slice(mesh.dp_rank, None, mesh.layout.dp)
+        found: list[Any]
+        if isinstance(work, Writing):
+            found = self._written(work, work.requests[mine])
+        else:
+            found = score(self.engine, work[mine])
         at = mesh.coordinates
-        return replica, found if at["pp"] == at["tp"] == 0 else None
+        return mesh.dp_rank, found if at["pp"] == at["tp"] == 0 else None
 
     def _written(self, work: Writing, requests: Sequence[Request]) -> list[list[int]]:
         size = self.tokenizer.vocab_size
@@ -80,12 +79,8 @@ class Crew:
             text = self.tokenizer.decode(tokens[-tail:])
             return any(ending in text for ending in work.until)
 
-        found: dict[Request, list[int]] = {request: [] for request in requests}
+        found: dict[tuple[int, int], list[int]] = {(request.index, request.sample): [] for request in requests}
         for drawn in generate(self.engine, requests, work.draw, BATCH, size, self.end, over=over):
             if drawn.token != self.end:
-                found[drawn.request].append(drawn.token)
+                found[drawn.request.index, drawn.request.sample].append(drawn.token)
         return list(found.values())
-
-
-def _every(items: Sequence[T], first: int, step: int) -> Sequence[T]:
-    return items[first::step]

@@ -67,8 +67,7 @@ class Engine:
         """
         rows = None
         if cache is not None:
-            device = self.mesh.device
-            rows = torch.tensor([slot for slot, text in zip(slots, texts, strict=True) for _ in text], device=device)
+            rows = self._there([slot for slot, text in zip(slots, texts, strict=True) for _ in text])
         tokens, positions = self._whole_texts([Stem(text) for text in texts], cache, rows)
         x = self._activations(tokens, positions)
         if x is None:
@@ -78,7 +77,7 @@ class Engine:
     def next(self, tokens: Sequence[int], at: Sequence[int], cache: Cache) -> Tensor | None:
         """Logits `[n, v/t]` of one more token of each of the first n slots of `cache`, at these positions."""
         device = self.mesh.device
-        index = torch.tensor(at, device=device)
+        index = self._there(at)
         padded = self._padded(tokens)
         places = self._places(index, len(padded))
         slots = torch.arange(len(at), device=device)
@@ -137,7 +136,12 @@ class Engine:
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
         padded = [*tokens, *[0] * (-len(tokens) % self.mesh.layout.tp)]
-        return torch.tensor(padded, device=self.mesh.device)[:, None]  # s 1
+        return self._there(padded)[:, None]  # s 1
+
+    def _there(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers on the device, for which the host does not wait."""
+        here = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.mesh.device.type == "cuda")
+        return here.to(self.mesh.device, non_blocking=True)
 
     def _places(self, at: Tensor, length: int) -> Tensor:
         """Rows of the angles' tables, `[s, 1]`."""
@@ -150,7 +154,7 @@ class Engine:
         texts = flat(stems)
         device = self.mesh.device
         tokens = self._padded([token for text in texts for token in text.tokens])
-        at = torch.tensor([place for text in texts for place in range(text.at, text.end)], device=device)
+        at = self._there([place for text in texts for place in range(text.at, text.end)])
         attends = {kind: attention_of(texts, len(tokens), kind, device) for kind in self.kinds}
         places, angles = self._places(at, len(tokens)), self._angles_up_to(max(text.end for text in texts))
         return tokens, Prompts(*angles, attends, places, cache, slots, at)
@@ -175,7 +179,7 @@ class Engine:
         """The log-probability of a token in every row, and whether it is the likeliest: `[r, 2]`."""
         group, wide = self.decoder.group, logits.to(torch.promote_types(logits.dtype, torch.float32))
         first = group.rank() * wide.shape[1]
-        wanted = torch.tensor(targets, device=wide.device)
+        wanted = self._there(targets)
         absent = (wanted < first) | (wanted >= first + wide.shape[1])
         place = (wanted - first).masked_fill(absent, 0)
         score = wide.gather(1, place[:, None])[:, 0].masked_fill(absent, 0)

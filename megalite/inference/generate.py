@@ -101,9 +101,7 @@ def generate(
         start = time.perf_counter()
         if waiting and len(active) < batch:
             new = _next_pass(waiting, batch - len(active))
-            texts, slots = [request.tokens for request in new], range(len(active), len(active) + len(new))
-            ends = [stop - 1 for stop in accumulate(map(len, texts))]
-            logits = engine.prompts(texts, cache, slots, ends)
+            logits = _read(engine, cache, new, len(active))
             drawing = [_Text(request) for request in new]
             active += drawing
         else:
@@ -112,7 +110,7 @@ def generate(
         tokens = _draw(engine, logits, draw, drawing, vocabulary)
         seconds = time.perf_counter() - start
         if new:
-            timing.prompt_tokens += sum(len(request.tokens) for request in new)
+            timing.prompt_tokens += sum(map(len, {tuple(request.tokens) for request in new}))
             timing.prompt_seconds += seconds
         else:
             timing.tokens += len(tokens)
@@ -141,11 +139,24 @@ def _next_pass(waiting: list[Request], free: int) -> list[Request]:
     return taken
 
 
+def _read(engine: Engine, cache: Cache, new: Sequence[Request], first: int) -> Tensor | None:
+    """Put prompts into the slots from `first` on; the logits of their last tokens. Of equal ones, one is read."""
+    slots = range(first, first + len(new))
+    read = {tuple(request.tokens): slot for request, slot in reversed(list(zip(new, slots, strict=True)))}
+    ends = dict(zip(read, accumulate(map(len, read)), strict=True))
+    wanted = [ends[tuple(request.tokens)] - 1 for request in new]
+    logits = engine.prompts(list(read), cache, list(read.values()), wanted)
+    for request, slot in zip(new, slots, strict=True):
+        if (source := read[tuple(request.tokens)]) != slot:
+            cache.copy(source, slot)
+    return logits
+
+
 def _leave(active: list[_Text], text: _Text, cache: Cache) -> None:
     """Take a text out; the last one goes into its slot, so that those in use are the first."""
     slot, last = next(slot for slot, other in enumerate(active) if other is text), active.pop()
     if last is not text:
-        cache.move(len(active), slot)
+        cache.copy(len(active), slot)
         active[slot] = last
 
 

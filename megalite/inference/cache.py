@@ -53,8 +53,8 @@ class Cache:
                 "or more ranks"
             ) from None
 
-    def move(self, source: int, target: int) -> None:
-        """Let the sequence in slot `source` be in slot `target`."""
+    def copy(self, source: int, target: int) -> None:
+        """Let the sequence in slot `source` be in slot `target` too."""
         for keys, values in self.layers.values():
             keys[target].copy_(keys[source])
             values[target].copy_(values[source])

@@ -4,8 +4,7 @@ s  tokens of a pass, padded so that tp divides them     d  model width
 r  rows of it whose logits are wanted                   v  vocabulary
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,12 @@ from megalite.config.schema import Config, Model, Parallel
 from megalite.dist.collectives import reduce_scatter, start_gather
 from megalite.dist.mesh import Mesh
 from megalite.inference.cache import Cache, Next, Prompts
+from megalite.inference.flat import Stem, attention_of, flat, scored_rows
 from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions, angles
-from megalite.parallel.context import attention
 from megalite.plan.split import layers_of, split_of
 
+LOGITS = 1 << 26  # of a rank at a time, where those of all tokens are wanted
 MOST_ANGLES = 4096  # positions whose angles are made at once; a model may name far more than its texts ever have
 
 
@@ -65,29 +65,46 @@ class Engine:
         cache, slots: where every text goes, if it will be continued. wanted: rows of the texts laid end to end; None:
         all.
         """
-        ends = list(accumulate(map(len, texts)))
-        count, device = ends[-1], self.mesh.device
-        tokens = self._padded([token for text in texts for token in text])
-        at = torch.tensor([position for text in texts for position in range(len(text))], device=device)
-        bounds = [0, *ends] if len(tokens) == count else [0, *ends, len(tokens)]
-        documents = [tuple(bounds)] if len(bounds) > 2 else None
-        attends = {kind: attention("ring", None, len(tokens), device, documents, kind) for kind in self.kinds}
         rows = None
         if cache is not None:
-            rows = torch.tensor([slot for slot, text in zip(slots, texts, strict=True) for _ in text], device=device)
-        angles = self._angles_up_to(max(map(len, texts)))
-        positions = Prompts(*angles, attends, self._places(at, len(tokens)), cache, rows, at)
-        return self._run(tokens, positions, count, wanted)
+            rows = self._there([slot for slot, text in zip(slots, texts, strict=True) for _ in text])
+        tokens, positions = self._whole_texts([Stem(text) for text in texts], cache, rows)
+        x = self._activations(tokens, positions)
+        if x is None:
+            return None
+        return self._logits(x, range(sum(map(len, texts))) if wanted is None else wanted)
 
     def next(self, tokens: Sequence[int], at: Sequence[int], cache: Cache) -> Tensor | None:
         """Logits `[n, v/t]` of one more token of each of the first n slots of `cache`, at these positions."""
         device = self.mesh.device
-        index = torch.tensor(at, device=device)
+        index = self._there(at)
         padded = self._padded(tokens)
         places = self._places(index, len(padded))
         slots = torch.arange(len(at), device=device)
         positions = Next(*self._angles_up_to(max(at) + 1), {}, places, cache, tuple(at), index, slots)
-        return self._run(padded, positions, len(at), None)
+        x = self._activations(padded, positions)
+        return None if x is None else self.decoder.answer(x)[: len(at), 0]
+
+    def scores(self, passes: Iterable[Sequence[Stem]]) -> Tensor:
+        """The log-probability of every token of every branch, and whether it is the likeliest: `[tokens, 2]`, float64.
+
+        The stages of a pipeline work on several passes at a time.
+        """
+        found, count = [torch.empty(0, 2, dtype=torch.float64, device=self.mesh.device)], 0
+        for stems in passes:
+            tokens, positions = self._whole_texts(stems)
+            x = self._activations(tokens, positions)
+            rows, targets = scored_rows(stems)
+            count += len(rows)
+            step = max(1, LOGITS * self.mesh.layout.tp // self.model.vocab_size)
+            for start in range(0, len(rows), step) if x is not None else ():
+                assert x is not None
+                logits = self._logits(x, rows[start : start + step])
+                found.append(self._measured(logits, targets[start : start + step]))
+        told = torch.cat(found) if self.last else torch.empty(count, 2, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.layout.pp > 1:
+            dist.broadcast(told, group=self.mesh.group("pp"), group_src=self.mesh.layout.pp - 1)
+        return told
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits `[r, v]` from the parts of all tensor-parallel ranks."""
@@ -119,24 +136,58 @@ class Engine:
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
         padded = [*tokens, *[0] * (-len(tokens) % self.mesh.layout.tp)]
-        return torch.tensor(padded, device=self.mesh.device)[:, None]  # s 1
+        return self._there(padded)[:, None]  # s 1
+
+    def _there(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers on the device, for which the host does not wait."""
+        here = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.mesh.device.type == "cuda")
+        return here.to(self.mesh.device, non_blocking=True)
 
     def _places(self, at: Tensor, length: int) -> Tensor:
         """Rows of the angles' tables, `[s, 1]`."""
         return torch.nn.functional.pad(at, (0, length - len(at)))[:, None]
 
-    def _run(self, x: Tensor, positions: TokenPositions, count: int, wanted: Sequence[int] | None) -> Tensor | None:
+    def _whole_texts(
+        self, stems: Sequence[Stem], cache: Cache | None = None, slots: Tensor | None = None
+    ) -> tuple[Tensor, TokenPositions]:
+        """Tokens and positions of one pass of whole texts."""
+        texts = flat(stems)
+        device = self.mesh.device
+        tokens = self._padded([token for text in texts for token in text.tokens])
+        at = self._there([place for text in texts for place in range(text.at, text.end)])
+        attends = {kind: attention_of(texts, len(tokens), kind, device) for kind in self.kinds}
+        places, angles = self._places(at, len(tokens)), self._angles_up_to(max(text.end for text in texts))
+        return tokens, Prompts(*angles, attends, places, cache, slots, at)
+
+    def _activations(self, x: Tensor, positions: TokenPositions) -> Tensor | None:
+        """What the last layer of all makes of tokens `[s, 1]`: `[s/t, 1, d]`, on the last stage."""
         layout, group = self.mesh.layout, self.mesh.group("pp")
         if self.stage > 0:
             x = torch.empty(len(x) // layout.tp, 1, self.model.width, dtype=self.dtype, device=self.mesh.device)
             dist.recv(x, group=group, group_src=self.stage - 1)
-        x = self.decoder.activations(x, positions)  # s/t 1 d
-        if not self.last:
-            dist.send(x.contiguous(), group=group, group_dst=self.stage + 1)
-            return None
-        if wanted is not None:
-            x, count = self._rows(x, wanted), len(wanted)
-        return self.decoder.answer(x)[:count, 0]
+        x = self.decoder.activations(x, positions)
+        if self.last:
+            return x
+        dist.send(x.contiguous(), group=group, group_dst=self.stage + 1)
+        return None
+
+    def _logits(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits `[r, v/t]` of these rows of x `[s/t, 1, d]`."""
+        return self.decoder.answer(self._rows(x, rows))[: len(rows), 0]
+
+    def _measured(self, logits: Tensor, targets: Sequence[int]) -> Tensor:
+        """The log-probability of a token in every row, and whether it is the likeliest: `[r, 2]`."""
+        group, wide = self.decoder.group, logits.to(torch.promote_types(logits.dtype, torch.float32))
+        first = group.rank() * wide.shape[1]
+        wanted = self._there(targets)
+        absent = (wanted < first) | (wanted >= first + wide.shape[1])
+        place = (wanted - first).masked_fill(absent, 0)
+        score = wide.gather(1, place[:, None])[:, 0].masked_fill(absent, 0)
+        largest, index = wide.max(-1)
+        mine = torch.stack((wide.logsumexp(-1).double(), score.double(), largest.double(), (index + first).double()))
+        sums, scores, tops, indices = start_gather(mine[None], group).wait().unbind(1)  # each t r
+        likeliest = indices.gather(0, tops.argmax(0, keepdim=True))[0]
+        return torch.stack((scores.sum(0) - sums.logsumexp(0), (likeliest == wanted).double()), dim=1)
 
     def _rows(self, x: Tensor, wanted: Sequence[int]) -> Tensor:
         """This rank's part `[r/t, 1, d]` of the wanted rows, padded, of x `[s/t, 1, d]`."""

@@ -1,8 +1,8 @@
 """Continuing many texts at a time. As one ends, the next that waits takes its place."""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
@@ -64,13 +64,12 @@ def _rate(tokens: int, seconds: float) -> str:
 @dataclass
 class _Text:
     request: Request
-    drawn: int
-    latest: int
+    new: list[int] = field(default_factory=list)
 
     @property
     def at(self) -> int:
         """The position of the latest token."""
-        return len(self.request.tokens) + self.drawn - 1
+        return len(self.request.tokens) + len(self.new) - 1
 
 
 @torch.inference_mode()
@@ -82,12 +81,16 @@ def generate(
     vocabulary: int,
     end: int | None,
     timing: Timing | None = None,
+    over: Callable[[list[int]], bool] = lambda _: False,
 ) -> Iterator[Drawn]:
     """The tokens of all continuations, each as soon as it is drawn; the same on all ranks. Collective.
 
     batch: texts at a time. vocabulary: only ids below this number are drawn, since the model's vocabulary may be
-    padded. end: the token that ends a text; None: none does. Raises InputError for logits that are not finite.
+    padded. end: the token that ends a text; None: none does. over: whether a text ends that goes on with these tokens.
+    Raises InputError for logits that are not finite.
     """
+    if not requests:
+        return
     timing = timing or Timing()
     waiting = list(reversed(requests))
     active: list[_Text] = []  # in the order of the cache's slots
@@ -98,18 +101,16 @@ def generate(
         start = time.perf_counter()
         if waiting and len(active) < batch:
             new = _next_pass(waiting, batch - len(active))
-            texts, slots = [request.tokens for request in new], range(len(active), len(active) + len(new))
-            ends = [stop - 1 for stop in accumulate(map(len, texts))]
-            logits = engine.prompts(texts, cache, slots, ends)
-            drawing = [_Text(request, 0, 0) for request in new]
+            logits = _read(engine, cache, new, len(active))
+            drawing = [_Text(request) for request in new]
             active += drawing
         else:
             drawing, new = active, []
-            logits = engine.next([text.latest for text in active], [text.at for text in active], cache)
+            logits = engine.next([text.new[-1] for text in active], [text.at for text in active], cache)
         tokens = _draw(engine, logits, draw, drawing, vocabulary)
         seconds = time.perf_counter() - start
         if new:
-            timing.prompt_tokens += sum(len(request.tokens) for request in new)
+            timing.prompt_tokens += sum(map(len, {tuple(request.tokens) for request in new}))
             timing.prompt_seconds += seconds
         else:
             timing.tokens += len(tokens)
@@ -118,8 +119,10 @@ def generate(
             timing.first = time.perf_counter() - began
         finished = []
         for text, token in zip(drawing, tokens, strict=True):
-            text.drawn, text.latest = text.drawn + 1, token
-            finish: Finish | None = "stop" if token == end else "length" if text.drawn == text.request.most else None
+            text.new.append(token)
+            finish: Finish | None = "length" if len(text.new) == text.request.most else None
+            if token == end or over(text.new):
+                finish = "stop"
             if finish:
                 finished.append(text)
             yield Drawn(text.request, token, finish)
@@ -136,16 +139,29 @@ def _next_pass(waiting: list[Request], free: int) -> list[Request]:
     return taken
 
 
+def _read(engine: Engine, cache: Cache, new: Sequence[Request], first: int) -> Tensor | None:
+    """Put prompts into the slots from `first` on; the logits of their last tokens. Of equal ones, one is read."""
+    slots = range(first, first + len(new))
+    read = {tuple(request.tokens): slot for request, slot in reversed(list(zip(new, slots, strict=True)))}
+    ends = dict(zip(read, accumulate(map(len, read)), strict=True))
+    wanted = [ends[tuple(request.tokens)] - 1 for request in new]
+    logits = engine.prompts(list(read), cache, list(read.values()), wanted)
+    for request, slot in zip(new, slots, strict=True):
+        if (source := read[tuple(request.tokens)]) != slot:
+            cache.copy(source, slot)
+    return logits
+
+
 def _leave(active: list[_Text], text: _Text, cache: Cache) -> None:
     """Take a text out; the last one goes into its slot, so that those in use are the first."""
     slot, last = next(slot for slot, other in enumerate(active) if other is text), active.pop()
     if last is not text:
-        cache.move(len(active), slot)
+        cache.copy(len(active), slot)
         active[slot] = last
 
 
 def _draw(engine: Engine, logits: Tensor | None, draw: Draw, texts: Sequence[_Text], vocabulary: int) -> list[int]:
-    keys = [(text.request.index, text.request.sample, text.drawn) for text in texts]
+    keys = [(text.request.index, text.request.sample, len(text.new)) for text in texts]
 
     def make(whole: Tensor) -> Tensor:
         return draw(whole[:, :vocabulary], keys)

@@ -5,6 +5,9 @@ earlier step, because it is resumed or rolled back, an event says so. The file i
 """
 
 import json
+import math
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,12 @@ from megalite.config.files import exists, is_file
 
 MOST = 1e100  # of a number: no run has such a one, and pictures have no axis for it
 BACK = ("resumed", "rollback")  # events after which records of later steps no longer count
+
+
+def line_of(step: int, values: Mapping[str, Any]) -> bytes:
+    """The line of a record or an event of now. A number that is not finite becomes null: JSON has only finite ones."""
+    known = {name: value if _finite(value) else None for name, value in values.items()}
+    return (json.dumps({"step": step, "time": time.time(), **known}) + "\n").encode()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -58,6 +67,10 @@ def mend(path: Path) -> str | None:
             return None
         file.truncate(len(text) - len(last))
         return last.decode(errors="replace")
+
+
+def _finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _whole(line: str) -> bool:

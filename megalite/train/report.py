@@ -1,7 +1,5 @@
 """Writes a run's numbers to the console, metrics.jsonl, TensorBoard and Weights & Biases, under the same names."""
 
-import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -17,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.output import PATIENCE, Outlet, append
 from megalite.terminal import scaled
 from megalite.train.board import Board
-from megalite.train.records import mend
+from megalite.train.records import line_of, mend
 from megalite.train.wandb_run import WandbRun
 
 WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem")  # events
@@ -135,8 +133,7 @@ class Report:
 
     def _write(self, step: int, values: Mapping[str, Any], lasting: bool = False) -> None:
         """Add a line to metrics.jsonl. If there is no room, a lasting line waits for it."""
-        known = {name: value if _finite(value) else None for name, value in values.items()}
-        lines = self.unwritten + (json.dumps({"step": step, "time": time.time(), **known}) + "\n").encode()
+        lines = self.unwritten + line_of(step, values)
         with self.metrics:
             self._check_owner()
             append(self.path, lines)
@@ -151,8 +148,3 @@ class Report:
             return ""
         seconds = (time.monotonic() - self.began) / done * (self.steps - step)
         return f"  ETA {timedelta(seconds=round(seconds))}"
-
-
-def _finite(value: object) -> bool:
-    """Whether JSON can hold the value: it has only finite numbers."""
-    return not isinstance(value, float) or math.isfinite(value)

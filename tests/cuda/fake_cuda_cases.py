@@ -27,6 +27,9 @@ from megalite.data.loader import Loader, Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.ranks import RankInfo
 from megalite.dist.start import NCCL, start
+from megalite.inference.draw import Draw
+from megalite.inference.engine import Engine
+from megalite.inference.flat import Stem
 from megalite.parallel import context, flex
 from megalite.parallel.context import attention
 from megalite.parallel.host_memory import HostMemory
@@ -252,6 +255,28 @@ def timeouts(config: Config) -> set[timedelta]:
         assert mesh is not None
         assert {group for _, group in told} == set(mesh.groups)
     return {timeout for timeout, _ in told}
+
+
+def inferred(config: Config) -> tuple[dict[str, list[int]], set[str]]:
+    """The sizes of what a pass of prompts, of next tokens and of scores gives, and the devices that took part."""
+    layout = config.parallel.layout
+    with world(layout.world_size), torch.no_grad():
+        mesh = Mesh.build(layout, DEVICE, sharded=False)
+        assert mesh is not None
+        engine = Engine(config.model, mesh, torch.bfloat16)
+        cache = engine.cache(3, 32)
+        with Calls() as calls:
+            first = engine.prompts([[1] * 9, [2], [3] * 20], cache, range(3), [8, 9, 29])
+            following = engine.next([4, 5, 6], [9, 1, 20], cache)
+            alone = engine.next([4], [10], cache)
+            drawn = engine.agree(3, lambda whole: Draw(1.0, 5, 0.9)(whole, [(0,), (1,), (2,)]), following, torch.int64)
+            scores = engine.scores([[Stem([1, 2, 3], [[4, 5], [6]]), Stem([7], [[8, 9]])]])
+        found = {"prompts": first, "next": following, "alone": alone, "drawn": drawn, "scores": scores}
+        devices = {str(tensor.device) for tensor in found.values() if tensor is not None}
+        told = {name: list(tensor.shape) for name, tensor in found.items() if tensor is not None}
+        flash = [args[3] is not None for args, _ in calls.of("aten::_flash_attention_forward")]
+        assert all(flash[: config.model.layers]), "prompts are documents of one sequence"
+        return told, devices
 
 
 @contextmanager

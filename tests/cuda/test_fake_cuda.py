@@ -16,6 +16,7 @@ from fake_cuda import fake_cuda
 
 from megalite.config.layers import AttentionKind
 from megalite.config.schema import (
+    Attention,
     Batch,
     Checkpoint,
     Config,
@@ -210,3 +211,16 @@ def test_steps_stay_under_way_until_something_is_due(call: Call) -> None:
         *("launch 4", "read 4", "synchronize", "synchronize", "save 4"),  # a validation without data is due, too
     ]
     assert pinned == [True] * 4
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"pp": 2}], ids=["alone", "tp", "pp"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_model_computes_on_its_device(parallel: dict[str, int], window: int | None, call: Call) -> None:
+    """On the first stage, which is told what the last one draws."""
+    config = spread(**parallel)
+    config = replace(config, model=replace(config.model, attention=Attention(window=window)))
+    sizes, devices = call(cases.inferred, config)
+    logits = 128 // config.parallel.tp
+    last = {"prompts": [3, logits], "next": [3, logits], "alone": [1, logits]}
+    assert sizes == {**(last if config.parallel.pp == 1 else {}), "drawn": [3], "scores": [5, 2]}
+    assert devices == {"cuda:0"}

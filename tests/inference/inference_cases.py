@@ -1,14 +1,20 @@
 """What the ranks of the tests of inference run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.host_group import HostGroup
 from megalite.config.layout import Layout
 from megalite.config.schema import Attention, Model
+from megalite.data.tokenizer import Tokenizer
 from megalite.dist.mesh import Mesh
+from megalite.inference.crew import Crew, Writing
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
+from megalite.inference.flat import Stem
 from megalite.inference.generate import Request, generate
 from megalite.model.init import initialize
 
@@ -27,6 +33,25 @@ MODEL = Model(
     attention=Attention(window=7, full_every=2),
 )
 Texts = dict[tuple[int, int], list[int]]  # by prompt and sample
+
+
+class Letters(Tokenizer):
+    """Every character is a token, but for 0, which ends documents."""
+
+    vocab_size = 64
+    _eod = 0
+
+    def _piece(self, token: int) -> str:
+        return chr(token)
+
+    def _encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self._encode(text) for text in texts]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 def prompts(model: Model = MODEL, lengths: tuple[int, ...] = (3, 11, 1, 17, 6)) -> list[list[int]]:
@@ -81,3 +106,41 @@ def refused(layout: Layout) -> str | None:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def stems(vocabulary: int) -> list[Stem]:
+    """Texts that begin alike: some longer than a window, some of one token; the first branch of the last is likely."""
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> list[int]:
+        return torch.randint(vocabulary, (length,), generator=generator).tolist()
+
+    sizes = [(12, (3, 1, 9, 2)), (1, (4, 5)), (3, (20, 1)), (25, (1, 1, 1, 1)), (9, (8,)), (1, (1,)), (30, (6, 10))]
+    return [Stem(text(stem), [text(branch) for branch in branches]) for stem, branches in sizes]
+
+
+Answers = tuple[list[tuple[float, bool]], list[list[int]]]
+
+
+def answers_in_layouts(layouts: list[Layout]) -> list[Answers | None]:
+    """The scores of all branches in every layout, greedy ones too, and texts, on the rank that leads."""
+    group = HostGroup()
+    found: list[Answers | None] = []
+    asked = stems(MODEL.vocab_size)
+    for layout in layouts:
+        mesh = Mesh.build(layout, torch.device("cpu"), sharded=False)
+        assert mesh is not None
+        crew = Crew(engine_of(mesh), group, Letters(Path("letters")), None)
+        if not group.leads:
+            crew.serve()
+            found.append(None)
+            continue
+        written = crew.write(Writing(requests(9, samples=2), Draw(1.0, 20, 0.9), ("5",)))
+        likely = [
+            Stem(prompt, [text])
+            for prompt, text in zip(prompts(), crew.write(Writing(requests(3), Draw(0), ())), strict=True)
+        ]
+        scores = crew.score([*asked, *likely])
+        found.append(([(*score,) for of_stem in scores for score in of_stem], written))
+        crew.release()
+    return found

@@ -7,6 +7,7 @@ from ranks import Ranks
 from megalite.config.layout import Layout
 from megalite.dist.mesh import Mesh
 from megalite.inference.draw import Draw
+from megalite.inference.generate import Request, Timing, generate
 
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
@@ -48,3 +49,13 @@ def test_a_text_ends_with_its_document(alone: Mesh) -> None:
     end = whole[1, 0][4]
     cut = inference_cases.texts(engine, inference_cases.requests(16), Draw(0), 2, end)
     assert cut == {key: text[: text.index(end) + 1] if end in text else text for key, text in whole.items()}
+
+
+def test_of_equal_prompts_one_is_read(alone: Mesh) -> None:
+    """All samples of a prompt begin with its cache; those that wait read it again."""
+    engine = inference_cases.engine_of(alone)
+    timing = Timing()
+    asked = [Request(0, sample, [1, 2, 3], 4) for sample in range(5)] + [Request(1, 0, [1, 2, 4], 4)]
+    list(generate(engine, asked, Draw(1.0), 6, 64, None, timing))
+    assert timing.prompt_tokens == 6
+    assert timing.tokens == 6 * 3

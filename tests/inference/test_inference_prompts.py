@@ -1,36 +1,16 @@
 """Prompts from files of unknown content."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from inference_cases import Letters
 
 from megalite.config.errors import InputError
-from megalite.data.tokenizer import Tokenizer
 from megalite.inference.prompts import LONGEST, Prompt, read_prompts, requests
 
-
-class Letters(Tokenizer):
-    """Every character is a token, but for 0, which ends documents."""
-
-    vocab_size = 128
-    _eod = 0
-
-    def _piece(self, token: int) -> str:
-        return chr(token)
-
-    def _encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self._encode(text) for text in texts]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
-
-
 LETTERS = Letters(Path("letters"))
+LETTERS.vocab_size = 128
 
 
 def written(folder: Path, content: bytes, name: str = "prompts.jsonl") -> str:

@@ -114,7 +114,7 @@ ARGUMENTS = {
     "no window": ({"window_size": (-1, 0)}, SMALL),
     "scaling": (
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
-        replace(SMALL, rope_scaling=RopeScaling(32.0)),
+        replace(SMALL, rope_scaling=RopeScaling(factor=32.0)),
     ),
     "old epsilon": ({"norm_epsilon": None, "layernorm_epsilon": 1e-6}, SMALL),
     "old positions": ({"position_embedding_type": None, "use_rotary_position_embeddings": True}, SMALL),
@@ -157,7 +157,7 @@ def test_what_megatron_lacks_is_refused_by_name(folder: Path) -> None:
     found = megatron.open_folder(folder)
     for model, told in {
         "softcap = 30": replace(SMALL, attention=Attention(softcap=30.0)),
-        "rope_scaling.low_frequency_factor = 2": replace(SMALL, rope_scaling=RopeScaling(8.0, 2.0)),
+        "rope_scaling.low_frequency_factor = 2": replace(SMALL, rope_scaling=RopeScaling("llama3", 8.0, 2.0)),
     }.items():
         with pytest.raises(InputError, match=f"Megatron has no arguments for .*{model}"):
             megatron.plan(replace(found, model=told))

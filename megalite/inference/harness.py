@@ -1,0 +1,148 @@
+"""The tasks of lm-evaluation-harness (EleutherAI), which is an optional package, on a model of ours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megalite.config.errors import InputError, listing
+from megalite.inference.crew import Crew, Writing
+from megalite.inference.draw import Draw
+from megalite.inference.flat import Stem
+from megalite.inference.generate import Request
+from megalite.inference.score import PASS
+
+MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of the same
+NEW = 256  # tokens, where a task names none of them
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, and tokens of a context and its continuation
+
+
+def evaluate(
+    crew: Crew, tasks: Sequence[str], folder: str | None, limit: int | None, fewshot: int | None
+) -> dict[str, dict[str, Any]]:
+    """The results of the harness by task. Raises InputError for unknown tasks and data that cannot be had.
+
+    folder: of further tasks. limit: documents of each task. fewshot: examples in every prompt; None: as tasks say.
+    """
+    manager = TaskManager(include_path=folder)
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        raise InputError(f"--tasks: lm-eval has no {listing(unknown)}; --task-folder names a folder with others")
+    try:
+        found = simple_evaluate(
+            Harnessed(crew),
+            tasks=list(tasks),
+            num_fewshot=fewshot,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # no data, no network, a task that is none
+        raise InputError(f"--tasks {','.join(tasks)}: lm-eval: {str(error)[:500] or type(error).__name__}") from error
+    assert found is not None
+    results: dict[str, dict[str, Any]] = found["results"]
+    return results
+
+
+class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
+    """What the harness asks of a model. Numbers are those of its own `hf` models on the same weights."""
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__()
+        self.crew = crew
+        self.max_length = crew.engine.model.sequence_length
+        self.written = 0  # texts so far: each draws from random numbers of its own
+
+    @property
+    def eot_token_id(self) -> int:
+        if self.crew.end is None:
+            raise InputError(f"{self.crew.tokenizer.path}: has no end-of-document token, which tasks need")
+        return self.crew.end
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A part of the names of the harness's caches."""
+        return self.crew.tokenizer.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
+        return self.crew.tokenizer.encode(string)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, in windows that each see one token of the one before."""
+        windows: list[Pair] = []
+        counts = []
+        for request in requests:
+            tokens, length = self.tok_encode(request.args[0]), self.max_length
+            pairs = list(map(make_disjoint_window, get_rolling_token_windows(tokens, self.prefix_token_id, length, 1)))
+            windows += [(None, *pair) for pair in pairs]
+            counts.append(len(pairs))
+        each = iter(self._loglikelihood_tokens(windows))
+        return [sum(next(each)[0] for _ in range(count)) for count in counts]
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **others: Any) -> list[tuple[float, bool]]:
+        """Continuations of one context are scored in one pass, which reads the context once."""
+        stems: list[tuple[list[int], list[int]]] = []  # a context, and the requests that continue it
+        latest: dict[tuple[int, ...], int] = {}  # by context
+        lengths: list[int] = []
+        for number, (_, context, continuation) in enumerate(requests):
+            room = self.max_length + 1 - len(continuation)
+            if not continuation or room < 1:
+                rule = (
+                    f"a continuation has {len(continuation)} tokens; a model of {self.max_length} can score 1 to that"
+                )
+                raise InputError(f"--tasks: {rule}")
+            key = tuple(context[-room:])
+            at = latest.get(key)
+            if at is None or lengths[at] + len(continuation) > PASS:
+                at = latest[key] = len(stems)
+                stems.append((list(key), []))
+                lengths.append(len(key))
+            stems[at][1].append(number)
+            lengths[at] += len(continuation)
+        found = self.crew.score([Stem(key, [requests[number][2] for number in numbers]) for key, numbers in stems])
+        results = [(0.0, False)] * len(requests)
+        for (_, numbers), scores in zip(stems, found, strict=True):
+            for number, score in zip(numbers, scores, strict=True):
+                results[number] = score.log_likelihood, score.greedy
+        return results
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        texts = [""] * len(requests)
+        alike: dict[tuple[Draw, tuple[str, ...]], list[tuple[int, Request]]] = {}
+        for number, request in enumerate(requests):
+            context, options = request.args
+            draw, until, most = _how(options)
+            if most >= self.max_length:
+                raise InputError(f"--tasks: {most} new tokens are asked of a model that reads {self.max_length}")
+            tokens = self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id]
+            asked = Request(self.written + number, 0, tuple(tokens), most)
+            alike.setdefault((draw, until), []).append((number, asked))
+        for (draw, until), group in alike.items():
+            written = self.crew.write(Writing([request for _, request in group], draw, until))
+            for (number, _), tokens in zip(group, written, strict=True):
+                texts[number] = _cut(self.crew.tokenizer.decode(tokens), until)
+        self.written += len(requests)
+        return texts
+
+
+def _how(options: dict[str, Any]) -> tuple[Draw, tuple[str, ...], int]:
+    """How a text is drawn, what ends it, and its tokens at most."""
+    until = options.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    most = next((int(options[name]) for name in MOST_NEW if options.get(name) is not None), NEW)
+    random = options.get("do_sample", (options.get("temperature") or 0) > 0)
+    temperature = float(1.0 if options.get("temperature") is None else options["temperature"])
+    if not random or temperature == 0:
+        return Draw(0), tuple(until), most
+    return Draw(temperature, options.get("top_k") or 0, options.get("top_p") or 1.0), tuple(until), most
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    for ending in until:
+        if ending:
+            text = text.partition(ending)[0]
+    return text

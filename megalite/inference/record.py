@@ -1,0 +1,26 @@
+"""Adds results to the metrics of the run that the model is of."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megalite.config.errors import InputError
+from megalite.config.files import is_file
+from megalite.output import append
+from megalite.train.lock import Lock
+from megalite.train.records import line_of, mend
+
+
+def add_record(run: Path, step: int, values: Mapping[str, float]) -> bool:
+    """Add a record to `metrics.jsonl` of a run folder; whether it has that file. Raises InputError while a job runs."""
+    path = run / "metrics.jsonl"
+    if not is_file(path):
+        return False
+    lock = Lock.take(run)
+    try:
+        mend(path)
+        append(path, line_of(step, values))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        lock.free()
+    return True

@@ -1,0 +1,45 @@
+"""How likely a model finds texts."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megalite.config.errors import InputError
+from megalite.inference.engine import Engine
+from megalite.inference.flat import Stem
+
+PASS = 8192  # tokens of one pass, or a single text that has more
+
+
+class Score(NamedTuple):
+    """Of one branch."""
+
+    log_likelihood: float  # in nats
+    greedy: bool  # whether each of its tokens is the likeliest
+
+
+@torch.inference_mode()
+def score(engine: Engine, stems: Sequence[Stem]) -> list[list[Score]]:
+    """The scores of all branches of every stem, on all ranks. Collective. Raises InputError if one is not finite."""
+    if not stems:
+        return []
+    found = engine.scores(list(_passes(stems))).cpu()
+    if not found.isfinite().all():
+        raise InputError("the model's logits are not finite: its weights are too large to score text with")
+    sizes = [len(branch) for stem in stems for branch in stem.branches]
+    each = iter([Score(part[:, 0].sum().item(), bool(part[:, 1].all())) for part in found.split(sizes)])
+    return [[next(each) for _ in stem.branches] for stem in stems]
+
+
+def _passes(stems: Sequence[Stem]) -> Iterator[list[Stem]]:
+    taken: list[Stem] = []
+    tokens = 0
+    for stem in stems:
+        if taken and tokens + stem.length > PASS:
+            yield taken
+            taken, tokens = [], 0
+        taken.append(stem)
+        tokens += stem.length
+    if taken:
+        yield taken

@@ -1,0 +1,179 @@
+"""Tasks of lm-evaluation-harness on a model of ours have the results that its own `hf` models have."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import MODELS, copy_weights, oracle_of
+
+from megalite.checkpoint.host_group import HostGroup
+from megalite.config.errors import InputError
+from megalite.data.tokenizer import load_tokenizer
+from megalite.dist.mesh import Mesh
+from megalite.inference.crew import Crew
+from megalite.inference.engine import Engine
+
+os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}  # before they are imported
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("lm_eval")
+evaluator = pytest.importorskip("lm_eval.evaluator")
+huggingface = pytest.importorskip("lm_eval.models.huggingface")
+harness = pytest.importorskip("megalite.inference.harness")
+
+LENGTH = 96
+TEXTS = ["the fox jumps over the dog", "a dog sleeps under the tree", "foxes and dogs are friends", "trees are green"]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+{more}
+"""
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{text}}:"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "fewshot_choice": """
+output_type: multiple_choice
+fewshot_split: test
+num_fewshot: 2
+doc_to_text: "{{text}}:"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}]
+""",
+    "empty_context": """
+output_type: multiple_choice
+doc_to_text: ""
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}]
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{long}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "writing": """
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{text}}"
+generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 16, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks, their data, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("tasks")
+    documents = [
+        {
+            "text": text,
+            "choices": [" dog", " a fox and a dog", " tree", f" {text[:9]}"],
+            "answer": number % 4,
+            "long": " ".join(TEXTS * (1 + 4 * number)),
+        }
+        for number, text in enumerate(TEXTS)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, more in TASKS.items():
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / "data.jsonl", more=more))
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(TEXTS, trainer)
+    model.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["llama_grouped_queries", "qwen3_alternating_windows"])
+def both(request: pytest.FixtureRequest, alone: Mesh, folder: Path) -> tuple[Crew, Any]:
+    """Ours, and the harness's own model with the same weights."""
+    family, model = MODELS[request.param]
+    model = replace(model, vocab_size=320, sequence_length=LENGTH)
+    oracle = oracle_of(family, model).float()
+    engine = Engine(model, alone, torch.float32)
+    copy_weights(engine.decoder, oracle)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    crew = Crew(engine, HostGroup(), tokenizer, tokenizer.eod)
+    return crew, huggingface.HFLM(pretrained=oracle, tokenizer=theirs, batch_size=3, max_length=LENGTH)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the harness found in detail, of every evaluation."""
+    found: list[Any] = []
+    evaluate = evaluator.simple_evaluate
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        found.append(evaluate(*arguments, **{**options, "log_samples": True, "bootstrap_iters": 0}))
+        return found[-1]
+
+    monkeypatch.setattr(harness, "simple_evaluate", noting)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_tasks_have_the_results_of_hf_models(both: tuple[Crew, Any], folder: Path, captured: list[Any]) -> None:
+    crew, theirs = both
+    found = harness.evaluate(crew, list(TASKS), str(folder), None, None)
+    manager = harness.TaskManager(include_path=str(folder))
+    expected = evaluator.simple_evaluate(theirs, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+    assert found.keys() == set(TASKS)
+    for task, metrics in expected["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert found[task][name] == pytest.approx(value, rel=1e-4), (task, name)
+    (ours,) = captured
+    for task, samples in expected["samples"].items():
+        for mine, sample in zip(ours["samples"][task], samples, strict=True):
+            assert mine["doc_id"] == sample["doc_id"]
+            for one, other in zip(flat(mine["resps"]), flat(sample["resps"]), strict=True):
+                assert one == (pytest.approx(other, rel=1e-4, abs=1e-4) if isinstance(other, float) else other)
+
+
+def flat(found: Any) -> Iterator[Any]:
+    if isinstance(found, (list, tuple)):
+        for item in found:
+            yield from flat(item)
+    else:
+        return found
+
+
+def test_unknown_tasks_and_missing_data_are_told(both: tuple[Crew, Any], folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="lm-eval has no no_such_task"):
+        harness.evaluate(both[0], ["no_such_task"], str(folder), None, None)
+    (tmp_path / "lost.yaml").write_text(TASK.format(name="lost", data=tmp_path / "none.jsonl", more=TASKS["choice"]))
+    with pytest.raises(InputError, match=r"--tasks lost: lm-eval: .*none\.jsonl"):
+        harness.evaluate(both[0], ["lost"], str(tmp_path), None, None)
+
+
+def test_what_a_model_cannot_be_asked_is_told(both: tuple[Crew, Any]) -> None:
+    asked = harness.Harnessed(both[0])
+    with pytest.raises(InputError, match="a continuation has 97 tokens"):
+        asked._loglikelihood_tokens([(None, [1], [2] * 97)])
+    (score,) = asked._loglikelihood_tokens([(None, [1] * 500, [2] * 96)])
+    assert score[0] < 0

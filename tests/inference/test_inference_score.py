@@ -1,0 +1,75 @@
+"""Scores of texts that share their beginnings are those of each text alone, in every layout."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import inference_cases
+import pytest
+import torch
+from oracle import MODELS, copy_weights, oracle_of
+from ranks import Ranks
+from torch import Tensor
+
+from megalite.config.errors import InputError
+from megalite.config.layout import Layout
+from megalite.dist.mesh import Mesh
+from megalite.inference.engine import Engine
+from megalite.inference.flat import Stem
+from megalite.inference.score import score
+
+LAYOUTS = [Layout(dp_shard=8), Layout(dp_shard=2, pp=2, tp=2), Layout(pp=4, tp=2), Layout(dp_shard=2, tp=4)]
+
+
+def expected(engine: Engine, stem: Stem) -> list[tuple[float, bool]]:
+    found = []
+    for branch in stem.branches:
+        whole = torch.tensor([*stem.tokens, *branch])
+        logits: Tensor = engine.decoder(whole[:-1, None])[:, 0][len(stem.tokens) - 1 :]
+        chances = logits.log_softmax(-1).gather(1, whole[len(stem.tokens) :, None])
+        found.append((chances.sum().item(), logits.argmax(-1).tolist() == list(branch)))
+    return found
+
+
+@pytest.mark.parametrize("case", MODELS)
+@torch.inference_mode()
+def test_what_begins_alike_is_scored_as_if_alone(case: str, alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows too that begin inside of the shared part; in several passes, and a few logits at a time."""
+    family, model = MODELS[case]
+    model = replace(model, sequence_length=40)
+    engine = Engine(model, alone, torch.float64)
+    copy_weights(engine.decoder, oracle_of(family, model))
+    stems = inference_cases.stems(model.vocab_size)
+    monkeypatch.setattr("megalite.inference.score.PASS", 50)
+    monkeypatch.setattr("megalite.inference.engine.LOGITS", 7 * model.vocab_size)
+    for stem, scores in zip(stems, score(engine, stems), strict=True):
+        for found, (likelihood, greedy) in zip(scores, expected(engine, stem), strict=True):
+            assert found.log_likelihood == pytest.approx(likelihood, abs=1e-11)
+            assert found.greedy == greedy
+
+
+def test_every_layout_finds_the_same_scores_and_writes_the_same(ranks: Ranks) -> None:
+    """Replicas share the requests; a text ends with a string wherever it is written."""
+    leader, *others = ranks.run(inference_cases.answers_in_layouts, LAYOUTS)
+    assert others == [[None] * len(LAYOUTS)] * 7
+    (scores, written), *rest = leader
+    assert any(greedy for _, greedy in scores)
+    assert any(len(text) < 9 for text in written)
+    assert all(text.index(ord("5")) == len(text) - 1 for text in written if ord("5") in text)
+    for layout, (found, texts) in zip(LAYOUTS[1:], rest, strict=True):
+        assert texts == written, layout
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in scores], layout
+        assert values(found) == pytest.approx(values(scores), abs=1e-10), layout
+
+
+def values(scores: Sequence[tuple[float, bool]]) -> list[float]:
+    return [likelihood for likelihood, _ in scores]
+
+
+def test_what_is_not_finite_is_told(alone: Mesh) -> None:
+    engine = inference_cases.engine_of(alone, dtype=torch.float32)
+    with torch.no_grad():
+        for param in engine.decoder.parameters():
+            param.to_local().fill_(1e30)
+    with pytest.raises(InputError, match="not finite"):
+        score(engine, [Stem([1, 2], [[3]])])
+    assert score(engine, []) == []

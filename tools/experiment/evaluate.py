@@ -1,0 +1,168 @@
+"""Measure a trained model: tasks of lm-evaluation-harness, and perplexity of token stores."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.state import State
+from megalite.config.errors import InputError, printable
+from megalite.config.files import as_json, check_output, write_whole
+from megalite.data.tokenizer import Tokenizer
+from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
+from megalite.inference.crew import Crew
+from megalite.inference.engine import Engine, check_layout
+from megalite.inference.perplexity import Perplexity, measure
+from megalite.inference.ranks import Place, add_options, run
+from megalite.inference.record import add_record
+from megalite.inference.source import Opened, open_newest, open_tokenizer
+from megalite.terminal import console, sections, table
+
+COMMAND, MODULE = "megalite-evaluate", "megalite_tools.experiment.evaluate"
+HARNESS = "megalite.inference.harness"  # imported only for tasks: it needs lm-eval
+
+Tasks = Mapping[str, Mapping[str, Any]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program, or one of its ranks. Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(COMMAND, lambda: _main(arguments, _parser().parse_args(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="a run folder, or one of its checkpoints")
+    parser.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-eval (pip install 'megalite[eval]')")
+    parser.add_argument("--task-folder", metavar="DIR", help="a folder with YAML files of further tasks")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="examples in every prompt (default: as tasks say)")
+    parser.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help="token stores, PREFIX.bin and .idx")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task and store (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
+    parser.add_argument("--tokenizer", metavar="FILE", help="use this instead of the run's copy")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="copies of the model that share the work")
+    add_options(parser)
+    return parser
+
+
+def _main(arguments: list[str], options: argparse.Namespace) -> int:
+    if options.tasks is None and not options.data:
+        raise InputError("give --tasks, --data or both")
+    if len(set(options.data)) < len(options.data):
+        raise InputError("--data: names a token store twice")
+    for name, value, least in (("--limit", options.limit, 1), ("--fewshot", options.fewshot, 0)):
+        if value is not None and value < least:
+            raise InputError(f"{name} {value}: must be at least {least}")
+    if options.json is not None:
+        check_output(options.json)
+    if options.tasks is not None:
+        _harness()
+    return run(MODULE, arguments, options, options.dp, partial(_work, options))
+
+
+def _harness() -> Any:
+    try:
+        return import_module(HARNESS)
+    except ImportError as error:
+        raise InputError(f"--tasks needs lm-eval: pip install 'megalite[eval]' ({error})") from None
+
+
+def _work(options: argparse.Namespace, place: Place) -> int:
+    return open_newest(options.run, partial(_evaluate, options, place), place.group, _warn)
+
+
+def _evaluate(options: argparse.Namespace, place: Place, opened: Opened) -> int:
+    """Measure one checkpoint. Raises DamagedError before anything is measured."""
+    check_layout(opened.model, place.mesh.layout)
+    tokenizer: Tokenizer | None = None
+    end = opened.end_of_document
+    if options.tasks is not None or options.tokenizer is not None or opened.tokenizer is not None:
+        tokenizer, end = place.group.everywhere(lambda: open_tokenizer(opened, options.tokenizer))
+    engine = Engine(opened.model, place.mesh, place.dtype)
+    opened.fill(State({engine.stage: engine.decoder}), place.group)
+    data = {prefix: measure(engine, place.group, prefix, tokenizer, end, options.limit) for prefix in options.data}
+    tasks: Tasks = {}
+    if options.tasks is not None:
+        assert tokenizer is not None
+        crew = Crew(engine, place.group, tokenizer, end)
+        if not place.leads:
+            crew.serve()
+            return ExitCode.DONE
+        names = [name for name in options.tasks.split(",") if name]
+        tasks = _harness().evaluate(crew, names, options.task_folder, options.limit, options.fewshot)
+        crew.release()
+    if place.leads:
+        _report(options, opened, {prefix: found for prefix, found in data.items() if found is not None}, tasks)
+    return ExitCode.DONE
+
+
+def _report(options: argparse.Namespace, opened: Opened, data: Mapping[str, Perplexity], tasks: Tasks) -> None:
+    """Print, write and record the results."""
+    parts: list[tuple[str, Any]] = []
+    if data:
+        parts.append((f"{opened.name}: perplexity, and quantiles of the loss of documents", _perplexities(data)))
+    if tasks:
+        parts.append((f"{opened.name}: tasks", _scores(tasks)))
+    sections(console(), parts)
+    if options.json is not None:
+        plain = {prefix: found.as_json() for prefix, found in data.items()}
+        result = {"model": opened.name, "step": opened.step, "data": plain, "tasks": tasks}
+        write_whole(options.json, as_json(result))
+    if opened.run is None:
+        return
+    try:
+        add_record(opened.run, opened.step, _named(data, tasks))
+    except InputError as error:
+        _warn(f"the run's metrics stay as they are: {error}")
+
+
+def _perplexities(data: Mapping[str, Perplexity]) -> Any:
+    rows = table(
+        "store", "documents", "tokens", "loss", "perplexity", "bits/byte", "5 %", "50 %", "95 %", text=("store",)
+    )
+    for prefix, found in data.items():
+        size = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+        spread = [f"{found.document_loss[name]:.4f}" for name in ("p5", "p50", "p95")]
+        counts = f"{found.documents:,}", f"{found.tokens:,}"
+        rows.add_row(printable(prefix), *counts, f"{found.loss:.4f}", f"{found.perplexity:.4g}", size, *spread)
+    return rows
+
+
+def _scores(tasks: Tasks) -> Any:
+    rows = table("task", "metric", "value", "±", text=("task", "metric"))
+    for task, metrics in tasks.items():
+        for name, value in _numbers(metrics).items():
+            error = metrics.get(name.replace(",", "_stderr,", 1))
+            shown = f"{error:.4f}" if isinstance(error, float) else ""
+            rows.add_row(printable(task), printable(name), f"{value:.4f}", shown)
+    return rows
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The values of a task's metrics, without their errors."""
+    known = {name: value for name, value in metrics.items() if "," in name and "_stderr," not in name}
+    return {name: float(value) for name, value in known.items() if isinstance(value, int | float)}
+
+
+def _named(data: Mapping[str, Perplexity], tasks: Tasks) -> dict[str, float]:
+    """The numbers of a record, as docs/metrics.md names them."""
+    found: dict[str, float] = {}
+    for prefix, result in data.items():
+        found |= {f"eval_loss/{prefix}": result.loss, f"eval_perplexity/{prefix}": result.perplexity}
+        if result.bits_per_byte is not None:
+            found[f"eval_bits_per_byte/{prefix}"] = result.bits_per_byte
+    for task, metrics in tasks.items():
+        found |= {f"eval/{task}/{name.removesuffix(',none')}": value for name, value in _numbers(metrics).items()}
+    return found
+
+
+def _warn(text: str) -> None:
+    print(f"{COMMAND}: warning: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,6 +34,7 @@ from megalite.checkpoint.formats.megatron_folder import (
     TRACKER,
     VERSION,
     arguments_in,
+    counts_in,
     has,
     latest,
     pickled,
@@ -119,6 +120,12 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
                 indexes[kind] = under_our_names(Index(files, tensors), here, weights(model), prefix)
         index = _joined(list(indexes.values()))
     return Weights("megatron-dist", path, model, index, _sizes(path, index.files), source, True, *beside(path))
+
+
+def counts(path: Path) -> tuple[int, int]:
+    """The updates that the run which saved had made, and the samples that it had seen; 0 where they are not told."""
+    name = latest(path) + COMMON
+    return counts_in(Saved(path, name).content) if is_file(path / name) else (0, 0)
 
 
 def _wanted(states: bool, name: str) -> bool:

@@ -12,7 +12,11 @@ from megalite.checkpoint.maps.megatron import Split
 from megalite.config.schema import Model
 
 SPLITS = [(tp, pp, virtual) for tp in (1, 2, 4) for pp, virtual in ((1, 1), (2, 1), (2, 2))]
-OF_THE_RUN = {("load", Path("a/folder")), ("betas", (0.9, 0.95))}  # arguments that mean nothing for the weights
+OF_THE_RUN = {
+    ("load", Path("a/folder")),
+    ("betas", (0.9, 0.95)),
+    ("consumed_train_samples", 640),
+}  # arguments that mean nothing for the weights
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "tp{}-pp{}-v{}".format(*split))

@@ -75,7 +75,7 @@ def test_what_we_write_has_our_logits_in_megatron_core(case: str, tmp_path: Path
 
 
 def test_four_ranks_of_megatron_core_save_what_we_read_and_load_what_we_write(tmp_path: Path) -> None:
-    """Into our formats and back: the ranks load what we have made of what they saved, and save the same again."""
+    """Into the older format, from there into torch_dist, and into the ranks again."""
     case = "head norms"
     run("save", tmp_path / "saved", tmp_path / "none", case, 2, 2)
     found = torch_dist.open_folder(tmp_path / "saved")

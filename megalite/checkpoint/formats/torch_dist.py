@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from reprlib import repr as shortened
 
 import numpy as np
 import torch
@@ -168,9 +169,8 @@ def _check_backend(path: Path, folder: str) -> None:
             raise ValueError("holds something else than an object")
         for key, value in BACKENDS.items():
             if told.get(key) != value:
-                raise ValueError(
-                    f"has the {key} {told.get(key)!r:.50} instead of {value!r}; save it by a Megatron that writes that"
-                )
+                found = shortened(told.get(key))
+                raise ValueError(f"has the {key} {found} instead of {value!r}; save it by a Megatron that writes that")
 
 
 def _table(model: Model, tensors: Mapping[str, Stored]) -> Table:

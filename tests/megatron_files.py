@@ -69,6 +69,7 @@ def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[
         "params_dtype": torch.bfloat16,
         "load": Path("a/folder"),
         "betas": (0.9, 0.95),
+        "consumed_train_samples": 640,
     }
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from megalite.checkpoint.disk import DamagedError, damage_of
@@ -110,7 +111,7 @@ def _check_version(content: Any) -> None:
         raise ValueError("holds something else than a dictionary")
     if (version := content.get("checkpoint_version")) != VERSION:
         raise ValueError(
-            f"has the checkpoint_version {version!r:.20} instead of {VERSION}; save it by a later Megatron"
+            f"has the checkpoint_version {shortened(version)} instead of {VERSION}; save it by a later Megatron"
         )
 
 

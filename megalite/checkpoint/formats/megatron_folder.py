@@ -65,6 +65,14 @@ def told_model(path: Path, file: str, arguments: Mapping[str, Any] | None, given
     return model_of(arguments, f"{path}: {file}")
 
 
+def counts_in(content: Any) -> tuple[int, int]:
+    """The updates that the run which saved had made, and the samples that it had seen; 0 where they are not told."""
+    arguments = arguments_in(content) or {}
+    told = (content.get("iteration"), arguments.get("consumed_train_samples")) if isinstance(content, dict) else ()
+    updates, samples = (count if type(count) is int and 0 <= count < 1 << 62 else 0 for count in told or (0, 0))
+    return updates, samples
+
+
 def saved_arguments(model: Model, split: Split, size: int, dtype: str) -> Namespace:
     """The arguments as Megatron saves them."""
     if dtype not in DTYPES:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from reprlib import repr as shortened
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from megalite.checkpoint.formats.megatron_folder import (
     TRACKER,
     VERSION,
     arguments_in,
+    counts_in,
     has,
     latest,
     pickled,
@@ -121,6 +123,12 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
     return Weights("megatron-dist", path, model, index, _sizes(path, index.files), source, True, *beside(path))
 
 
+def counts(path: Path) -> tuple[int, int]:
+    """The updates that the run which saved had made, and the samples that it had seen; 0 where they are not told."""
+    name = latest(path) + COMMON
+    return counts_in(Saved(path, name).content) if is_file(path / name) else (0, 0)
+
+
 def _wanted(states: bool, name: str) -> bool:
     kind = next((kind for kind in STATES if kind and name.startswith(kind)), "")
     if kind:
@@ -161,9 +169,8 @@ def _check_backend(path: Path, folder: str) -> None:
             raise ValueError("holds something else than an object")
         for key, value in BACKENDS.items():
             if told.get(key) != value:
-                raise ValueError(
-                    f"has the {key} {told.get(key)!r:.50} instead of {value!r}; save it by a Megatron that writes that"
-                )
+                found = shortened(told.get(key))
+                raise ValueError(f"has the {key} {found} instead of {value!r}; save it by a Megatron that writes that")
 
 
 def _table(model: Model, tensors: Mapping[str, Stored]) -> Table:

@@ -4,9 +4,9 @@ A family is one file of this package. It says which of our weights every tensor 
 features its configuration tells; both are used in both directions. Imports no torch.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from reprlib import Repr
 from typing import Any
 
 from megalite.checkpoint.maps.strips import Table, stacked
@@ -15,6 +15,9 @@ from megalite.config.layers import layer_kinds
 from megalite.config.schema import SCALING_KEYS, Attention, Model, RopeScaling
 from megalite.plan.weights import weights
 
+LARGEST = 1e300  # number; whole ones beyond are more than a float can be
+SHOWN = Repr()  # of values, which may be nested deep
+SHOWN.maxstring = SHOWN.maxother = 200
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 ATTENTION = {
     f"self_attn.{name}_proj.{kind}": (f"attention.{name}.{kind}",) for name in "qkv" for kind in ("weight", "bias")
@@ -60,7 +63,7 @@ class Fields:
 
     def number(self, key: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
         found = (self.values if within is None else within).get(key, default)
-        if type(found) not in (int, float) or not math.isfinite(found):
+        if type(found) not in (int, float) or not abs(found) <= LARGEST:  # not so of NaN
             raise self.wrong(key, "must be a number", found)
         return float(found)
 
@@ -83,7 +86,9 @@ class Fields:
             raise self.wrong(key, f"{why}; megalite's layers have none of that")
 
     def wrong(self, key: str, rule: str, value: Any = None) -> InputError:
-        return InputError(f"{self.file}: {key} = {self.values.get(key) if value is None else value!r:.200}: {rule}")
+        return InputError(
+            f"{self.file}: {key} = {SHOWN.repr(self.values.get(key) if value is None else value)}: {rule}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A program that makes a model of Megatron-Core and saves it, or loads one, and keeps its logits.
 
-megatron_core_model.py save|load FOLDER LOGITS TP PP, under torchrun for more than one rank.
+megatron_core_model.py save|train|load FOLDER LOGITS CASE TP PP, under torchrun. train: saves after a step of Adam, and
+keeps the states of the optimizer instead of logits.
 """
 
 import os
@@ -15,6 +16,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_files import MODELS, arguments, padded
@@ -39,9 +42,16 @@ def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int) -
         for name, parameter in gpt.named_parameters():  # norms and biases too, so that all of them matter
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
     state = gpt.sharded_state_dict()
+    more = {"args": Namespace(**arguments(model, tp, pp)), "checkpoint_version": 3.0, "iteration": 5}
+    if action == "train":
+        states = trained(gpt)
+        folder.mkdir(parents=True)
+        dist_checkpointing.save({"model": state, "optimizer": states.sharded_state_dict(state), **more}, str(folder))
+        of = states.optimizer.state
+        torch.save({name: dict(of[parameter]) for name, parameter in gpt.named_parameters()}, logits)
+        return
     if action == "save":
         folder.mkdir(parents=True, exist_ok=True)
-        more = {"args": Namespace(**arguments(model, tp, pp)), "checkpoint_version": 3.0, "iteration": 5}
         dist_checkpointing.save(state | more, str(folder))
     else:
         loaded = dist_checkpointing.load(state, str(folder))
@@ -54,6 +64,18 @@ def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int) -
             torch.save(gpt(TOKENS, positions, ~ones.tril()[None, None]), logits)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def trained(gpt: GPTModel) -> FP32Optimizer:
+    """Megatron's optimizer after a step with random gradients."""
+    adam = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
+    for parameter in gpt.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    optimizer = FP32Optimizer.__new__(FP32Optimizer)  # its constructor asks for a GPU
+    optimizer.optimizer, optimizer.config = adam, OptimizerConfig(optimizer="adam", lr=1e-3)
+    optimizer.is_stub_optimizer = False
+    return optimizer
 
 
 def build(model: Model, tp: int, pp: int) -> GPTModel:

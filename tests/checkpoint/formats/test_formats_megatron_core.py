@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_files import MODELS, Ours, random_weights, read, same, write_dist
+from megatron_files import MODELS, Ours, random_weights, read, same, stage, write_dist
 from torch import Tensor
 
 from megalite.checkpoint.convert import convert
@@ -74,8 +74,24 @@ def test_what_we_write_has_our_logits_in_megatron_core(case: str, tmp_path: Path
     assert distance(our_logits(model, ours), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("case", ["grouped", "head norms"])
+def test_the_states_of_its_optimizer_are_read(case: str, tmp_path: Path) -> None:
+    model = MODELS[case]
+    run("train", tmp_path / "saved", tmp_path / "states", case)
+    found = read(torch_dist.open_folder(tmp_path / "saved", states=True))
+    expected = torch.load(tmp_path / "states")
+    for kind in ("exp_avg", "exp_avg_sq"):
+        prefix = f"optimizer.{kind}."
+        ours = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+        theirs = stage(model, ours, range(model.layers), local=True)
+        for name, states in expected.items():
+            rows = model.vocab_size if "embedding" in name or "output" in name else None
+            assert torch.equal(theirs[name][:rows], states[kind][:rows])
+    assert torch_dist.counts(tmp_path / "saved") == (5, 640)
+
+
 def test_four_ranks_of_megatron_core_save_what_we_read_and_load_what_we_write(tmp_path: Path) -> None:
-    """Into our formats and back: the ranks load what we have made of what they saved, and save the same again."""
+    """Into the older format, from there into torch_dist, and into the ranks again."""
     case = "head norms"
     run("save", tmp_path / "saved", tmp_path / "none", case, 2, 2)
     found = torch_dist.open_folder(tmp_path / "saved")

@@ -139,6 +139,8 @@ REFUSED = {
     "GELU": ({"swiglu": False}, "another activation than SwiGLU"),
     "latent attention": ({"multi_latent_attention": True}, "latent attention"),
     "no number": ({"hidden_size": "64"}, "hidden_size = '64': must be a whole number"),
+    "a number of no float": ({"rotary_base": 10**400}, "rotary_base = .*: must be a number"),
+    "no number at all": ({"norm_epsilon": float("nan")}, "must be a number"),
     "a huge number": ({"num_layers": 10**30}, "must be a whole number"),
     "heads that do not divide": ({"num_query_groups": 3}, "mean a model that cannot be"),
     "a vocabulary above its padding": ({"vocab_size": 500}, "must be at most padded_vocab_size = 384"),
@@ -151,6 +153,17 @@ def test_what_megalite_lacks_is_refused_by_name(case: str) -> None:
     more, told = REFUSED[case]
     with pytest.raises(InputError, match=told):
         model_of(arguments(SMALL) | more, "file")
+
+
+def test_values_that_are_nested_deep_are_told(folder: Path) -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InputError, match=r"num_layers = .*: must be a whole number"):
+        model_of(arguments(SMALL) | {"num_layers": deep}, "file")
+    remade(folder, lambda _: b"\x80\x02}X\x12\0\0\0checkpoint_version" + b"]" * 100_000 + b"a" * 99_999 + b"s.")
+    with pytest.raises(DamagedError, match=r"checkpoint_version .* instead of 3\.0"):
+        megatron.open_folder(folder)
 
 
 def test_what_megatron_lacks_is_refused_by_name(folder: Path) -> None:

@@ -19,8 +19,7 @@ class Weights:
     index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
     links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
     other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
-    there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, where they
-    are known.
+    there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
     """
 
     kind: str

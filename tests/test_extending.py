@@ -39,6 +39,7 @@ def test_every_way_to_add_something_shows_its_diff() -> None:
     }
     assert shown == {
         "A model of the Llama family",
+        "A family of Hugging Face",
         "A kind of attention",
         "An optimizer",
         "A kernel",

@@ -81,7 +81,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 14
+    assert len(tour) == 17
     outputs = {}
     for line in tour:
         words = shlex.split(line)
@@ -100,4 +100,6 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     assert "measured" in outputs["megalite show"]
     assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000
     assert outputs["megalite-generate runs/small"].startswith("Once")
+    assert outputs["megalite-generate hf:runs/small_hf"].startswith("Once")
+    assert "differ by 0 of the largest" in outputs["megalite-convert --from"]
     assert "data/corpus_valid" in outputs["megalite-evaluate runs/small"]

@@ -95,7 +95,7 @@ def test_a_checkpoint_from_before_kinds_of_scaling_is_of_llama3s() -> None:
     old = to_plain(Config(model=replace(MODEL, rope_scaling=RopeScaling())))
     for key in ("kind", "beta_fast", "beta_slow", "attention_factor"):
         del old["model"]["rope_scaling"][key]
-    there = replace(MADE, config=old).configuration
+    there = replace(MADE, config=old).configuration.model
     assert refused(refuse_other_model, Path("x"), there, Config(model=replace(MODEL, rope_scaling=RopeScaling()))) == []
     yarn = Config(model=replace(MODEL, rope_scaling=RopeScaling("yarn")))
     assert refused(refuse_other_model, Path("x"), there, yarn) == ["model.rope_scaling.kind"]
@@ -162,12 +162,15 @@ def test_an_older_checkpoint_does_not_go_under_newer_ones(tmp_path: Path) -> Non
     assert refusal(tmp_path, resume=str(newer)) == ""
 
 
-@pytest.mark.parametrize("key", ["resume", "weights"])
-def test_a_path_must_be_a_checkpoint_of_this_model(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [("resume", "is not a checkpoint: "), ("weights", "holds no weights of a known kind; say which as KIND:PATH")],
+)
+def test_a_path_must_be_a_checkpoint_of_this_model(key: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     said = refusal(tmp_path / "run", **{key: str(tmp_path / "empty")})
-    assert said.startswith(f"checkpoint.{key}: is not a checkpoint: ")
-    assert "manifest.json is missing" in said
+    assert said.startswith(f"checkpoint.{key}: ")
+    assert told in said
     other = put(tmp_path, 10, replace(MADE, config=to_plain(Config(model=replace(MODEL, ffn=99)))))
     assert "model.ffn" in refusal(tmp_path / "run", **{key: str(other)})
 

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from megalite_tools.terminal import Terminal, bar
 COMMAND = "megalite-convert"
 DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EPILOG = "kinds:\n" + "\n".join(f"  {kind:<14} {text}" for kind, text in KINDS.items())
+EPILOG = "kinds:\n" + "\n".join(
+    fill(text, 78, initial_indent=f"  {kind:<14} ", subsequent_indent=" " * 17) for kind, text in KINDS.items()
+)
 
 
 def main(argv: list[str] | None = None) -> int:

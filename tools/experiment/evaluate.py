@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError, printable
-from megalite.config.files import as_json, check_output, write_whole
+from megalite.config.files import as_json, check_output, is_folder, write_whole
 from megalite.data.tokenizer import Tokenizer
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
@@ -59,6 +59,8 @@ def _main(arguments: list[str], options: argparse.Namespace) -> int:
             raise InputError(f"{name} {value}: must be at least {least}")
     if options.json is not None:
         check_output(options.json)
+    if options.task_folder is not None and not is_folder(options.task_folder):
+        raise InputError(f"--task-folder {options.task_folder}: no such folder")
     if options.tasks is not None:
         _harness()
     return run(MODULE, arguments, options, options.dp, partial(_work, options))

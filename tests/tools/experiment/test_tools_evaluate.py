@@ -152,6 +152,7 @@ def test_without_the_harness_the_command_says_what_to_install(
         (["--data", "a", "--fewshot", "-1"], "--fewshot -1: must be at least 0"),
         (["--data", "a", "--dp", "0"], "--tp, --pp and --dp must be at least 1"),
         (["--data", "a", "--json", "."], "is a folder"),
+        (["--tasks", "a", "--task-folder", "nowhere"], "--task-folder nowhere: no such folder"),
     ],
 )
 def test_bad_input_exits_with_2(evaluate: Evaluate, run: Path, arguments: list[str], message: str) -> None:

@@ -56,6 +56,11 @@ class Tokenizer(ABC):
             raise self._eod
         return self._eod
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens that this tokenizer itself, where it is told to add special ones, puts before every text."""
+        return ()
+
     def piece(self, token: int) -> str:
         """The name of a token."""
         with _told(f"{self.path}: no token {token}"):
@@ -169,6 +174,13 @@ class HuggingFaceTokenizer(Tokenizer):
             if eod is not None:
                 raise
             self._eod = error  # most of what a tokenizer is for needs no end
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        with _told(f"{self.path}: {NO_TEXT}"):
+            plain, special = (self._model.encode("a", add_special_tokens=added).ids for added in (False, True))
+        extra = len(special) - len(plain)
+        return tuple(special[:extra]) if special[extra:] == plain else ()
 
     def _named_beside(self) -> str | None:
         """The end-of-document token that a file of BESIDE names."""

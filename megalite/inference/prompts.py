@@ -54,19 +54,25 @@ def read_prompts(file: str) -> list[Prompt]:
 
 
 def requests(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, end: int | None, length: int, count: int, samples: int
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    end: int | None,
+    length: int,
+    count: int,
+    samples: int,
+    begin: Sequence[int] = (),
 ) -> tuple[list[Request], list[str]]:
     """What to ask of a model whose sequences have `length` tokens, and warnings.
 
     Of a prompt that is longer, the model sees the end: as many tokens as leave room for `count` new ones, but at least
     half a sequence. A text ends where a sequence does. end: the token that a document begins after; an empty prompt
-    begins one. Raises InputError.
+    begins one. begin: tokens put before every prompt that is a text. Raises InputError.
     """
     shown = max(1, length // 2, length + 1 - count)
     found: list[Request] = []
     cut = full = 0
     for index, prompt in enumerate(prompts):
-        tokens = _tokens(prompt, tokenizer, end, length)
+        tokens = _tokens(prompt, tokenizer, end, length, begin)
         if len(tokens) > length:
             tokens, cut = tokens[-shown:], cut + 1
         most = min(count, length + 1 - len(tokens))
@@ -82,12 +88,12 @@ def requests(
     return found, warnings
 
 
-def _tokens(prompt: Prompt, tokenizer: Tokenizer, end: int | None, length: int) -> list[int]:
+def _tokens(prompt: Prompt, tokenizer: Tokenizer, end: int | None, length: int, begin: Sequence[int]) -> list[int]:
     if prompt.text is None:
         if (largest := max(prompt.tokens)) >= tokenizer.vocab_size:
             raise InputError(f"{prompt.where}: token {largest} is outside the tokenizer's {tokenizer.vocab_size:,}")
         return list(prompt.tokens)
-    tokens = tokenizer.encode(prompt.text[-length * CHARACTERS :])
+    tokens = [*begin, *tokenizer.encode(prompt.text[-length * CHARACTERS :])]
     if tokens:
         return tokens
     if end is None:

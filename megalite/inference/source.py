@@ -31,6 +31,8 @@ class Opened:
     tokenizer: Path | None  # of the model; None: there is none that may be opened
     wanted: str  # what is said where there is none
     end_of_document: int | None  # id of the token that ends documents; None: as the tokenizer says
+    ends: frozenset[int] = frozenset()  # further ids that end a text
+    begins: bool = False  # whether texts begin as the tokenizer would let them, with a special token for example
     run: Path | None = None  # the run folder that it lies in
     step: int = 0  # of that run
 
@@ -92,7 +94,9 @@ def _open(source: str, run: Path | None, step: int) -> Opened:
         fill=partial(_fill, source, found.model),
         tokenizer=tokenizer,
         wanted=f"{run or found.path}: has no copy of the model's tokenizer; give --tokenizer{trained}",
-        end_of_document=found.end,
+        end_of_document=found.ends[0] if found.ends else found.end,
+        ends=frozenset(found.ends),
+        begins=found.kind == "hf",
         run=run if run is not None and is_folder(run / "checkpoints") else None,
         step=step,
     )

@@ -124,7 +124,8 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
         tokenizer, end = open_tokenizer(opened, options.tokenizer)
         tokenizers.append(tokenizer)
         length = opened.model.sequence_length
-        asked, warnings = requests(prompts, tokenizer, end, length, options.tokens, options.samples)
+        begin = tokenizer.begin if opened.begins else ()
+        asked, warnings = requests(prompts, tokenizer, end, length, options.tokens, options.samples, begin)
         return asked, warnings, tokenizer.vocab_size, None if options.ignore_end else end
 
     check_layout(opened.model, place.mesh.layout)
@@ -132,7 +133,8 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
     engine = Engine(opened.model, place.mesh, place.dtype)
     opened.fill(State({engine.stage: engine.decoder}), place.group)
     timing = Timing()
-    drawn = generate(engine, asked, draw, options.batch, vocabulary, end, timing)
+    ends = frozenset() if options.ignore_end else opened.ends
+    drawn = generate(engine, asked, draw, options.batch, vocabulary, end, timing, lambda new: new[-1] in ends)
     if not place.leads:
         for _ in drawn:
             pass

@@ -11,7 +11,7 @@ from megalite.checkpoint.disk import damage_of
 from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
-from megalite.checkpoint.formats.tokenizer import tokenizer_files
+from megalite.checkpoint.formats.tokenizer import ends_in, tokenizer_files
 from megalite.checkpoint.index import ITEM_BYTES, Index
 from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, plain_model, read_config
 from megalite.checkpoint.maps.family import Family
@@ -42,7 +42,17 @@ def open_folder(path: Path) -> Weights:
     refuse_differences(path, files.source, found.keys(), table)
     with damage_of(path, files.source):
         index = under_our_names(Index(files.index.files, found), table, weights(model), PREFIX)
-    return Weights("hf", path, model, index, files.sizes, files.source, True, family.model_type, companions(path))
+    return Weights(
+        "hf",
+        path,
+        model,
+        index,
+        files.sizes,
+        files.source,
+        family=family.model_type,
+        companions=companions(path),
+        ends=ends_in(path),
+    )
 
 
 def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:

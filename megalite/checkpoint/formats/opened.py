@@ -19,7 +19,8 @@ class Weights:
     index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
     links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
     other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
-    there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
+    there are no companions. end: the id that ended its documents, if it was configured. ends: ids that each
+    end a text, as generation_config.json tells. hashes: of the files, if known.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Weights:
     tokenizer: Path | None = None
     tokenizer_name: str | None = None  # as the run was given it
     end: int | None = None
+    ends: tuple[int, ...] = ()
     hashes: Mapping[str, File] = field(default_factory=dict)
 
     @property

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.config.files import as_json, is_file, is_folder
-from megalite.data.tokenizer import BESIDE, SentencePieceTokenizer, load_tokenizer
+from megalite.config.errors import InputError
+from megalite.config.files import as_json, is_file, is_folder, read_object
+from megalite.data.tokenizer import BESIDE, MOST_BESIDE, SentencePieceTokenizer, load_tokenizer
 
 GENERATION = "generation_config.json"
 
@@ -39,6 +40,15 @@ def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict
         named = {} if end is None else {"eos_token": tokenizer.piece(end)}
         texts["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast", **named})
     return texts, {"tokenizer.json": path, **beside}
+
+
+def ends_in(folder: Path) -> tuple[int, ...]:
+    """The ids that end a text, as a Hugging Face folder tells; the first is that of documents. Raises InputError."""
+    found = read_object(folder / GENERATION, MOST_BESIDE).get("eos_token_id") if is_file(folder / GENERATION) else None
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise InputError(f"{folder / GENERATION}: eos_token_id = {found!r:.100}: must be an id or a list of ids")
+    return tuple(ids)
 
 
 def _json(fields: Mapping[str, Any]) -> bytes:

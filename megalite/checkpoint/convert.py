@@ -7,7 +7,6 @@ program is stopped, and the same request goes on from it. When all is on the dis
 import fcntl
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -26,8 +25,10 @@ from megalite.checkpoint.index import ITEM_BYTES
 from megalite.checkpoint.maps.strips import Strip, Theirs
 from megalite.checkpoint.read import Reader, reader_of
 from megalite.config.bounded import parse
+from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.files import look
+from megalite.config.files import exists, is_folder, look
+from megalite.config.schema import Config
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
 JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
@@ -51,7 +52,7 @@ def convert(
     if look(target, follow=False) is not None:
         raise InputError(f"{target}: is there already, and is not overwritten; move it away or give another path")
     hidden = target.with_name(f".{target.name}.converting")
-    with _owned(hidden):
+    with _told(hidden), _owned(hidden):
         written = _resumed(hidden, {**request, **_identity(found)})
         reader, stop = reader_of(found), threading.Event()
         check_hashes(found.path, dict(found.hashes))
@@ -76,9 +77,21 @@ def convert(
 
 
 @contextmanager
+def _told(hidden: Path) -> Iterator[None]:
+    """Turns what the system refuses, a full disk for example, into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or hidden
+        raise InputError(f"{path!s:.400}: {error.strerror}; when that is mended, the same command goes on") from error
+
+
+@contextmanager
 def _owned(hidden: Path) -> Iterator[None]:
     """Make the hidden folder, and hold its lock. Raises InputError if another process has it."""
     hidden.parent.mkdir(parents=True, exist_ok=True)
+    if exists(hidden, follow=False) and not is_folder(hidden, follow=False):
+        raise InputError(f"{hidden}: is in the way; remove it")
     hidden.mkdir(exist_ok=True)
     descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -86,6 +99,8 @@ def _owned(hidden: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"{hidden}: another process is writing there; wait for it, or stop it") from None
+        if (now := look(hidden, follow=False)) is None or now.st_ino != os.fstat(descriptor).st_ino:
+            raise InputError(f"{hidden}: another process has just finished there; look at its result")
         yield
     finally:
         os.close(descriptor)
@@ -93,10 +108,12 @@ def _owned(hidden: Path) -> Iterator[None]:
 
 def _identity(found: Weights) -> dict[str, Any]:
     """What a source that has changed meanwhile would differ in."""
-    states = {name: os.stat(found.path / name) for name in sorted(found.sizes)}
+    paths = [*(found.path / name for name in sorted(found.sizes)), *found.companions]
+    states = {str(path): os.stat(path) for path in paths}
     return {
         "source": os.path.realpath(found.path),
         "files": {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()},
+        "model": to_plain(Config(model=found.model))["model"],  # it decides where rows of tensors go
     }
 
 
@@ -149,6 +166,8 @@ def _write(
         for block in blocks(reader, theirs, dtype):
             if stop.is_set():
                 raise InputError("stopped")
+            if dtype == "float16" and not block.isfinite().all():
+                raise InputError(f"{theirs.strips[0].name}: has values that fp16 cannot hold; use bf16 or fp32")
             stream.write(block.view(torch.uint8).numpy().data)
             advanced(block.numel())
 
@@ -211,17 +230,31 @@ def _publish(hidden: Path, target: Path, plan: Plan, written: dict[str, Written]
     for name, content in plan.texts.items():
         known[name] = _small(hidden, name, content)
     for name, path in plan.copies.items():
-        known[name] = _small(hidden, name, path.read_bytes())
+        known[name] = _copy(hidden, name, path)
     for name, content in plan.finish(known).items():
         _small(hidden, name, content)
     (hidden / JOURNAL).unlink()
     for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
         synchronize(folder)
     if look(target, follow=False) is not None:
-        raise InputError(f"{target}: is there by now, and is not overwritten; {hidden} has what was written")
+        raise InputError(f"{target}: is there by now, and is not overwritten; move it away or give another path")
     hidden.rename(target)
     synchronize(target.parent)
     return written
+
+
+def _copy(hidden: Path, name: str, source: Path) -> Written:
+    """Copy a file, some bytes at a time."""
+    path, digest, size = hidden / name, xxhash.xxh3_128(), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as there, path.open("xb") as file:
+        while piece := there.read(BUFFER):
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(File(size, digest.hexdigest()))
 
 
 def _small(hidden: Path, name: str, content: bytes) -> Written:
@@ -232,8 +265,3 @@ def _small(hidden: Path, name: str, content: bytes) -> Written:
         file.flush()
         os.fsync(file.fileno())
     return Written(File(len(content), xxhash.xxh3_128_hexdigest(content)))
-
-
-def discard(target: Path) -> None:
-    """Delete what an interrupted conversion into `target` has left."""
-    shutil.rmtree(target.with_name(f".{target.name}.converting"), ignore_errors=True)

@@ -1,13 +1,15 @@
 """Exports checkpoints of a run for other programs, as `checkpoint.export` says."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from megalite.checkpoint.convert import convert
+from megalite.checkpoint.disk import synchronize
 from megalite.checkpoint.formats import huggingface
 from megalite.checkpoint.sources import open_checkpoint
-from megalite.config.files import exists
+from megalite.config.files import is_folder
 from megalite.config.schema import Checkpoint, Config
 
 DTYPES = {"bf16": "bfloat16"}  # of exported weights, where it is not their own
@@ -20,14 +22,25 @@ def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
 
 
 def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> Path:
-    """Write the export of a checkpoint of a run, unless it is there. Returns its path. Raises InputError and OSError.
+    """Write the export of a checkpoint, in place of one that is there; its path. Raises InputError and OSError.
 
     advanced: called as the work proceeds.
     """
-    target = checkpoint.parent.parent / "export" / checkpoint.name
-    if not exists(target):
-        found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
-        dtype = DTYPES.get(config.train.precision)
-        plan = huggingface.plan(found, dtype, None)
-        convert(found, plan, target, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())
+    target = export_of(checkpoint)
+    fresh = target.with_name(f"{target.name}.new")
+    if is_folder(fresh, follow=False):  # of an attempt that was stopped, and perhaps of another checkpoint
+        shutil.rmtree(fresh)
+    found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
+    dtype = DTYPES.get(config.train.precision)
+    plan = huggingface.plan(found, dtype, None)
+    convert(found, plan, fresh, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())
+    if is_folder(target, follow=False):  # of an earlier checkpoint of this step
+        shutil.rmtree(target)
+    fresh.rename(target)
+    synchronize(target.parent)
     return target
+
+
+def export_of(checkpoint: Path) -> Path:
+    """Where the export of a checkpoint of a run lies."""
+    return checkpoint.parent.parent / "export" / checkpoint.name

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
-from megalite.checkpoint.export import export, is_due
+from megalite.checkpoint.export import export, export_of, is_due
 from megalite.checkpoint.files import Writer
 from megalite.checkpoint.finite import PoisonedError, refuse_poisoned
 from megalite.checkpoint.host_group import ElsewhereError, HostGroup
@@ -37,6 +37,7 @@ from megalite.checkpoint.retain import new_partial, retain, sweep
 from megalite.checkpoint.state import State, progress_tensors, use_device
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Unhealthy
+from megalite.config.files import exists
 from megalite.config.schema import Config
 from megalite.parallel.host_memory import HostMemory
 
@@ -311,6 +312,15 @@ class Saver:
             return problems + retain(self.folder, step, checkpoint.keep, checkpoint.keep_every)
         except (OSError, InputError) as error:
             return [*problems, f"{self.folder}: old checkpoints cannot be deleted: {error}"]
+
+    def export_missing(self, step: int) -> tuple[str, ...]:
+        """Export the checkpoint of `step`, from which the run goes on, if that is due and not done.
+
+        Collective. Returns what has failed.
+        """
+        final = self.folder / f"step-{step:08d}"
+        missing = self._group.once(lambda: exists(final) and not exists(export_of(final)))
+        return tuple(self._group.once(lambda: self._export(final, step))) if missing else ()
 
     def _export(self, final: Path, step: int) -> list[str]:
         """Export the checkpoint `final` if that is due. Returns what has failed."""

@@ -4,14 +4,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megalite.checkpoint.disk import damage_of, read_whole
+from megalite.checkpoint.disk import DamagedError, damage_of, read_whole
 from megalite.checkpoint.formats import huggingface, megatron, meta, torch_dist
 from megalite.checkpoint.formats.opened import PREFIX, Weights
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.index import LIMIT, Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.maps.families import CONFIG, read_config
-from megalite.checkpoint.wanted import differences_from
+from megalite.checkpoint.wanted import FLOATS, differences_from
 from megalite.config.errors import InputError, listing
 from megalite.config.files import exists, is_file, is_folder
 from megalite.config.schema import Model
@@ -31,7 +31,12 @@ def kind_of(path: Path) -> str:
 def open_weights(text: str) -> Weights:
     """The weights at `KIND:PATH`. Raises InputError, and DamagedError for files that are not whole."""
     kind, path = resolved(text)
-    return OPEN[kind](path)
+    found = OPEN[kind](path)
+    for name, tensor in found.index.tensors.items():
+        if tensor.dtype not in FLOATS:
+            rule = f"{name} is of {tensor.dtype}; weights must be of {listing(FLOATS)}"
+            raise DamagedError(path, f"{rule}, so a quantized model must be turned into one of these first")
+    return found
 
 
 def read_model(text: str) -> Model:

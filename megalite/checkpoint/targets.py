@@ -39,7 +39,14 @@ def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
         if name not in used and getattr(wanted, name) != default:
             kinds = listing([kind for kind, uses in USED.items() if name in uses])
             raise InputError(f"--{OPTIONS[name]} {getattr(wanted, name)}: has no meaning for {kind}, only for {kinds}")
+    kinds_of_data = sorted({tensor.dtype for tensor in found.index.tensors.values()})
+    if wanted.dtype is None and kind in ONE_TYPE and len(kinds_of_data) > 1:
+        there = listing(kinds_of_data, "and")
+        raise InputError(f"{found.path}: has tensors of {there}, but {kind} has one data type; choose it with --dtype")
     return PLANS[kind](found, target, wanted)
+
+
+ONE_TYPE = ("megatron", "megatron-dist", "meta")  # all tensors are of one data type
 
 
 OPTIONS = {"shard": "shard-size", "tp": "tp", "pp": "pp", "virtual": "virtual-stages"}

@@ -123,6 +123,10 @@ def _train(
     requests.listen()
     with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner) as saver:
         devices = gather_devices(mesh)
+        activity("exporting")
+        for problem in saver.export_missing(progress.step):
+            if rank_info.rank == 0:
+                warn(problem)
         if rank_info.rank != 0:
             return train(job, batches, progress, saver, reload, None)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):

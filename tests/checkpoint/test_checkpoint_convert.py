@@ -1,5 +1,6 @@
 """Conversion is whole or not there, goes on where it was stopped, and holds little in memory."""
 
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from megalite.checkpoint.sources import open_weights
 from megalite.config.errors import InputError
 from megalite.plan.weights import weights
 
+INDEX_FILE = "model.safetensors.index.json"
 dcp_library = pytest.importorskip("torch.distributed.checkpoint")
 
 
@@ -88,7 +90,7 @@ class Crash(Exception):
     pass
 
 
-@pytest.mark.parametrize("changed", ["nothing", "source", "request", "a whole file", "the journal"])
+@pytest.mark.parametrize("changed", ["nothing", "source", "config", "request", "a whole file", "the journal"])
 def test_it_goes_on_where_it_was_stopped(
     changed: str, found: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +114,10 @@ def test_it_goes_on_where_it_was_stopped(
     first = list(written)
     if changed == "source":
         os.utime(tmp_path / "hf" / first[0], (1, 1))
+    elif changed == "config":  # it decides which rows go where
+        fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({**fields, "rope_theta": 7.0}))
+        found = open_weights(str(tmp_path / "hf"))
     elif changed == "a whole file":
         (hidden / first[1]).write_bytes(b"x" * (hidden / first[1]).stat().st_size)
     elif changed == "the journal":
@@ -123,6 +129,7 @@ def test_it_goes_on_where_it_was_stopped(
     expected = {
         "nothing": set(first),
         "source": set(),
+        "config": set(),
         "request": set(),
         "a whole file": {first[0]},  # the journal is trusted up to the first file that is not as it says
         "the journal": set(first[:2]),
@@ -130,6 +137,43 @@ def test_it_goes_on_where_it_was_stopped(
     assert kept == expected[changed]
     assert same_files(out, tmp_path / "hf")
     assert not hidden.exists()
+
+
+def test_what_is_in_the_way_is_named(found: Weights, tmp_path: Path) -> None:
+    (tmp_path / ".out.converting").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=r"\.out\.converting: is in the way; remove it"):
+        convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+
+
+def test_a_full_disk_is_one_message_and_work_goes_on(
+    found: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(engine.HashedFile, "finish", lambda _: (_ for _ in ()).throw(full))
+        with pytest.raises(InputError, match="No space left on device; when that is mended, the same command goes on"):
+            convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+    convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+
+
+def test_what_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = CASES["llama"].make()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = 1e6
+    model.save_pretrained(tmp_path / "hf")
+    found = open_weights(str(tmp_path / "hf"))
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up\.weight: has values that fp16 cannot hold"):
+        convert(found, huggingface.plan(found, "float16", None), tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_of_another_data_type_tells_its_bytes(tmp_path: Path) -> None:
+    CASES["llama"].save(tmp_path / "hf", torch.bfloat16, shard="9KB")
+    found = open_weights(str(tmp_path / "hf"))
+    convert(found, huggingface.plan(found, "float32", None), tmp_path / "out", {})
+    before, after = (json.loads((tmp_path / each / INDEX_FILE).read_text()) for each in ("hf", "out"))
+    assert after["metadata"]["total_size"] == 2 * before["metadata"]["total_size"]
+    assert after["weight_map"] == before["weight_map"]
 
 
 def test_two_at_once_do_not_disturb_each_other(found: Weights, tmp_path: Path) -> None:

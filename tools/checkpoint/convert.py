@@ -3,6 +3,7 @@ none of them installed, and no GPU.
 """
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -17,7 +18,7 @@ from megalite.checkpoint.disk import total_bytes
 from megalite.checkpoint.sources import open_weights
 from megalite.checkpoint.targets import PLANS, Wanted, plan_of
 from megalite.config.errors import InputError, listing
-from megalite.config.files import as_json, is_folder, write_object
+from megalite.config.files import as_json, check_output, is_folder, write_object
 from megalite.config.sources import KINDS, split_kind
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
@@ -58,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # the workers share the cores
+    if options.json not in (None, "-"):
+        check_output(Path(options.json))
     terminal = Terminal(quiet=options.json == "-")
     kind, target = _target(options.target)
     if not is_folder(target.absolute().parent):
@@ -66,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype]
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
-    request = {"to": kind, **vars(wanted)}
+    request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
     began = time.monotonic()
     with bar(target.name, sum(output.elements for output in plan.outputs)) as advanced:
         written = convert(found, plan, target, request, options.workers, advanced)
@@ -110,7 +113,8 @@ def _check(
         terminal.line("check: this machine's memory is too small to compare logits")
     else:
         terminal.line(f"check: logits of {TOKENS} random tokens differ by {found:.3g} of the largest at most")
-    return result | {"logits": found}, not unequal
+    finite = found is None or math.isfinite(found)
+    return result | {"logits": found if finite else None}, not unequal and finite
 
 
 def _target(text: str) -> tuple[str, Path]:

@@ -1,18 +1,19 @@
 """Folders of Hugging Face transformers. Imports no torch."""
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.disk import damage_of
+from megalite.checkpoint.disk import DamagedError, damage_of, opened
 from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.formats.tokenizer import ends_in, tokenizer_files
-from megalite.checkpoint.index import ITEM_BYTES, Index
+from megalite.checkpoint.index import ITEM_BYTES, Index, Stored
 from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, plain_model, read_config
 from megalite.checkpoint.maps.family import Family
 from megalite.checkpoint.maps.strips import Table, under_our_names
@@ -20,6 +21,8 @@ from megalite.config.errors import InputError
 from megalite.config.files import as_json, read_object
 from megalite.plan.weights import weights
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PIECE = 1 << 22  # bytes compared at a time
 SHARD = 5_000_000_000  # bytes of a file, as the hub advises
 WITHOUT_MEANING = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq)")  # older files have these
 COMPANIONS = re.compile(
@@ -33,13 +36,16 @@ def open_folder(path: Path) -> Weights:
     family, model = read_config(path)
     files = find(path)
     table = family.table(model)
-    tied_copy = {"lm_head.weight"} if model.tie_embeddings else set()
     found = {
         name: stored
         for name, stored in files.index.tensors.items()
-        if name in table or (name not in tied_copy and not WITHOUT_MEANING.fullmatch(name))
+        if name in table or not WITHOUT_MEANING.fullmatch(name)
     }
+    head = found.pop(HEAD, None) if model.tie_embeddings else None
     refuse_differences(path, files.source, found.keys(), table)
+    if head is not None and not _same(path, files.index.files, head, found[EMBEDDING]):
+        rule = f"{HEAD} is not {EMBEDDING}, though {CONFIG} ties them"
+        raise DamagedError(path, f"{rule}; set tie_word_embeddings to false there if they differ on purpose")
     with damage_of(path, files.source):
         index = under_our_names(Index(files.index.files, found), table, weights(model), PREFIX)
     return Weights(
@@ -55,6 +61,19 @@ def open_folder(path: Path) -> Weights:
     )
 
 
+def _same(path: Path, files: Sequence[str], one: Stored, other: Stored) -> bool:
+    """Whether two tensors, each in one piece in a file, are the same to the bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    (first, start), (second, begin) = ((files[each.rows[0, 0]], int(each.rows[0, 1])) for each in (one, other))
+    with opened(path, first, links=True) as a, opened(path, second, links=True) as b:
+        for done in range(0, one.bytes, PIECE):
+            count = min(PIECE, one.bytes - done)
+            if os.pread(a, count, start + done) != os.pread(b, count, begin + done):
+                return False
+    return True
+
+
 def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
     """A folder as transformers writes it.
 
@@ -64,9 +83,13 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
     beside = {file.name: file for file in found.companions}
     family, fields = _family(found, beside.get(CONFIG))
     table = family.table(found.model)
-    kinds = {name: dtype or found.index.tensors[PREFIX + theirs.strips[0].name].dtype for name, theirs in table.items()}
+    kept = {name: found.index.tensors[PREFIX + theirs.strips[0].name].dtype for name, theirs in table.items()}
+    kinds = kept if dtype is None else dict.fromkeys(kept, dtype)
     texts: dict[str, bytes] = {}
     files = None if shard is not None or INDEX not in beside else _as_before(beside[INDEX], table)
+    if files is not None and kinds != kept:
+        del beside[INDEX]  # it tells the bytes of all tensors
+        texts[INDEX] = _index(files, table, kinds)
     if files is None:
         beside.pop(INDEX, None)
         files = _split(table, kinds, shard or SHARD)
@@ -75,11 +98,10 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
     if fields is None or (dtype is not None and dtype not in _dtypes(fields)):
         beside.pop(CONFIG, None)
         common = max(kinds.values(), key=list(kinds.values()).count)
-        told = (
-            family.config(found.model, common)
-            if fields is None
-            else fields | dict.fromkeys(_KEYS & fields.keys(), common)
-        )
+        if fields is None:
+            told = family.config(found.model, common)
+        else:
+            told = fields | dict.fromkeys(_KEYS & fields.keys() or {"torch_dtype"}, common)
         texts[CONFIG] = as_json(told).encode()
     outputs = tuple(
         Output(name, sum(table[each].elements for each in names), partial(_write, {n: table[n] for n in names}, kinds))
@@ -124,9 +146,8 @@ def _as_before(index: Path, table: Table) -> dict[str, list[str]] | None:
         places = listed(index.parent)
     except InputError:
         return None
-    return (
-        {file: sorted(names) for file, names in places.items()} if set().union(*places.values()) == set(table) else None
-    )
+    same = set().union(*places.values()) == set(table) and all(file.endswith(".safetensors") for file in places)
+    return {file: sorted(names) for file, names in places.items()} if same else None
 
 
 def _split(table: Table, kinds: Mapping[str, str], most: int) -> dict[str, list[str]]:

@@ -243,7 +243,7 @@ def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attent
         attention = Attention(window, every)
         if layer_types(replace(model, attention=attention)) == list(types):
             return attention
-    raise fields.wrong("layer_types", "megalite has windows in all layers, or in all but every n-th", "mixed otherwise")
+    raise fields.wrong("layer_types", "megalite has windows in all layers, or in all but every n-th")
 
 
 def layer_types(model: Model) -> list[str]:

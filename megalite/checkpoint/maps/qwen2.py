@@ -13,6 +13,7 @@ DEFAULTS_OF_QWEN = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
     "max_window_layers": 28,
+    "sliding_window": 4096,
 }
 
 

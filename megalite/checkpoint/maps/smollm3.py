@@ -20,7 +20,7 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
         if _rotary(replace(model, attention=tried)) == listed:
             return {"attention": tried}
     rule = "megalite leaves out rotary positions in no layer, or in every n-th"
-    raise fields.wrong("no_rope_layers", rule, "other layers")
+    raise fields.wrong("no_rope_layers", rule)
 
 
 def _rotary(model: Model) -> list[int]:

@@ -191,3 +191,44 @@ def test_windows_that_no_model_here_has_are_refused(tmp_path: Path) -> None:
     Case("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": types}).save(tmp_path)
     with pytest.raises(InputError, match="megalite has windows in all layers, or in all but every n-th"):
         open_weights(str(tmp_path))
+
+
+def test_a_window_that_is_left_out_is_that_of_transformers(tmp_path: Path) -> None:
+    Case("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}).save(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["sliding_window"], fields["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read_config(tmp_path)[1].attention == Attention(theirs.sliding_window)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_a_tied_embedding_must_be_the_same(same: bool, tmp_path: Path) -> None:
+    """Some published folders hold it twice; transformers does not tie what differs."""
+    library = pytest.importorskip("safetensors.torch")
+    CASES["llama tied, all heads"].save(tmp_path, shard="1MB")
+    tensors = library.load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if same else -1)
+    library.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if same:
+        assert open_weights(str(tmp_path)).model.tie_embeddings
+    else:
+        with pytest.raises(InputError, match=r"lm_head.weight is not model.embed_tokens.weight, though"):
+            open_weights(str(tmp_path))
+
+
+def test_tensors_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    CASES["llama"].save(tmp_path, shard="1MB")
+    tensors = library.load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    library.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model.head.norm.weight is of int8; weights must be of float64, float32"):
+        open_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize(("told", "ends"), [(7, (7,)), ([7, 9], (7, 9)), (None, ())])
+def test_the_tokens_that_end_texts_are_found(told: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
+    CASES["llama"].save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    assert open_weights(str(tmp_path)).ends == ends

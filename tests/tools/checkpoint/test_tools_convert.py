@@ -103,3 +103,23 @@ def test_it_needs_neither_transformers_nor_safetensors(folder: Path) -> None:
     arguments = ["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--check"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_formats_of_one_data_type_ask_which(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = CASES["llama"].make(torch.bfloat16)
+    model.model.norm.float()
+    model.save_pretrained(folder / "mixed")
+    for kind in ("megatron", "megatron-dist", "meta"):
+        assert main(["--from", f"{folder}/mixed", "--to", f"{kind}:{folder}/out"]) == 2
+        assert f"has tensors of bfloat16 and float32, but {kind} has one data type" in capsys.readouterr().err
+    assert main(["--from", f"{folder}/mixed", "--to", f"meta:{folder}/out", "--dtype", "fp32", "--check"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist", "meta"])
+def test_by_way_of_any_kind_files_come_back_to_the_byte(kind: str, folder: Path) -> None:
+    CASES["llama"].save(folder / "llama", torch.bfloat16, shard="9KB")
+    assert main(["--from", f"{folder}/llama", "--to", f"{kind}:{folder}/there", "--tp", "2", "--check"]) == 0
+    assert main(["--from", f"{folder}/there", "--to", f"hf:{folder}/back", "--check"]) == 0
+    names = {path.name for path in (folder / "llama").iterdir()}
+    assert names == {path.name for path in (folder / "back").iterdir()}
+    assert all((folder / "llama" / name).read_bytes() == (folder / "back" / name).read_bytes() for name in names)

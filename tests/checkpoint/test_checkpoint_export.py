@@ -1,0 +1,93 @@
+"""Exports of a run: due at the end and at every n-th step, never stale, made up for where they are missing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_jobs import advance, config_of, make, one_rank, progress_at, saver
+
+from megalite.checkpoint.export import is_due
+from megalite.checkpoint.resume import check_export
+from megalite.config.errors import InputError
+from megalite.config.layout import Layout
+from megalite.config.schema import Attention, Checkpoint, Config, Model
+from megalite.train.build import Job
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("export", "every", "due"),
+    [(None, 0, set()), (None, 2, set()), ("hf", 0, {7}), ("hf", 2, {2, 4, 6, 7}), ("hf", 7, {7})],
+)
+def test_when_it_is_due(export: Any, every: int, due: set[int]) -> None:
+    checkpoint = Checkpoint(export=export, export_every=every)
+    assert {step for step in range(8) if step and is_due(checkpoint, step, 7)} == due
+
+
+def config(every: int = 2) -> Config:
+    made = config_of(Layout())
+    made.checkpoint = Checkpoint(interval=2, export="hf", export_every=every, keep=1)
+    made.train.precision = "fp32"
+    return made
+
+
+def save(job: Job, folder: Path, step: int) -> tuple[str, ...]:
+    with saver(job, folder / "checkpoints") as writer:
+        writer.save(progress_at(job, step))
+        writer.finish()
+        return writer.news()[0].problems  # type: ignore[union-attr]
+
+
+def their_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def test_exports_are_of_their_checkpoints(tmp_path: Path) -> None:
+    """Also where a step is trained again, and where the checkpoint itself is no longer kept."""
+    with one_rank():
+        job = make(config())
+        seen = []
+        for step in (2, 4, 4):
+            if step == 4:
+                for path in (tmp_path / "checkpoints").glob("step-00000004"):
+                    path.rename(tmp_path / "other")
+            advance(job, len(seen), len(seen) + 1)
+            assert save(job, tmp_path, step) == ()
+            found = their_weights(tmp_path / f"export/step-{step:08d}")["model.layers.0.self_attn.q_proj.weight"]
+            seen.append(found.clone())
+            assert torch.equal(found, dict(job.named_parameters())["layers.0.attention.q.weight"].full_tensor())
+        assert not torch.equal(seen[1], seen[2])
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_what_is_missing_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    with one_rank():
+        job = make(config())
+        save(job, tmp_path, 2)
+        target = tmp_path / "export/step-00000002"
+        target.rename(tmp_path / "export/.step-00000002.new.converting")  # as a kill would leave it
+        with saver(job, tmp_path / "checkpoints") as writer:
+            assert writer.export_missing(0) == ()
+            assert not target.exists()
+            assert writer.export_missing(2) == ()
+            assert their_weights(target)
+
+
+def test_an_export_that_fails_is_told_and_the_checkpoint_stands(tmp_path: Path) -> None:
+    (tmp_path / "export").write_text("in the way")
+    with one_rank():
+        job = make(config())
+        (problem,) = save(job, tmp_path, 2)
+    assert "step-00000002 cannot be exported: " in problem
+    assert "megalite-convert can do it later" in problem
+    assert (tmp_path / "checkpoints/step-00000002").is_dir()
+
+
+def test_a_model_that_no_family_has_is_refused_before_training() -> None:
+    capped = Config(model=Model(attention=Attention(softcap=30.0)), checkpoint=Checkpoint(export="hf"))
+    with pytest.raises(InputError, match='checkpoint.export = "hf": no family .* cannot express'):
+        check_export(capped)
+    capped.checkpoint.export = None
+    check_export(capped)

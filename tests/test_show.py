@@ -1,5 +1,7 @@
+import json
 import re
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -268,3 +270,24 @@ def test_tables_fit_80_columns(show: Show, monkeypatch: pytest.MonkeyPatch) -> N
     assert max(map(len, output.splitlines())) <= 80
     assert "…" not in output
     assert "\nSums of live tensors at the peak of a training step, optimizer states included. \nNot counted" in output
+
+
+def test_a_folder_of_weights_means_a_configuration(show: Show, tmp_path: Path) -> None:
+    """What `--write` saves is loaded as the model that is shown, with its overrides."""
+    fields = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 96, "vocab_size": 99, "rope_theta": 5e5}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    path = tmp_path / "model.yaml"
+    output = show(f"hf:{tmp_path}", "model.sequence_length=32", "--write", str(path))
+    model = load([str(path)]).model
+    assert (model.layers, model.qk_norm, model.head_width, model.sequence_length) == (2, True, 8, 32)
+    assert "rope_theta: 500000.0" in output
+    for arguments, told in (
+        ([f"hf:{tmp_path}", "--write", str(path)], "there is such a file already"),
+        ([f"hf:{tmp_path}", "--write", str(tmp_path / "model.txt")], "must end in .yaml"),
+        ([f"hf:{tmp_path}", f"hf:{tmp_path}"], "have a model each; name one of them"),
+        ([f"hf:{tmp_path}/none"], "there is no folder"),
+    ):
+        with patch("sys.stderr", StringIO()) as errors:
+            assert main(["show", *arguments]) == 2
+        assert told in errors.getvalue()

@@ -28,10 +28,13 @@ def kind_of(path: Path) -> str:
     raise InputError(f"{path}: holds no weights of a known kind; say which as KIND:PATH, of {listing(list(KINDS))}")
 
 
-def open_weights(text: str) -> Weights:
-    """The weights at `KIND:PATH`. Raises InputError, and DamagedError for files that are not whole."""
+def open_weights(text: str, model: Model | None = None) -> Weights:
+    """The weights at `KIND:PATH`. Raises InputError, and DamagedError for files that are not whole.
+
+    model: of files that may not tell it, Megatron's and Meta's.
+    """
     kind, path = resolved(text)
-    found = OPEN[kind](path)
+    found = _open(kind, path, model)
     for name, tensor in found.index.tensors.items():
         if tensor.dtype not in FLOATS:
             rule = f"{name} is of {tensor.dtype}; weights must be of {listing(FLOATS)}"
@@ -42,7 +45,15 @@ def open_weights(text: str) -> Weights:
 def read_model(text: str) -> Model:
     """The model of the weights at `KIND:PATH`, as `open_weights`; tensors are not looked at unless they tell it."""
     kind, path = resolved(text)
-    return read_config(path)[1] if kind == "hf" else OPEN[kind](path).model
+    return read_config(path)[1] if kind == "hf" else _open(kind, path).model
+
+
+def _open(kind: str, path: Path, model: Model | None = None) -> Weights:
+    if kind in MAY_LACK:
+        return MAY_LACK[kind](path, model)
+    if model is not None:
+        raise InputError(f"{kind}:{path}: tells its model itself, so none can be given")
+    return OPEN[kind](path)
 
 
 def resolved(text: str) -> tuple[str, Path]:
@@ -100,9 +111,8 @@ SIGNS: dict[str, Callable[[Path], bool]] = {
     "megatron": megatron.is_folder_of,
     "meta": meta.is_folder_of,
 }
-OPEN: dict[str, Callable[[Path], Weights]] = {
-    "megalite": open_checkpoint,
-    "hf": huggingface.open_folder,
+OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
+MAY_LACK: dict[str, Callable[[Path, Model | None], Weights]] = {  # kinds whose files need not tell the model
     "megatron-dist": torch_dist.open_folder,
     "megatron": megatron.open_folder,
     "meta": meta.open_folder,

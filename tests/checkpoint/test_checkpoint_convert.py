@@ -20,6 +20,7 @@ from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.maps.strips import Theirs, part
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.sources import open_weights
+from megalite.checkpoint.targets import Wanted, plan_of
 from megalite.config.errors import InputError
 from megalite.plan.weights import weights
 
@@ -48,6 +49,27 @@ def test_there_and_back_gives_the_same_files_to_the_byte(name: str, files: int, 
     convert(there, dcp.plan(there, tmp_path / "ours", None, files), tmp_path / "ours", {}, workers=files)
     ours = open_weights(str(tmp_path / "ours"))
     convert(ours, huggingface.plan(ours, None, None), tmp_path / "back", {}, workers=2)
+    assert same_files(tmp_path / "hf", tmp_path / "back")
+
+
+SPLITS = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 2, 2)]  # tensor-parallel, pipeline-parallel, virtual stages
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", ["llama tied, all heads", "qwen2, all heads"])
+def test_by_way_of_megatron_files_come_back_to_the_byte(
+    kind: str, split: tuple[int, int, int], name: str, tmp_path: Path
+) -> None:
+    case = CASES.get(name) or Case("Qwen2", {"num_key_value_heads": 4})
+    case.save(tmp_path / "hf", torch.bfloat16, shard="9KB")
+    there = open_weights(str(tmp_path / "hf"))
+    tp, pp, virtual = split
+    plan = plan_of(kind, there, tmp_path / "theirs", Wanted(tp=tp, pp=pp, virtual=virtual))
+    convert(there, plan, tmp_path / "theirs", {}, workers=2)
+    theirs = open_weights(str(tmp_path / "theirs"))
+    assert theirs.kind == kind
+    convert(theirs, huggingface.plan(theirs, None, None), tmp_path / "back", {})
     assert same_files(tmp_path / "hf", tmp_path / "back")
 
 

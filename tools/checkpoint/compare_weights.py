@@ -1,6 +1,6 @@
 """Whether two sources of weights hold the same model: tensor by tensor, and in what it computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from megalite.checkpoint.formats.opened import PREFIX, Weights
 from megalite.checkpoint.maps.strips import stacked
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.state import State
+from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.dist.host import host_memory
 from megalite.dist.mesh import Mesh
@@ -41,13 +42,22 @@ def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced:
     return found
 
 
-def difference_of_logits(source: Weights, made: Weights) -> float | None:
-    """The largest difference of logits, relative to the largest logit, in float32; None if memory is too small."""
+def difference_of_logits(source: Weights, made: Weights, given: Sequence[int] | None = None) -> float | None:
+    """The largest difference of logits, relative to the largest logit, in float32; None if memory is too small.
+
+    given: the tokens; None: random ones. Raises InputError for tokens that the model does not know or cannot see.
+    """
     needed = ROOM * 4 * sum(weight.elements for weight in weights(made.model).values())
     if needed > host_memory():
         return None
-    length = min(TOKENS, made.model.sequence_length)
-    tokens = torch.randint(made.model.vocab_size, (length, 1), generator=torch.Generator().manual_seed(0))
+    length, vocabulary = min(TOKENS, made.model.sequence_length), made.model.vocab_size
+    if given is None:
+        tokens = torch.randint(vocabulary, (length, 1), generator=torch.Generator().manual_seed(0))
+    else:
+        if max(given) >= vocabulary or len(given) > made.model.sequence_length:
+            rule = f"ids must be below {vocabulary:,}, and at most {made.model.sequence_length:,}"
+            raise InputError(f"--tokens {max(given)}, {len(given)} of them: {rule}")
+        tokens = torch.tensor(given)[:, None]
     start_alone()
     try:
         mesh = Mesh.build(Layout(), torch.device("cpu"))

@@ -19,6 +19,7 @@ from megalite.checkpoint.sources import open_weights
 from megalite.checkpoint.targets import PLANS, Wanted, plan_of
 from megalite.config.errors import InputError, listing
 from megalite.config.files import as_json, check_output, is_folder, write_object
+from megalite.config.load import load
 from megalite.config.sources import KINDS, split_kind
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--from", dest="source", required=True, metavar="KIND:PATH", help="weights to read; KIND may be left out")
     add("--to", dest="target", required=True, metavar="KIND:PATH", help="folder to make, which must not exist yet")
+    add("--config", nargs="+", metavar="YAML", help="megatron, meta: the model, for files that do not tell it")
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
     add("--shard-size", type=_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
     add("--tp", type=_count, default=1, metavar="N", help="megatron: tensor-parallel ranks (default: 1)")
@@ -53,11 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--virtual-stages", type=_count, default=1, metavar="N", help="megatron: stages of a rank (default: 1)")
     add("--workers", type=_count, default=2, metavar="N", help="files that are written at a time (default: 2)")
     add("--check", action="store_true", help="read both sides again, and compare every tensor and the logits")
+    add("--tokens", type=_tokens, metavar="ID,…", help="with --check: ids to compute logits of (default: random ones)")
     add("--json", metavar="FILE", help="write what was done as JSON to FILE too; -: to stdout instead")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.tokens and not options.check:
+        raise InputError("--tokens: needs --check, which computes their logits")
     torch.set_num_threads(1)  # the workers share the cores
     if options.json not in (None, "-"):
         check_output(Path(options.json))
@@ -65,7 +70,8 @@ def _run(options: argparse.Namespace) -> int:
     kind, target = _target(options.target)
     if not is_folder(target.absolute().parent):
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
-    found = open_weights(options.source)
+    model = None if options.config is None else load(options.config).model
+    found = open_weights(options.source, model)
     dtype = DTYPES[options.dtype]
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
@@ -101,18 +107,20 @@ def _check(
 ) -> tuple[Any, bool]:
     """Compare both sides. Returns the result for JSON, and whether they are the same."""
     _, path = split_kind(options.source)
-    source, made = open_weights(f"{kind}:{path}"), open_weights(target)
+    made = open_weights(target)
+    source = open_weights(f"{kind}:{path}", None if options.config is None else made.model)
     with bar("comparing", sum(tensor.elements for tensor in made.index.tensors.values())) as advanced:
         unequal = unequal_tensors(source, made, dtype, advanced)
     count = len(made.index.tensors)
     said = f"{count - len(unequal)} of {count} tensors are the same to the bit"
     terminal.line(f"check: {said}" + (f"; not {listing(unequal[:5], 'and')}" if unequal else ""))
     result: dict[str, Any] = {"tensors": count, "unequal": unequal}
-    found = difference_of_logits(source, made)
+    found = difference_of_logits(source, made, options.tokens)
     if found is None:
         terminal.line("check: this machine's memory is too small to compare logits")
     else:
-        terminal.line(f"check: logits of {TOKENS} random tokens differ by {found:.3g} of the largest at most")
+        which = "these" if options.tokens else f"{TOKENS} random"
+        terminal.line(f"check: logits of {which} tokens differ by {found:.3g} of the largest at most")
     finite = found is None or math.isfinite(found)
     return result | {"logits": found if finite else None}, not unequal and finite
 
@@ -132,6 +140,13 @@ def _size(text: str) -> int:
     if match is None or match[2].upper() not in UNITS or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of bytes, as 500MB or 5GB")
     return int(match[1]) * UNITS[match[2].upper()]
+
+
+def _tokens(text: str) -> list[int]:
+    ids = text.split(",")
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in ids):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be ids with commas between them, as 1,15,7")
+    return [int(word) for word in ids]
 
 
 def _count(text: str) -> int:

@@ -1,6 +1,7 @@
 """`megalite-convert` as people run it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from hf_families import CASES
 
+from megalite.checkpoint.sources import read_model
+from megalite.config.load import dump_model
 from megalite_tools.checkpoint import convert
 from megalite_tools.checkpoint.convert import main
 
@@ -68,6 +71,8 @@ def test_another_data_type_is_checked_as_such(folder: Path, capsys: pytest.Captu
             "--tp 2: has no meaning for hf, only for megatron, megatron-dist or meta",
         ),
         (["--to", "megalite:{0}/out", "--shard-size", "1MB"], "has no meaning for megalite, only for hf"),
+        (["--to", "hf:{0}/out", "--tokens", "1,2"], "--tokens: needs --check"),
+        (["--to", "hf:{0}/out", "--json", "{0}"], "is a folder; name a file in it"),
         (["--from", "{0}/nowhere", "--to", "hf:{0}/out"], "{0}/nowhere: there is no such folder"),
         (["--from", "{0}", "--to", "hf:{0}/out"], "holds no weights of a known kind; say which as KIND:PATH"),
         (["--from", "megalite:{0}/hf", "--to", "hf:{0}/out"], "holds no checkpoint"),
@@ -123,3 +128,24 @@ def test_by_way_of_any_kind_files_come_back_to_the_byte(kind: str, folder: Path)
     names = {path.name for path in (folder / "llama").iterdir()}
     assert names == {path.name for path in (folder / "back").iterdir()}
     assert all((folder / "llama" / name).read_bytes() == (folder / "back" / name).read_bytes() for name in names)
+
+
+def test_logits_of_given_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--check", "--tokens"]
+    assert main([*given, "3,1,4"]) == 0
+    assert "logits of these tokens differ by 0 of the largest" in capsys.readouterr().out
+    shutil.rmtree(folder / "out")
+    assert main([*given, "64"]) == 2
+    assert "--tokens 64, 1 of them: ids must be below 64" in capsys.readouterr().err
+
+
+def test_a_model_can_be_given_for_files_that_do_not_tell_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CASES["llama"].save(folder / "llama")
+    assert main(["--from", f"{folder}/llama", "--to", f"meta:{folder}/meta"]) == 0
+    shutil.rmtree(folder / "meta/huggingface")
+    (folder / "model.yaml").write_text(dump_model(read_model(f"hf:{folder}/llama")))
+    back = ["--from", f"{folder}/meta", "--to", f"hf:{folder}/back", "--check", "--config", f"{folder}/model.yaml"]
+    assert main(back) == 0
+    assert read_model(f"hf:{folder}/back") == read_model(f"hf:{folder}/llama")
+    assert main(["--from", f"{folder}/hf", "--to", f"hf:{folder}/x", "--config", f"{folder}/model.yaml"]) == 2
+    assert "tells its model itself" in capsys.readouterr().err

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, damage_of, read_whole
-from megalite.checkpoint.formats import huggingface, megatron, meta, torch_dist
+from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.formats.megatron_folder import has
 from megalite.checkpoint.formats.opened import PREFIX, Weights
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.index import LIMIT, Index
@@ -16,6 +17,7 @@ from megalite.config.errors import InputError, listing
 from megalite.config.files import exists, is_file, is_folder
 from megalite.config.schema import Model
 from megalite.config.sources import KINDS, split_kind
+from megalite.imports import import_for_good
 
 
 def kind_of(path: Path) -> str:
@@ -49,8 +51,9 @@ def read_model(text: str) -> Model:
 
 
 def _open(kind: str, path: Path, model: Model | None = None) -> Weights:
-    if kind in MAY_LACK:
-        return MAY_LACK[kind](path, model)
+    if kind in MAY_LACK:  # by name and only now: these modules write too, with PyTorch
+        found: Weights = import_for_good(f"megalite.checkpoint.formats.{MAY_LACK[kind]}").open_folder(path, model)
+        return found
     if model is not None:
         raise InputError(f"{kind}:{path}: tells its model itself, so none can be given")
     return OPEN[kind](path)
@@ -107,13 +110,13 @@ def _has(*names: str) -> Callable[[Path], bool]:
 SIGNS: dict[str, Callable[[Path], bool]] = {
     "megalite": lambda path: exists(path / MANIFEST) or is_folder(path / "checkpoints") or bool(complete(path)),
     "hf": _has(CONFIG),
-    "megatron-dist": torch_dist.is_folder_of,
-    "megatron": megatron.is_folder_of,
-    "meta": meta.is_folder_of,
+    "megatron-dist": lambda path: has(path, ".metadata", "metadata.json"),
+    "megatron": lambda path: has(path, "mp_rank_00*/*.pt"),
+    "meta": _has("params.json", "consolidated.00.pth"),
 }
 OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
-MAY_LACK: dict[str, Callable[[Path, Model | None], Weights]] = {  # kinds whose files need not tell the model
-    "megatron-dist": torch_dist.open_folder,
-    "megatron": megatron.open_folder,
-    "meta": meta.open_folder,
-}
+MAY_LACK = {
+    "megatron-dist": "torch_dist",
+    "megatron": "megatron",
+    "meta": "meta",
+}  # modules of kinds that need not tell

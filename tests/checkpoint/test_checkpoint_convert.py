@@ -248,7 +248,7 @@ def test_blocks_bound_the_memory_and_padding_repeats_the_last_row(
 
 def test_kills_lose_nothing(tmp_path: Path) -> None:
     """Killed again and again, each time somewhat later, it is done in the end, and the target is never half there."""
-    Case("Llama", {"hidden_size": 256, "intermediate_size": 512}).save(tmp_path / "hf", shard="300KB")
+    Case("Llama", {"hidden_size": 128, "intermediate_size": 256}).save(tmp_path / "hf", shard="150KB")
     out = tmp_path / "out"
     found = open_weights(str(tmp_path / "hf"))
     kills = 0
@@ -257,7 +257,7 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
         if child == 0:
             convert(found, huggingface.plan(found, None, None), out, {}, 2)
             os._exit(0)
-        time.sleep(0.001 * kills)
+        time.sleep(0.002 * kills)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         kills += 1

@@ -56,7 +56,8 @@ def test_every_layout_begins_alike(name: str, ranks: Ranks, tmp_path: Path) -> N
         found = theirs(input_ids=batch[:, :-1], labels=batch[:, 1:], shift_labels=batch[:, 1:].contiguous()).loss
     assert loss == pytest.approx(found.item(), rel=1e-6)  # transformers rounds to float32 in norms and softmax
     assert expected.keys() == weights(alone.model).keys()
-    for layout, schedule in LAYOUTS.values():
+    chosen = LAYOUTS if name == "qwen2 tied" else {"V": LAYOUTS["V"]}
+    for layout, schedule in chosen.values():
         results = ranks.run(begin, config_for(tmp_path, layout, schedule), tmp_path)
         assert {round(each, 11) for each, _ in results} == {round(loss, 11)}, layout
         assembled = assemble([there for _, there in results])

@@ -18,11 +18,10 @@ from megalite.checkpoint.formats.megatron_folder import (
     TRACKER,
     VERSION,
     arguments_in,
-    has,
     latest,
-    saved_arguments,
     told_model,
 )
+from megalite.checkpoint.formats.megatron_write import saved_arguments
 from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
@@ -53,11 +52,6 @@ NUMBERED = re.compile(r"decoder\.layers\.(\d{1,5})\.")
 SHOWN = 5  # names in a message
 Ranks = dict[tuple[int, int], str]  # files by tensor-parallel and pipeline rank
 Tensors = dict[str, Any]  # by name
-
-
-def is_folder_of(path: Path) -> bool:
-    """Whether the folder `path` has this format."""
-    return has(path, "mp_rank_00*/*.pt")
 
 
 def open_folder(path: Path, model: Model | None = None) -> Weights:

@@ -1,26 +1,20 @@
 """What both of Megatron-LM's formats share: which folder holds the latest weights, and what is beside it."""
 
-import io
 import re
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalite.checkpoint.disk import damage_of, read_whole
 from megalite.checkpoint.formats.inert_pickle import Made
-from megalite.checkpoint.maps.megatron import Split
-from megalite.checkpoint.maps.megatron_arguments import arguments_of, model_of
-from megalite.config.errors import InputError, listing
+from megalite.checkpoint.maps.megatron_arguments import model_of
+from megalite.config.errors import InputError
 from megalite.config.files import is_file, is_folder
 from megalite.config.schema import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"  # holds the number of the latest iteration, or `release`
 RELEASE = "release"  # a folder of weights that belong to no iteration
 VERSION = 3.0  # of the order of queries, keys and values; those before ordered them otherwise
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def latest(path: Path) -> str:
@@ -71,17 +65,3 @@ def counts_in(content: Any) -> tuple[int, int]:
     told = (content.get("iteration"), arguments.get("consumed_train_samples")) if isinstance(content, dict) else ()
     updates, samples = (count if type(count) is int and 0 <= count < 1 << 62 else 0 for count in told or (0, 0))
     return updates, samples
-
-
-def saved_arguments(model: Model, split: Split, size: int, dtype: str) -> Namespace:
-    """The arguments as Megatron saves them."""
-    if dtype not in DTYPES:
-        raise InputError(f"{dtype}: Megatron has weights of {listing(DTYPES)}")
-    return Namespace(**arguments_of(model, split, size, dtype), params_dtype=getattr(torch, dtype))
-
-
-def pickled(content: Any) -> bytes:
-    """A small file, as `torch.save` writes it."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()

@@ -14,7 +14,7 @@ from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.maps.meta import EMBEDDING, OUTPUT, check_files, model_of, params_of, replicated, table_of
 from megalite.checkpoint.maps.strips import Theirs, under_our_names
 from megalite.config.errors import InputError
-from megalite.config.files import is_file, read_object
+from megalite.config.files import read_object
 from megalite.config.schema import Model
 from megalite.plan.weights import weights
 
@@ -23,11 +23,6 @@ FILE = re.compile(r"consolidated\.(\d{2,3})\.pth")
 WITHOUT_MEANING = "rope.freqs"  # angles, in files of Llama 1 and 2
 FFN = "layers.0.feed_forward.w1.weight"  # tells the feed-forward's width
 LARGEST = 1 << 20  # bytes of params.json
-
-
-def is_folder_of(path: Path) -> bool:
-    """Whether the folder `path` has this format."""
-    return is_file(path / PARAMS) and is_file(path / FIRST)
 
 
 def open_folder(path: Path, model: Model | None = None) -> Weights:

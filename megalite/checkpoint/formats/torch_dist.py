@@ -36,12 +36,10 @@ from megalite.checkpoint.formats.megatron_folder import (
     VERSION,
     arguments_in,
     counts_in,
-    has,
     latest,
-    pickled,
-    saved_arguments,
     told_model,
 )
+from megalite.checkpoint.formats.megatron_write import pickled, saved_arguments
 from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
 from megalite.checkpoint.formats.output import Note, Output, Plan, Put, Stream, Written
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
@@ -89,11 +87,6 @@ class Part:
     name: str
     theirs: Theirs  # of this part
     offsets: tuple[int, ...]
-
-
-def is_folder_of(path: Path) -> bool:
-    """Whether the folder `path` has this format."""
-    return has(path, METADATA, BACKEND)
 
 
 def open_folder(path: Path, model: Model | None = None, states: bool = False) -> Weights:

@@ -25,7 +25,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 LLAMA = replace(SMALL, head_width=None, width=32, vocab_size=256)
 MODELS = {
     "llama": LLAMA,
-    "scaled": replace(LLAMA, rope_theta=500_000.0, sequence_length=131_072, rope_scaling=RopeScaling(32.0)),
+    "scaled": replace(LLAMA, rope_theta=500_000.0, sequence_length=131_072, rope_scaling=RopeScaling(factor=32.0)),
     "tied": replace(LLAMA, tie_embeddings=True),
     "qwen3": replace(SMALL, qk_norm=True, tie_embeddings=True),
     "qwen2": replace(LLAMA, qkv_bias=True),

@@ -59,7 +59,7 @@ def shapes(height: int, width: int) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts(), st.sampled_from(["float32", "bfloat16", "float16"]), st.data())
 def test_forward_then_backward_is_the_identity(
     tmp_path: Path, layout: tuple[dict[str, Weight], dict[str, Theirs]], dtype: str, data: st.DataObject

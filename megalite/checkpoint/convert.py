@@ -27,7 +27,7 @@ from megalite.checkpoint.read import Reader, reader_of
 from megalite.config.bounded import parse
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.files import exists, is_folder, look
+from megalite.config.files import exists, is_file, is_folder, look
 from megalite.config.schema import Config
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
@@ -120,17 +120,13 @@ def _identity(found: Weights) -> dict[str, Any]:
 def _resumed(hidden: Path, request: dict[str, Any]) -> dict[str, Written]:
     """The files that an interrupted attempt at the same request has left whole. All else in `hidden` is deleted."""
     request = json.loads(json.dumps(request))
+    text = (hidden / JOURNAL).read_bytes() if is_file(hidden / JOURNAL) else b""
+    first, *lines = text.splitlines() or [b""]
     whole: dict[str, Written] = {}
-    try:
-        first, *lines = (hidden / JOURNAL).read_bytes().splitlines()
-        if parse(first) == request:
-            for line in lines:
-                entry = parse(line)
-                file = File(entry["bytes"], entry["xxh128"])
-                check_hashes(hidden, {entry["name"]: file})
-                whole[entry["name"]] = Written(file, entry["note"])
-    except (OSError, ValueError, KeyError, TypeError):  # a line that was cut, or a file that is not as it was written
-        pass
+    for line in lines if first == json.dumps(request).encode() else []:
+        if (noted := _noted(hidden, line)) is None:
+            break  # it is written anew, with all that came after
+        whole[noted[0]] = noted[1]
     for path in sorted(hidden.rglob("*"), reverse=True):
         if path.is_dir() and not path.is_symlink():
             if not any(path.iterdir()):
@@ -140,6 +136,17 @@ def _resumed(hidden: Path, request: dict[str, Any]) -> dict[str, Written]:
     entries = [json.dumps(request), *(_line(name, written) for name, written in whole.items())]
     write_durably(hidden / JOURNAL, "".join(f"{entry}\n" for entry in entries))
     return whole
+
+
+def _noted(hidden: Path, line: bytes) -> tuple[str, Written] | None:
+    """The file that a line of the journal notes; None if the line was cut, or the file is not as it was written."""
+    try:
+        entry = parse(line)
+        file = File(entry["bytes"], entry["xxh128"])
+        check_hashes(hidden, {entry["name"]: file})
+    except (ValueError, KeyError, TypeError):
+        return None
+    return entry["name"], Written(file, entry["note"])
 
 
 def _line(name: str, written: Written) -> str:

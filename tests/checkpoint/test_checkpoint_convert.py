@@ -112,7 +112,9 @@ class Crash(Exception):
     pass
 
 
-@pytest.mark.parametrize("changed", ["nothing", "source", "config", "request", "a whole file", "the journal"])
+@pytest.mark.parametrize(
+    "changed", ["nothing", "source", "config", "request", "a whole file", "the journal", "all of the journal"]
+)
 def test_it_goes_on_where_it_was_stopped(
     changed: str, found: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,8 @@ def test_it_goes_on_where_it_was_stopped(
         (hidden / first[1]).write_bytes(b"x" * (hidden / first[1]).stat().st_size)
     elif changed == "the journal":
         (hidden / engine.JOURNAL).write_bytes((hidden / engine.JOURNAL).read_bytes()[:-20])
+    elif changed == "all of the journal":
+        (hidden / engine.JOURNAL).write_bytes(b"")
     (hidden / "stray").write_text("of something else")
     written[:] = [""] * 4  # no more crashes
     convert(found, plan, out, {"a": 2 if changed == "request" else 1})
@@ -155,6 +159,7 @@ def test_it_goes_on_where_it_was_stopped(
         "request": set(),
         "a whole file": {first[0]},  # the journal is trusted up to the first file that is not as it says
         "the journal": set(first[:2]),
+        "all of the journal": set(),
     }
     assert kept == expected[changed]
     assert same_files(out, tmp_path / "hf")

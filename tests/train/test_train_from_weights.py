@@ -89,6 +89,8 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_a_width_of_heads_may_be_told_or_left_out(tmp_path: Path) -> None:
     CASES["llama"].save(tmp_path)
     config = config_for(tmp_path, Layout())
-    config.model = replace(config.model, head_width=8)
     with one_rank():
-        restorer(make(config), config).weights(f"hf:{tmp_path}")
+        left_out, _ = begin(config, tmp_path)
+        config.model = replace(config.model, head_width=8)
+        told, _ = begin(config, tmp_path)
+    assert told == left_out

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from commands import in_process
 from tampering import tamper
 from toy_jobs import make, one_rank, save
 
@@ -63,15 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
 def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
     """Runs the command; its exit code and what it printed to stdout and stderr."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        finally:
-            if dist.is_initialized():  # the command leaves that to the end of its process
-                dist.destroy_process_group()
-        return code, *capsys.readouterr()
-
-    return call
+    return in_process(main, capsys)
 
 
 def test_the_text_begins_with_the_prompt_and_is_the_same_every_time(

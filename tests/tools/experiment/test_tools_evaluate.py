@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
+from commands import in_process
 from toy_jobs import make, one_rank, save
 
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
@@ -56,15 +56,7 @@ def run(made: Path) -> Path:
 def evaluate(capsys: pytest.CaptureFixture[str]) -> Evaluate:
     """Runs the command; its exit code and what it printed to stdout and stderr."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        finally:
-            if dist.is_initialized():  # the command leaves that to the end of its process
-                dist.destroy_process_group()
-        return code, *capsys.readouterr()
-
-    return call
+    return in_process(main, capsys)
 
 
 def test_perplexity_is_shown_written_and_recorded(evaluate: Evaluate, run: Path, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.formats.tokenizer import ends_in, tokenizer_files
 from megalite.checkpoint.index import ITEM_BYTES, Index, Stored
-from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, plain_model, read_config
+from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, read_config
 from megalite.checkpoint.maps.family import Family
+from megalite.checkpoint.maps.models import lost
 from megalite.checkpoint.maps.strips import Table, under_our_names
 from megalite.config.errors import InputError
 from megalite.config.files import as_json, read_object
@@ -127,7 +128,7 @@ def _family(found: Weights, config: Path | None) -> tuple[Family, dict[str, Any]
             family, model = read_config(config.parent)
         except InputError:
             return family_of(found.model), None
-        if plain_model(model) == plain_model(found.model):
+        if not lost(found.model, model):
             return family, read_object(config, LARGEST)
         return family_of(found.model, family.model_type), None
     return family_of(found.model, found.family), None

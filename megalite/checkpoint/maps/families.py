@@ -1,23 +1,19 @@
 """The families that are known, and which one a folder or a model belongs to. Imports no torch."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.maps.family import Family, Fields
 from megalite.checkpoint.maps.llama import LLAMA
 from megalite.checkpoint.maps.mistral import MISTRAL
+from megalite.checkpoint.maps.models import checked, lost
 from megalite.checkpoint.maps.olmo2 import OLMO2
 from megalite.checkpoint.maps.phi3 import PHI3
 from megalite.checkpoint.maps.qwen2 import QWEN2
 from megalite.checkpoint.maps.qwen3 import QWEN3
 from megalite.checkpoint.maps.smollm3 import SMOLLM3
-from megalite.config.convert import leaves, to_plain
 from megalite.config.errors import InputError, listing
 from megalite.config.files import read_object
-from megalite.config.rules.model import model_rules
-from megalite.config.rules.ranges import range_rules
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Model
 
 CONFIG = "config.json"
 LARGEST = 1 << 24  # bytes of a config.json
@@ -51,11 +47,7 @@ def read_config(path: Path) -> tuple[Family, Model]:
         lacks = LACKING.get(kind) if isinstance(kind, str) else None
         why = f"needs {lacks}, which megalite's layers lack" if lacks else "is a family that megalite does not know"
         raise InputError(f"{file}: model_type = {kind!r:.100}: {why}; known are {listing(list(FAMILIES), 'and')}")
-    model = family.model(Fields(str(file), values))
-    problems = [*range_rules(to_plain(Config(model=model))), *model_rules(model)]
-    if problems:
-        raise InputError(f"{file}: means a model that cannot be: {'; '.join(map(str, problems))}")
-    return family, model
+    return family, checked(family.model(Fields(str(file), values)), str(file))
 
 
 def family_of(model: Model, preferred: str | None = None) -> Family:
@@ -63,27 +55,20 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
     found: list[tuple[list[str], Family]] = []
     first = [FAMILIES[preferred]] if preferred in FAMILIES else []
     for family in [*first, *FAMILIES.values()]:
-        lost = _lost(family, model)
-        if not lost:
+        missing = _lost(family, model)
+        if not missing:
             return family
-        found.append((lost, family))
-    lost, family = min(found, key=lambda pair: len(pair[0]))
+        found.append((missing, family))
+    missing, family = min(found, key=lambda pair: len(pair[0]))
     raise InputError(
         f"no family of Hugging Face transformers that megalite knows has this model: {family.model_type}, the nearest, "
-        f"cannot express {listing(lost, 'and')}"
+        f"cannot express {listing(missing, 'and')}"
     )
-
-
-def plain_model(model: Model) -> dict[str, Any]:
-    """The model's keys and values, where a head's width is always told."""
-    return dict(leaves(to_plain(Config(model=replace(model, head_width=model.head_size)))["model"], "model"))
 
 
 def _lost(family: Family, model: Model) -> list[str]:
     """The keys of `model`, with their values, that are not the same after a way through the family's config.json."""
-    ours = plain_model(model)
     try:
-        theirs = plain_model(family.model(Fields(CONFIG, family.config(model, "float32"))))
+        return lost(model, family.model(Fields(CONFIG, family.config(model, "float32"))))
     except InputError as error:
         return [str(error)]
-    return [f"{key} = {value}" for key, value in ours.items() if theirs.get(key, value) != value or key not in theirs]

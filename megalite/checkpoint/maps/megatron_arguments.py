@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.maps.families import plain_model
 from megalite.checkpoint.maps.family import Fields
 from megalite.checkpoint.maps.megatron import VOCABULARY_STEP, Split
-from megalite.config.convert import to_plain
+from megalite.checkpoint.maps.models import checked, lost
 from megalite.config.errors import InputError, listing
-from megalite.config.rules.model import model_rules
-from megalite.config.rules.ranges import range_rules
-from megalite.config.schema import Attention, Config, Model, RopeScaling
+from megalite.config.schema import Attention, Model, RopeScaling
 
 DEFAULTS = {  # what Megatron takes for arguments that checkpoints of older versions do not have
     "normalization": "LayerNorm",
@@ -82,10 +79,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
         attention=_attention(fields),
         init_std=fields.number("init_method_std"),
     )
-    problems = [*range_rules(to_plain(Config(model=model))), *model_rules(model)]
-    if problems:
-        raise InputError(f"{fields.file}: mean a model that cannot be: {'; '.join(map(str, problems))}")
-    return model
+    return checked(model, fields.file)
 
 
 def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str, Any]:
@@ -147,10 +141,8 @@ def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str,
     if model.attention.window is not None:
         found["window_size"] = (model.attention.window - 1, 0)
         found["window_attn_skip_freq"] = model.attention.full_every
-    ours, theirs = plain_model(model), plain_model(model_of(found, "Megatron"))
-    lost = [f"{key} = {value}" for key, value in ours.items() if key not in theirs or theirs[key] != value]
-    if lost:
-        raise InputError(f"Megatron has no arguments for {listing(lost, 'and')}")
+    if missing := lost(model, model_of(found, "Megatron")):
+        raise InputError(f"Megatron has no arguments for {listing(missing, 'and')}")
     return found
 
 

@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.maps.families import plain_model
 from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.maps.models import checked, lost
 from megalite.checkpoint.maps.strips import Strip, Theirs, part, stacked
-from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, listing
-from megalite.config.rules.model import model_rules
-from megalite.config.rules.ranges import range_rules
-from megalite.config.schema import Config, Model, RopeScaling
+from megalite.config.schema import Model, RopeScaling
 from megalite.plan.weights import Weight, weights
 
 EMBEDDING, OUTPUT, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
@@ -105,10 +102,7 @@ def model_of(values: Mapping[str, Any], file: str, vocabulary: int, ffn: int, ti
     )
     if fields.get("vocab_size", -1) not in (-1, vocabulary):
         raise fields.wrong("vocab_size", f"must be the {vocabulary} rows of {OUTPUT}")
-    problems = [*range_rules(to_plain(Config(model=model))), *model_rules(model)]
-    if problems:
-        raise InputError(f"{file}: means a model that cannot be: {'; '.join(map(str, problems))}")
-    return model
+    return checked(model, file)
 
 
 def params_of(model: Model) -> dict[str, Any]:
@@ -129,13 +123,10 @@ def params_of(model: Model) -> dict[str, Any]:
         values["use_scaled_rope"] = True
         if model.rope_scaling.factor != SCALING.factor:
             values["rope_scaling_factor"] = model.rope_scaling.factor
-    ours = plain_model(model)
-    theirs = plain_model(model_of(values, "params.json", model.vocab_size, model.ffn, model.tie_embeddings))
-    for key in ("model.sequence_length", "model.init_std"):
-        theirs[key] = ours[key]
-    lost = [f"{key} = {value}" for key, value in ours.items() if key not in theirs or theirs[key] != value]
-    if lost:
-        raise InputError(f"an original Llama has no {listing(lost, 'and')}")
+    again = model_of(values, "params.json", model.vocab_size, model.ffn, model.tie_embeddings)
+    again = replace(again, sequence_length=model.sequence_length, init_std=model.init_std)  # which no file tells
+    if missing := lost(model, again):
+        raise InputError(f"an original Llama has no {listing(missing, 'and')}")
     return values
 
 

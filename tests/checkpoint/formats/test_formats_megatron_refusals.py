@@ -142,7 +142,7 @@ REFUSED = {
     "a number of no float": ({"rotary_base": 10**400}, "rotary_base = .*: must be a number"),
     "no number at all": ({"norm_epsilon": float("nan")}, "must be a number"),
     "a huge number": ({"num_layers": 10**30}, "must be a whole number"),
-    "heads that do not divide": ({"num_query_groups": 3}, "mean a model that cannot be"),
+    "heads that do not divide": ({"num_query_groups": 3}, "means a model that cannot be"),
     "a vocabulary above its padding": ({"vocab_size": 500}, "must be at most padded_vocab_size = 384"),
     "a window on both sides": ({"window_size": (7, 7)}, "window_size"),
 }

@@ -15,8 +15,9 @@ from toy_jobs import one_rank
 
 from megalite.checkpoint.convert import convert
 from megalite.checkpoint.formats import huggingface
-from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, plain_model, read_config
+from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, read_config
 from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.maps.models import plain_model
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.sources import open_weights
 from megalite.checkpoint.state import State

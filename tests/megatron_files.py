@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.maps.strips import PREFIX
 from megalite.checkpoint.read import reader_of
 from megalite.config.schema import Model
 from megalite.plan.weights import weights

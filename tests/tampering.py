@@ -71,7 +71,8 @@ MANIFESTS: dict[str, tuple[Callable[[Fields], None], str]] = {
     "a layout with another axis": (setting("layout", "ep", value=2), "'layout': 'ep' is unknown"),
     "a layout without an axis": (lacking("layout", "tp"), "'layout': 'tp' is missing"),
     "an axis of zero": (setting("layout", "tp", value=0), "'layout': 'tp' = 0: must be a whole number from 1"),
-    "ranks that nobody knows": (setting("ranks", value=None), "of tokens, ranks and layout, only some are null"),
+    "ranks that nobody knows": (setting("ranks", value=None), "of ranks and layout, only one is null"),
+    "tokens that nobody knows": (setting("tokens", value=None), "tokens is null, though megalite has saved"),
     "versions that are numbers": (setting("versions", "torch", value=2), "'torch' = 2: must be text"),
     "a configuration in text": (setting("config", value="model"), "'config' = 'model': must be a section"),
     "an unusable configuration": (

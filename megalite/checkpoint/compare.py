@@ -50,26 +50,28 @@ def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:
 def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
     """Raises InputError unless sample i is the same for both: else a position in the data would mean other samples.
 
-    Batch sizes, ramp-up, curriculum and layout may differ: the position counts samples.
+    Batch sizes, ramp-up, curriculum and layout may differ: the position counts samples. The data of another program is
+    unknown, so that only the length of its samples is compared.
     """
-    if manifest.foreign:
+    if not manifest.resumable:
         raise InputError(
             f"{path}: another program has saved it, without the state of a run; "
             f"begin a new run from its weights with checkpoint.weights={path}"
         )
     there = manifest.configuration
-    pairs = {
-        "run.seed": (there.run.seed, here.run.seed),
-        "model.sequence_length": (there.model.sequence_length, here.model.sequence_length),
-        "data.train": (_mixture(manifest.data), _mixture(data)),
+    pairs: dict[str, tuple[Any, Any]] = {
+        "model.sequence_length": (there.model.sequence_length, here.model.sequence_length)
     }
+    if not manifest.foreign:
+        pairs["run.seed"] = there.run.seed, here.run.seed
+        pairs["data.train"] = _mixture(manifest.data), _mixture(data)
     remedy = "or begin a new run from its weights with checkpoint.weights"
     problems = [
         Problem(key, f"the checkpoint {path} was trained with {old}; samples would repeat or be left out", remedy, new)
         for key, (old, new) in pairs.items()
         if old != new
     ]
-    if not problems:
+    if not problems and not manifest.foreign:
         problems = [
             Problem(f"data.train[{number}].path", f"holds other tokens than when {path} was saved", remedy, new.path)
             for number, (old, new) in enumerate(zip(manifest.data, data, strict=True))

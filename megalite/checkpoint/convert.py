@@ -19,7 +19,7 @@ import xxhash
 
 from megalite.checkpoint.disk import File, check_hashes, synchronize, write_durably
 from megalite.checkpoint.files import BUFFER, HashedFile
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.output import Output, Plan, Stream, Written
 from megalite.checkpoint.index import ITEM_BYTES
 from megalite.checkpoint.maps.strips import Strip, Theirs
@@ -200,7 +200,7 @@ def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]
         block = torch.empty((sum(count for *_, count in run), width), dtype=getattr(torch, dtype))
         parts, row = [], 0
         for strip, first, count in run:
-            name, target = PREFIX + strip.name, block[row : row + count]
+            name, target = theirs.kind + strip.name, block[row : row + count]
             vector = len(reader.index.tensors[name].shape) == 1
             parts.append((name, target.view(-1) if vector else target, (first, strip.columns[0])[: 2 - vector]))
             row += count

@@ -94,8 +94,13 @@ class Manifest:
 
     @property
     def foreign(self) -> bool:
-        """Whether another program has saved the checkpoint: then it has weights, but no state of a run."""
+        """Whether another program has saved the weights."""
         return self.layout is None
+
+    @property
+    def resumable(self) -> bool:
+        """Whether there are an optimizer's states and the progress of a run, too."""
+        return self.tokens is not None
 
     @property
     def configuration(self) -> Config:
@@ -188,8 +193,10 @@ def _unfit(fields: dict[str, Any], format: int) -> str | None:
             return f"{MANIFEST}: files: {shortened(name)} is no name of a file of a checkpoint"
     if format == FORMAT and INDEX not in fields["files"]:
         return f"{MANIFEST}: files: {INDEX} is not among them"
-    if len({fields[name] is None for name in ("tokens", "ranks", "layout")}) > 1:
-        return f"{MANIFEST}: of tokens, ranks and layout, only some are null"
+    if (fields["ranks"] is None) != (fields["layout"] is None):
+        return f"{MANIFEST}: of ranks and layout, only one is null"
+    if fields["tokens"] is None and fields["layout"] is not None:
+        return f"{MANIFEST}: tokens is null, though megalite has saved the checkpoint"
     for problem in config_problems(fields["config"]):
         return f"{MANIFEST}: config: {problem.key} = {shortened(problem.value)}: {problem.rule}"
     return None

@@ -1,6 +1,9 @@
-"""How far a run has come: all of its state but weights and moments."""
+"""How far a run has come: all of its state but weights and moments. Imports no torch."""
 
 from dataclasses import dataclass
+
+from megalite.config.schema import Config
+from megalite.optim.rate import learning_rate
 
 
 @dataclass(frozen=True)
@@ -14,3 +17,17 @@ class Progress:
     left_out: tuple[tuple[int, int], ...] = ()  # ranges of samples [first, end) passed over after a rollback
     bad_steps: int = 0
     losses: tuple[float, ...] = ()  # the latest, oldest first: what a spike is measured against
+
+
+@dataclass(frozen=True)
+class Training:
+    """The run that has saved an optimizer's states. config: its configuration, as far as its files tell it."""
+
+    progress: Progress
+    config: Config
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of its latest step."""
+        config = self.config
+        return learning_rate(config.schedule, config.optim.lr, config.train.steps, max(self.progress.step - 1, 0))

@@ -7,11 +7,13 @@ from pathlib import Path
 from megalite.checkpoint.disk import DamagedError, damage_of, read_whole
 from megalite.checkpoint.formats import huggingface
 from megalite.checkpoint.formats.megatron_folder import has
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.index import LIMIT, Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.maps.families import CONFIG, read_config
+from megalite.checkpoint.maps.strips import PREFIX
+from megalite.checkpoint.progress import Training
 from megalite.checkpoint.wanted import FLOATS, differences_from
 from megalite.config.errors import InputError, listing
 from megalite.config.files import exists, is_file, is_folder
@@ -30,13 +32,13 @@ def kind_of(path: Path) -> str:
     raise InputError(f"{path}: holds no weights of a known kind; say which as KIND:PATH, of {listing(list(KINDS))}")
 
 
-def open_weights(text: str, model: Model | None = None) -> Weights:
+def open_weights(text: str, model: Model | None = None, states: bool = False) -> Weights:
     """The weights at `KIND:PATH`. Raises InputError, and DamagedError for files that are not whole.
 
-    model: of files that may not tell it, Megatron's and Meta's.
+    model: of files that may not tell it, Megatron's and Meta's. states: whether the optimizer's are wanted, too.
     """
     kind, path = resolved(text)
-    found = _open(kind, path, model)
+    found = _open(kind, path, model, states)
     for name, tensor in found.index.tensors.items():
         if tensor.dtype not in FLOATS:
             rule = f"{name} is of {tensor.dtype}; weights must be of {listing(FLOATS)}"
@@ -50,13 +52,17 @@ def read_model(text: str) -> Model:
     return read_config(path)[1] if kind == "hf" else _open(kind, path).model
 
 
-def _open(kind: str, path: Path, model: Model | None = None) -> Weights:
+def _open(kind: str, path: Path, model: Model | None = None, states: bool = False) -> Weights:
+    if states and kind not in WITH_STATES:
+        raise InputError(f"{kind}:{path}: {NO_STATES[kind]}; leave --optimizer out")
+    wanted = {"states": True} if states else {}
     if kind in MAY_LACK:  # by name and only now: these modules write too, with PyTorch
-        found: Weights = import_for_good(f"megalite.checkpoint.formats.{MAY_LACK[kind]}").open_folder(path, model)
+        module = import_for_good(f"megalite.checkpoint.formats.{MAY_LACK[kind]}")
+        found: Weights = module.open_folder(path, model, **wanted)
         return found
     if model is not None:
         raise InputError(f"{kind}:{path}: tells its model itself, so none can be given")
-    return OPEN[kind](path)
+    return OPEN[kind](path, **wanted)
 
 
 def resolved(text: str) -> tuple[str, Path]:
@@ -67,8 +73,11 @@ def resolved(text: str) -> tuple[str, Path]:
     return kind or kind_of(path), path
 
 
-def open_checkpoint(path: Path) -> Weights:
-    """The weights of a checkpoint of megalite, or of the newest one of a run. Raises DamagedError, and InputError."""
+def open_checkpoint(path: Path, states: bool = False) -> Weights:
+    """The weights of a checkpoint of megalite, or of the newest one of a run; with `states`, the optimizer's too.
+
+    Raises DamagedError, and InputError.
+    """
     path = newest(path)
     manifest = check_sizes(path)
     config = manifest.configuration
@@ -76,7 +85,14 @@ def open_checkpoint(path: Path) -> Weights:
         index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
         if differ := differences_from(index, config.model):
             raise ValueError(f"does not have the tensors of its model: {differ}")
-    weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(PREFIX)}
+    training = None
+    if states:
+        if not manifest.resumable:
+            raise InputError(f"{path}: holds weights only, no states of an optimizer; leave --optimizer out")
+        module = import_for_good("megalite.checkpoint.tensors")
+        training = Training(module.Checkpoint(path).progress()[0], config)
+    kept = (PREFIX, "optimizer.") if states else PREFIX
+    weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(kept)}
     return Weights(
         "megalite",
         path,
@@ -89,6 +105,9 @@ def open_checkpoint(path: Path) -> Weights:
         tokenizer=kept_tokenizer(Path(os.path.realpath(path)).parent.parent) if not manifest.foreign else None,
         tokenizer_name=config.data.tokenizer,
         end=config.data.end_of_document,
+        trained=manifest.resumable,
+        training=training,
+        manifest=manifest,
         hashes={name: manifest.files[name] for name in index.files},
     )
 
@@ -114,7 +133,13 @@ SIGNS: dict[str, Callable[[Path], bool]] = {
     "megatron": lambda path: has(path, "mp_rank_00*/*.pt"),
     "meta": _has("params.json", "consolidated.00.pth"),
 }
-OPEN: dict[str, Callable[[Path], Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
+OPEN: dict[str, Callable[..., Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
+WITH_STATES = ("megalite", "megatron-dist")  # kinds whose states of an optimizer can be read and written
+NO_STATES = {  # why those of others cannot
+    "hf": "has no place for an optimizer's states",
+    "meta": "has no place for an optimizer's states",
+    "megatron": "numbers an optimizer's states in an order that versions and layouts change; megatron-dist names them",
+}
 MAY_LACK = {
     "megatron-dist": "torch_dist",
     "megatron": "megatron",

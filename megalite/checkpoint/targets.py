@@ -8,6 +8,8 @@ from megalite.checkpoint.formats import dcp, huggingface, megatron, meta, torch_
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.output import Plan
 from megalite.checkpoint.maps.megatron import Split
+from megalite.checkpoint.maps.strips import PREFIX
+from megalite.checkpoint.sources import NO_STATES, WITH_STATES
 from megalite.config.errors import InputError, listing
 
 
@@ -39,7 +41,10 @@ def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
         if name not in used and getattr(wanted, name) != default:
             kinds = listing([kind for kind, uses in USED.items() if name in uses])
             raise InputError(f"--{OPTIONS[name]} {getattr(wanted, name)}: has no meaning for {kind}, only for {kinds}")
-    kinds_of_data = sorted({tensor.dtype for tensor in found.index.tensors.values()})
+    if found.training is not None and kind not in WITH_STATES:
+        raise InputError(f"--to {kind}:{target}: {NO_STATES[kind]}; leave --optimizer out")
+    tensors = found.index.tensors.items()
+    kinds_of_data = sorted({tensor.dtype for name, tensor in tensors if name.startswith(PREFIX)})
     if wanted.dtype is None and kind in ONE_TYPE and len(kinds_of_data) > 1:
         there = listing(kinds_of_data, "and")
         raise InputError(f"{found.path}: has tensors of {there}, but {kind} has one data type; choose it with --dtype")

@@ -48,8 +48,8 @@ class Checkpoint:
         return f"{kind['dtype']} {kind['shape']}" if kind else "absent"
 
     def progress(self) -> tuple[Progress, float] | None:
-        """The progress and the learning rate; None if another program has saved. For so little, no hash is checked."""
-        if self.manifest.foreign:
+        """The progress and the learning rate; None if there is none. For so little, no hash is checked."""
+        if not self.manifest.resumable:
             return None
         with damage_of(self.path, INDEX):
             tensors = empty_progress(self._reader.index)

@@ -1,14 +1,15 @@
 """Whether two sources of weights hold the same model: tensor by tensor, and in what it computes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.convert import blocks
-from megalite.checkpoint.formats.opened import PREFIX, Weights
-from megalite.checkpoint.maps.strips import stacked
+from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.maps.strips import PREFIX, stacked
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
@@ -24,21 +25,23 @@ ROOM = 3  # bytes of memory asked for, per byte of a model in float32
 
 
 def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced: Callable[[int], None]) -> list[str]:
-    """The names of tensors of `made` that are not those of `source`, turned into `dtype`; None: as they are.
+    """The names of tensors of `made`, weights and states, that are not those of `source` in `dtype`; None: as they are.
 
     advanced: called with the elements that are compared.
     """
     readers = reader_of(source), reader_of(made)
-    found = []
-    for name, weight in weights(made.model).items():
-        kind = dtype or source.index.tensors[PREFIX + name].dtype
-        theirs = stacked([(name, weight)])
-        same = made.index.tensors[PREFIX + name].dtype == kind
-        for one, other in zip(*(blocks(reader, theirs, kind) for reader in readers), strict=True):
-            same = same and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-            advanced(one.numel())
+    forms, one, other = weights(made.model), source.index.tensors, made.index.tensors
+    found = sorted(one.keys() ^ other.keys())
+    for full in (full for full in other if full in one):
+        name = full.removeprefix(PREFIX) if full.startswith(PREFIX) else full.split(".", 2)[2]
+        kind = dtype or one[full].dtype
+        theirs = replace(stacked([(name, forms[name])]), kind=full.removesuffix(name))
+        same = other[full].dtype == kind
+        for mine, yours in zip(*(blocks(reader, theirs, kind) for reader in readers), strict=True):
+            same = same and torch.equal(mine.view(torch.uint8), yours.view(torch.uint8))
+            advanced(mine.numel())
         if not same:
-            found.append(name)
+            found.append(full)
     return found
 
 

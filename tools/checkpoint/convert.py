@@ -15,7 +15,7 @@ import torch
 
 from megalite.checkpoint.convert import convert
 from megalite.checkpoint.disk import total_bytes
-from megalite.checkpoint.sources import open_weights
+from megalite.checkpoint.sources import WITH_STATES, open_weights
 from megalite.checkpoint.targets import PLANS, Wanted, plan_of
 from megalite.config.errors import InputError, listing
 from megalite.config.files import as_json, check_output, is_folder, write_object
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--to", dest="target", required=True, metavar="KIND:PATH", help="folder to make, which must not exist yet")
     add("--config", nargs="+", metavar="YAML", help="megatron, meta: the model, for files that do not tell it")
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
+    add("--optimizer", action="store_true", help="take the optimizer's states and the run's progress along")
     add("--shard-size", type=_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
     add("--tp", type=_count, default=1, metavar="N", help="megatron: tensor-parallel ranks (default: 1)")
     add("--pp", type=_count, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
@@ -71,11 +72,12 @@ def _run(options: argparse.Namespace) -> int:
     if not is_folder(target.absolute().parent):
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
     model = None if options.config is None else load(options.config).model
-    found = open_weights(options.source, model)
+    found = open_weights(options.source, model, options.optimizer)
     dtype = DTYPES[options.dtype]
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
     request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
+    request["optimizer"] = options.optimizer
     began = time.monotonic()
     with bar(target.name, sum(output.elements for output in plan.outputs)) as advanced:
         written = convert(found, plan, target, request, options.workers, advanced)
@@ -85,6 +87,8 @@ def _run(options: argparse.Namespace) -> int:
         f"{found.kind}:{found.path} → {kind}:{target}: {scaled(size, 'B')} in {len(written)} files, "
         f"{seconds:.1f} s, {scaled(size / max(seconds, 1e-9), 'B')}/s"
     )
+    if found.trained and not options.optimizer and kind in WITH_STATES:
+        terminal.line("left out: the optimizer's states and the run's progress; --optimizer takes them along")
     report: dict[str, Any] = {
         "from": f"{found.kind}:{found.path}",
         "to": f"{kind}:{target}",
@@ -107,11 +111,16 @@ def _check(
 ) -> tuple[Any, bool]:
     """Compare both sides. Returns the result for JSON, and whether they are the same."""
     _, path = split_kind(options.source)
-    made = open_weights(target)
-    source = open_weights(f"{kind}:{path}", None if options.config is None else made.model)
-    with bar("comparing", sum(tensor.elements for tensor in made.index.tensors.values())) as advanced:
-        unequal = unequal_tensors(source, made, dtype, advanced)
-    count = len(made.index.tensors)
+    made = open_weights(target, states=options.optimizer)
+    source = open_weights(f"{kind}:{path}", None if options.config is None else made.model, options.optimizer)
+    pairs = [(source, made, dtype)]
+    if options.optimizer:  # those that it updates are in float32, whatever the weights beside them are in
+        pairs = [(source, made, "float32")]
+        if made.kind != "megalite":
+            pairs.append((source.without_states(), open_weights(target), dtype or source.dtype))
+    with bar("comparing", sum(other.elements for _, other, _ in pairs)) as advanced:
+        unequal = [name for one, other, kind in pairs for name in unequal_tensors(one, other, kind, advanced)]
+    count = sum(len(other.index.tensors) for _, other, _ in pairs)
     said = f"{count - len(unequal)} of {count} tensors are the same to the bit"
     terminal.line(f"check: {said}" + (f"; not {listing(unequal[:5], 'and')}" if unequal else ""))
     result: dict[str, Any] = {"tensors": count, "unequal": unequal}

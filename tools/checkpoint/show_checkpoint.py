@@ -58,7 +58,9 @@ def _facts(checkpoint: Checkpoint, summary: dict[str, Any]) -> list[tuple[str, s
     manifest = checkpoint.manifest
     saved = [("saved", f"{saved_at(manifest)} UTC")]
     if manifest.foreign:
-        saved.append(("by", "another program; there is no progress of a run"))
+        told = "" if manifest.resumable else "; there is no progress of a run"
+        progress = _progress_facts(summary) if manifest.resumable else []
+        saved = [*progress, *saved, ("by", f"another program{told}")]
     else:
         saved = [
             *_progress_facts(summary),

@@ -1,10 +1,12 @@
 """Writes a checkpoint of megalite, a folder of PyTorch Distributed Checkpoint, from weights of any format.
 
-The checkpoint holds weights only: no optimizer, no progress. A run begins from it with `checkpoint.weights`.
+A checkpoint of weights alone has no progress: a run begins from it with `checkpoint.weights`. A run can resume from one
+that has the states of an optimizer too.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,75 +27,138 @@ from torch.distributed.checkpoint.metadata import (
 
 from megalite.checkpoint.disk import File
 from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.formats.opened import PREFIX, Weights
+from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream, Written
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, is_plain, step_of
-from megalite.checkpoint.maps.strips import stacked
+from megalite.checkpoint.maps.strips import PREFIX, Theirs, stacked
+from megalite.checkpoint.progress import Training
+from megalite.checkpoint.state import progress_tensors
 from megalite.config.convert import to_plain
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
-from megalite.plan.weights import Weight, weights
+from megalite.plan.weights import weights
 
-Tensors = Sequence[tuple[str, Weight, str]]  # name, form and data type
+STATE = "float32"  # data type of what a run that resumes needs: weights and states
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that is written."""
+
+    name: str
+    theirs: Theirs
+    dtype: str
 
 
 def plan(found: Weights, target: Path, dtype: str | None, files: int) -> Plan:
-    """A checkpoint in about so many files of equal size; dtype: of all tensors, None: each keeps its own."""
-    kinds = {name: dtype or found.index.tensors[PREFIX + name].dtype for name in weights(found.model)}
-    shares: list[list[tuple[str, Weight, str]]] = [[] for _ in range(files)]
+    """A checkpoint in about so many files of equal size; dtype: of all tensors, None: each keeps its own.
+
+    Raises InputError where a run could not resume from it, though `found` has the states for that.
+    """
+    parts = list(_parts(found, dtype))
+    shares: list[list[Part]] = [[] for _ in range(files)]
     loads = [0] * files
-    for name, weight in sorted(weights(found.model).items(), key=lambda item: -item[1].elements):
+    for part in sorted(parts, key=lambda part: -part.theirs.elements):
         least = loads.index(min(loads))
-        loads[least] += weight.elements
-        shares[least].append((name, weight, kinds[name]))
+        loads[least] += part.theirs.elements
+        shares[least].append(part)
     outputs = [
         Output(f"__{number}_0.distcp", load, partial(_write, share))
         for number, (share, load) in enumerate(zip(shares, loads, strict=True))
         if share
     ]
-    tensors = [tensor for share in shares for tensor in share]
+    if found.training is not None:
+        _refuse_unfit(found.training, parts, target)
+        rate, seed = found.training.rate, found.training.config.run.seed
+        tensors = progress_tensors(found.training.progress, rate, seed)
+        parts += [_small(name, tensor) for name, tensor in tensors.items()]
+        outputs.append(Output(f"__{files}_0.distcp", 0, partial(_write_small, tensors)))
     copies = {path.name: path for path in found.companions if is_plain(path.name)}
-    return Plan(tuple(outputs), copies=copies, finish=partial(_finish, found, target, tensors))
+    return Plan(tuple(outputs), copies=copies, finish=partial(_finish, found, target, parts))
 
 
-def _write(tensors: Tensors, stream: Stream, put: Put) -> list[list[Any]]:
+def _parts(found: Weights, dtype: str | None) -> Iterable[Part]:
+    """The weights and the states in the index of `found`."""
+    forms, tensors = weights(found.model), found.index.tensors
+    for name, form in forms.items():
+        yield Part(PREFIX + name, stacked([(name, form)]), dtype or tensors[PREFIX + name].dtype)
+    for name, stored in tensors.items():
+        if not name.startswith(PREFIX):
+            state, _, weight = name.removeprefix("optimizer.").partition(".")
+            theirs = stacked([(weight, forms[weight])])
+            yield Part(name, replace(theirs, kind=f"optimizer.{state}."), dtype or stored.dtype)
+
+
+def _refuse_unfit(training: Training, parts: Iterable[Part], target: Path) -> None:
+    for part in parts:
+        if part.dtype not in (STATE, "float64"):
+            raise InputError(f"{part.name} would be of {part.dtype}; a run resumes from {STATE}, so use --dtype fp32")
+    step = training.progress.step
+    if NAME.fullmatch(name := target.absolute().name) and step_of(target) != step:
+        raise InputError(f"{target}: must not be called {name}, as the run is at step {step}; call it step-{step:08d}")
+
+
+def _small(name: str, tensor: Tensor) -> Part:
+    return Part(name, Theirs(tuple(tensor.shape), ()), str(tensor.dtype).removeprefix("torch."))
+
+
+def _write(parts: Sequence[Part], stream: Stream, put: Put) -> list[list[Any]]:
     """Write a file of tensors. Returns of each: name, start and length of its archive, position of its elements."""
     places = []
-    for name, weight, dtype in tensors:
+    for part in parts:
         start = stream.tell()
-        ((position, _),) = write_torch(stream, Planned(stacked([(name, weight)]), dtype), put)
-        places.append([name, start, stream.tell() - start, position])
+        ((position, _),) = write_torch(stream, Planned(part.theirs, part.dtype), put)
+        places.append([part.name, start, stream.tell() - start, position])
     return places
 
 
-def _finish(found: Weights, target: Path, tensors: Tensors, written: Mapping[str, Written]) -> dict[str, bytes]:
+def _write_small(tensors: Mapping[str, Tensor], stream: Stream, _: Put) -> list[list[Any]]:
+    """Write a file of tensors that are in memory."""
+    places = []
+    for name, tensor in tensors.items():
+        content = tensor.numpy().tobytes()
+        places += _write([_small(name, tensor)], stream, lambda record, *_, content=content: record.write(content))
+    return places
+
+
+def _finish(found: Weights, target: Path, parts: Sequence[Part], written: Mapping[str, Written]) -> dict[str, bytes]:
     """The indexes and the manifest."""
     places = {name: (file, *at) for file, each in written.items() for name, *at in each.note or ()}
     chunks: list[Chunk] = []
     described: dict[str, Any] = {}
     stored = {}
-    for name, weight, dtype in tensors:
-        file, start, length, position = places[name]
-        key, origin, sizes = PREFIX + name, torch.Size([0] * len(weight.shape)), torch.Size(weight.shape)
-        chunks.append(Chunk(key, dtype, weight.shape, file, position, origin, sizes))
-        properties = TensorProperties(getattr(torch, dtype))
-        described[key] = TensorStorageMetadata(properties, sizes, [ChunkStorageMetadata(origin, sizes)])
-        stored[MetadataIndex(key, origin)] = _StorageInfo(file, start, length)
+    for part in parts:
+        file, start, length, position = places[part.name]
+        shape = part.theirs.shape
+        origin, sizes = torch.Size([0] * len(shape)), torch.Size(shape)
+        chunks.append(Chunk(part.name, part.dtype, shape, file, position, origin, sizes))
+        properties = TensorProperties(getattr(torch, part.dtype))
+        described[part.name] = TensorStorageMetadata(properties, sizes, [ChunkStorageMetadata(origin, sizes)])
+        stored[MetadataIndex(part.name, origin)] = _StorageInfo(file, start, length)
     small = {
         INDEX: Index.of(chunks).encode(),
         METADATA: pickle.dumps(Metadata(described, storage_data=stored)),
     }
     hashes = {name: File(len(content), xxhash.xxh3_128_hexdigest(content)) for name, content in small.items()}
-    manifest = Manifest(
-        step=step_of(target) if NAME.fullmatch(target.absolute().name) else 0,
-        tokens=None,
+    files = {name: each.file for name, each in written.items()} | hashes
+    return {**small, MANIFEST: _manifest(found, target, files).render().encode()}
+
+
+def _manifest(found: Weights, target: Path, files: dict[str, File]) -> Manifest:
+    training = found.training
+    if training is not None and found.manifest is not None:
+        return replace(found.manifest, files=files)
+    named = step_of(target) if NAME.fullmatch(target.absolute().name) else 0
+    return Manifest(
+        step=named if training is None else training.progress.step,
+        tokens=None if training is None else training.progress.tokens,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
         ranks=None,
         layout=None,
         versions={name: version(name) for name in ("megalite", "torch")},
-        config=to_plain(Config(model=found.model)),
+        config=to_plain(Config(model=found.model) if training is None else training.config),
         data=(),
-        files={name: each.file for name, each in written.items()} | hashes,
+        files=files,
     )
-    return {**small, MANIFEST: manifest.render().encode()}

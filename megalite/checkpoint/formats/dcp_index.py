@@ -4,7 +4,7 @@ DCP's own index is a pickle, and `torch.save` wraps every tensor in one. Both ar
 tensor is looked up in its file, so that our index describes what is really there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -36,10 +36,14 @@ class Part(NamedTuple):
     length: int
 
 
-def dcp_index(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[Index, list[str]]:
-    """The index of the tensors in the folder `path` with `wanted` names, and the names of entries that are no tensors.
+Names = Collection[Any]
 
-    Raises DamagedError if a file is not as DCP writes it, or has elements in another order.
+
+def dcp_index(path: Path, choose: Callable[[Names], Names] = lambda names: names) -> tuple[Index, list[str]]:
+    """The index of tensors in the folder `path`, and the names of entries that are no tensors.
+
+    choose: returns which of all tensors' names are wanted. Raises DamagedError if a file is not as DCP writes it, or
+    has elements in another order.
     """
     with told(path, METADATA):
         fields = _state(read_pickle(read_whole(path, METADATA, LIMIT)), "metadata.Metadata")
@@ -48,7 +52,7 @@ def dcp_index(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> 
             dict(_locations(dictionary(fields["storage_data"]))),
         )
         tensors = {name: entry for name, entry in entries.items() if not _is(entry, "metadata.BytesStorageMetadata")}
-        parts = [part for name, entry in tensors.items() if wanted(name) for part in _parts(name, entry, locations)]
+        parts = [part for name in choose(tensors) for part in _parts(name, tensors[name], locations)]
     with damage_of(path, METADATA):
         index = Index.of(_chunks(path, parts))
     return index, [shortened(name) for name in entries if name not in tensors]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.disk import DamagedError, damage_of, opened
-from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
+from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.formats.tokenizer import ends_in, tokenizer_files
@@ -17,7 +17,7 @@ from megalite.checkpoint.index import ITEM_BYTES, Index, Stored
 from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, read_config
 from megalite.checkpoint.maps.family import Family
 from megalite.checkpoint.maps.models import lost
-from megalite.checkpoint.maps.strips import Table, under_our_names
+from megalite.checkpoint.maps.strips import PREFIX, Table, under_our_names
 from megalite.config.errors import InputError
 from megalite.config.files import as_json, read_object
 from megalite.plan.weights import weights

@@ -22,7 +22,7 @@ from megalite.checkpoint.formats.megatron_folder import (
     told_model,
 )
 from megalite.checkpoint.formats.megatron_write import saved_arguments
-from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
+from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved, is_tensor
@@ -40,7 +40,7 @@ from megalite.checkpoint.maps.megatron import (
     replicated,
     uniform,
 )
-from megalite.checkpoint.maps.strips import Table, Theirs, under_our_names
+from megalite.checkpoint.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.errors import InputError, listing
 from megalite.config.schema import Model
 from megalite.plan.weights import weights

@@ -25,7 +25,7 @@ def latest(path: Path) -> str:
         told = read_whole(path, TRACKER, 100, links=True).decode("ascii").strip()
         if told != RELEASE and not re.fullmatch(r"\d{1,18}", told):
             raise ValueError(f"holds {told!r} instead of the number of an iteration, or {RELEASE}")
-    folder = RELEASE if told == RELEASE else f"iter_{int(told):07d}"
+    folder = RELEASE if told == RELEASE else folder_of(int(told))
     if not is_folder(path / folder):
         raise InputError(f"{path}: {TRACKER} names {folder}, which is not there")
     return f"{folder}/"
@@ -59,9 +59,6 @@ def told_model(path: Path, file: str, arguments: Mapping[str, Any] | None, given
     return model_of(arguments, f"{path}: {file}")
 
 
-def counts_in(content: Any) -> tuple[int, int]:
-    """The updates that the run which saved had made, and the samples that it had seen; 0 where they are not told."""
-    arguments = arguments_in(content) or {}
-    told = (content.get("iteration"), arguments.get("consumed_train_samples")) if isinstance(content, dict) else ()
-    updates, samples = (count if type(count) is int and 0 <= count < 1 << 62 else 0 for count in told or (0, 0))
-    return updates, samples
+def folder_of(iteration: int) -> str:
+    """The folder of an iteration."""
+    return f"iter_{iteration:07d}"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, damage_of
 from megalite.checkpoint.formats.beside import beside, config_beside, copies
-from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
+from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved, is_tensor
 from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.maps.meta import EMBEDDING, OUTPUT, check_files, model_of, params_of, replicated, table_of
-from megalite.checkpoint.maps.strips import Theirs, under_our_names
+from megalite.checkpoint.maps.strips import PREFIX, Theirs, under_our_names
 from megalite.config.errors import InputError
 from megalite.config.files import read_object
 from megalite.config.schema import Model

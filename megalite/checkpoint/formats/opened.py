@@ -1,14 +1,16 @@
 """Weights in files of any format, under our names. Imports no torch."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, File
 from megalite.checkpoint.index import Index
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.maps.strips import PREFIX
+from megalite.checkpoint.progress import Training
 from megalite.config.schema import Model
 
-PREFIX = "model."  # begins the name of a weight in an index
 SHOWN = 5  # names in a message
 
 
@@ -20,7 +22,9 @@ class Weights:
     links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
     other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
     there are no companions. end: the id that ended its documents, if it was configured. ends: ids that each
-    end a text, as generation_config.json tells. hashes: of the files, if known.
+    end a text, as generation_config.json tells. hashes: of the files, if known. trained: whether the files hold states
+    of an optimizer too. training: the run that saved these, where the index has them. manifest: of megalite's
+    checkpoint.
     """
 
     kind: str
@@ -35,14 +39,29 @@ class Weights:
     tokenizer: Path | None = None
     tokenizer_name: str | None = None  # as the run was given it
     end: int | None = None
+    trained: bool = False
+    training: Training | None = None
+    manifest: Manifest | None = None
     ends: tuple[int, ...] = ()
     hashes: Mapping[str, File] = field(default_factory=dict)
 
     @property
+    def elements(self) -> int:
+        """Of all tensors in the index."""
+        return sum(tensor.elements for tensor in self.index.tensors.values())
+
+    def without_states(self) -> "Weights":
+        """The same, but for an optimizer's states."""
+        kept = {name: tensor for name, tensor in self.index.tensors.items() if name.startswith(PREFIX)}
+        return replace(self, index=Index(self.index.files, kept), training=None)
+
+    @property
     def dtype(self) -> str:
-        """The data type of most of the elements."""
+        """The data type of most of the elements of weights."""
         elements: dict[str, int] = {}
-        for tensor in self.index.tensors.values():
+        for name, tensor in self.index.tensors.items():
+            if not name.startswith(PREFIX):
+                continue
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
         return max(elements, key=lambda dtype: elements[dtype])
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,18 +30,18 @@ from torch.distributed.checkpoint.metadata import (
 from megalite.checkpoint.disk import damage_of, opened, read_whole
 from megalite.checkpoint.files import METADATA
 from megalite.checkpoint.formats.beside import beside, copies
-from megalite.checkpoint.formats.dcp_index import dcp_index
+from megalite.checkpoint.formats.dcp_index import Names, dcp_index
 from megalite.checkpoint.formats.megatron_folder import (
     RELEASE,
     TRACKER,
     VERSION,
     arguments_in,
-    counts_in,
+    folder_of,
     latest,
     told_model,
 )
 from megalite.checkpoint.formats.megatron_write import pickled, saved_arguments
-from megalite.checkpoint.formats.opened import PREFIX, Weights, refuse_differences
+from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Note, Output, Plan, Put, Stream, Written
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved
@@ -59,8 +60,10 @@ from megalite.checkpoint.maps.megatron import (
     padded,
     stacked_table,
 )
-from megalite.checkpoint.maps.strips import Table, Theirs, under_our_names
+from megalite.checkpoint.maps.megatron_training import arguments_beside, content_of, training_of
+from megalite.checkpoint.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.bounded import parse
+from megalite.config.errors import InputError
 from megalite.config.files import is_file
 from megalite.config.schema import Model
 from megalite.plan.weights import weights
@@ -69,13 +72,13 @@ COMMON, BACKEND = "common.pt", "metadata.json"
 BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKENDS_SAVED = {**BACKENDS, "common_backend": "torch", "common_backend_version": 1}
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")  # begin names of other tensors
-MASTER = "optimizer.state.fp32_param."
-STATES = {  # begin names of theirs, and of ours
-    "": PREFIX,
-    MASTER: PREFIX,
-    "optimizer.state.exp_avg.": "optimizer.exp_avg.",
-    "optimizer.state.exp_avg_sq.": "optimizer.exp_avg_sq.",
-}
+MASTERS = (
+    "optimizer.state.fp32_param.",
+    "optimizer.state.param.",
+)  # weights as an optimizer or the distributed one has
+MOMENTS = {f"optimizer.state.{name}.": f"optimizer.{name}." for name in ("exp_avg", "exp_avg_sq")}
+KINDS = {**dict.fromkeys(("", *MASTERS), PREFIX), **MOMENTS}  # begin names of theirs, and of ours
+STATE = "float32"  # data type of states
 FILE_BYTES = 1 << 32  # of a file that we write, about
 WITH_STATES = (QKV, "self_attention.linear_proj", "self_attention.core_attention", FC1, "mlp.linear_fc2")
 
@@ -87,53 +90,84 @@ class Part:
     name: str
     theirs: Theirs  # of this part
     offsets: tuple[int, ...]
+    dtype: str
 
 
 def open_folder(path: Path, model: Model | None = None, states: bool = False) -> Weights:
     """The weights in a folder; `model` is theirs, where their arguments do not tell it.
 
     states: whether the optimizer's are wanted, too. Weights are those that it updates, in float32, where they were
-    saved. Raises InputError for a model that megalite lacks, and DamagedError where files are not whole.
+    saved. Raises InputError for a model that megalite lacks, and if there are no states, or none that belong to one
+    weight each, and DamagedError where files are not whole.
     """
     folder = latest(path)
     _check_backend(path, folder)
-    content = Saved(path, folder + COMMON).content if is_file(path / folder / COMMON) else None
-    model = told_model(path, folder + COMMON, arguments_in(content), model)
-    raw, _ = dcp_index(path / folder, partial(_wanted, states))
+    saved = Saved(path, folder + COMMON) if is_file(path / folder / COMMON) else None
+    content = saved and saved.content
+    arguments = arguments_in(content)
+    model = told_model(path, folder + COMMON, arguments, model)
+    names: set[Any] = set()  # of all tensors
+    raw, _ = dcp_index(path / folder, partial(_chosen, states, names))
     source = folder + METADATA
+    trained = any(str(name).startswith(tuple(MOMENTS)) for name in names)
+    training = None
+    if states:
+        _check_states(path, names, trained)
+        if saved is None or not isinstance(content, dict):
+            raise InputError(f"{path}: {folder}{COMMON} tells nothing of the run; leave --optimizer out")
+        training = training_of(content, arguments or {}, model, f"{path}: {folder}{COMMON}", saved.whole)
     with damage_of(path, source):
         files = tuple(folder + file for file in raw.files)
         found = _by_kind(raw)
         table = _table(model, found[""])
         indexes = {}
-        for kind, prefix in STATES.items():
+        for kind, prefix in KINDS.items():
             tensors = found.get(kind, {})
-            here = {name: theirs for name, theirs in table.items() if name in tensors or kind != MASTER}
+            here = {name: theirs for name, theirs in table.items() if name in tensors or kind not in MASTERS}
             if tensors or not kind:
                 refuse_differences(path, source, [kind + name for name in tensors], [kind + name for name in here])
                 indexes[kind] = under_our_names(Index(files, tensors), here, weights(model), prefix)
         index = _joined(list(indexes.values()))
-    return Weights("megatron-dist", path, model, index, _sizes(path, index.files), source, True, *beside(path))
+    sizes = _sizes(path, index.files)
+    opened = Weights("megatron-dist", path, model, index, sizes, source, True, *beside(path))
+    return replace(opened, trained=trained, training=training)
 
 
-def counts(path: Path) -> tuple[int, int]:
-    """The updates that the run which saved had made, and the samples that it had seen; 0 where they are not told."""
-    name = latest(path) + COMMON
-    return counts_in(Saved(path, name).content) if is_file(path / name) else (0, 0)
+def _chosen(states: bool, seen: set[Any], names: Names) -> list[Any]:
+    """The names of weights, and with `states` of the optimizer's. Adds all names to `seen`."""
+    seen.update(names)
+    masters = next((kind for kind in MASTERS if any(name.startswith(kind) for name in names)), MASTERS[0])
+    wanted = (masters, *MOMENTS)
+    return [
+        name
+        for name in names
+        if (states and name.startswith(wanted)) or (not name.startswith(NO_WEIGHTS) and known_as(name) is not None)
+    ]
 
 
-def _wanted(states: bool, name: str) -> bool:
-    kind = next((kind for kind in STATES if kind and name.startswith(kind)), "")
-    if kind:
-        return states
-    return not name.startswith(NO_WEIGHTS) and known_as(name) is not None
+def _check_states(path: Path, names: Iterable[str], trained: bool) -> None:
+    """Raises InputError if there are no states of an optimizer, or others than a moment of every weight."""
+    others = sorted(name for name in names if name.startswith(("optimizer.", "chained_")) and not _kind(name))
+    if trained and not others:
+        return
+    if not others:
+        raise InputError(f"{path}: holds no states of an optimizer; leave --optimizer out")
+    raise InputError(
+        f"{path}: holds {others[0]:.100}, which is no AdamW state of one weight; save by Megatron with "
+        "--dist-ckpt-optim-fully-reshardable, or leave --optimizer out"
+    )
+
+
+def _kind(name: str) -> str:
+    """Of KINDS, that of a tensor."""
+    return next((kind for kind in KINDS if kind and name.startswith(kind)), "")
 
 
 def _by_kind(raw: Index) -> dict[str, dict[str, Stored]]:
     """The tensors by their names here, apart for weights, under an empty name, and every kind of states."""
     found: dict[str, dict[str, Stored]] = {"": {}}
     for name, stored in raw.tensors.items():
-        kind = next((kind for kind in STATES if kind and name.startswith(kind)), "")
+        kind = _kind(name)
         known = known_as(name.removeprefix(kind))
         if known is None or known in found.setdefault(kind, {}):
             raise ValueError(f"has {name} twice, in two spellings" if known else f"has {name}, which is no weight")
@@ -187,50 +221,75 @@ def _sizes(path: Path, files: tuple[str, ...]) -> dict[str, int]:
 
 
 def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> Plan:
-    """What a folder of the weights `found` holds, of `dtype`, or else of the one they have.
+    """What a folder of the weights `found` holds, of `dtype`, or else of the one they have; of states, in float32.
 
     split: only the padding of the vocabulary, and what the arguments say, depend on it.
     """
-    model, dtype = found.model, dtype or found.dtype
+    model, dtype, training = found.model, dtype or found.dtype, found.training
     check_split(model, split)
     size = padded(model.vocab_size, split.tp)
-    arguments = saved_arguments(model, split, size, dtype)
+    content: dict[str, Any] = {"args": saved_arguments(model, split, size, dtype), "checkpoint_version": VERSION}
+    folder, kinds, tracked = RELEASE, {"": (PREFIX, dtype)}, RELEASE
+    if training is None:
+        content["iteration"] = 0
+    else:
+        _refuse_other_states(found)
+        kinds |= {MASTERS[0]: (PREFIX, STATE)} | {theirs: (ours, STATE) for theirs, ours in MOMENTS.items()}
+        vars(content["args"]).update(arguments_beside(training))
+        content |= content_of(training)
+        folder, tracked = folder_of(training.progress.step), str(training.progress.step)
     table = stacked_table(model, weights(model), size)
-    files = _files(_parts(model, size), dtype)
-    outputs = tuple(_output(f"{RELEASE}/__{number}_0.distcp", parts, dtype) for number, parts in enumerate(files))
+    described = {
+        kind + name: (theirs.shape, dtype) for kind, (_, dtype) in kinds.items() for name, theirs in table.items()
+    }
+    files = _files(_parts(model, size, kinds))
+    outputs = tuple(_output(f"{folder}/__{number}_0.distcp", parts) for number, parts in enumerate(files))
     empty = f"__{len(files)}_0.distcp"  # the state of all modules that may ask for one, which is none
 
     def finish(written: Mapping[str, Written]) -> dict[str, bytes]:
-        notes = {name.removeprefix(f"{RELEASE}/"): file.note for name, file in written.items() if file.note}
-        states = dict.fromkeys(_extra_states(model), _StorageInfo(empty, 0, written[f"{RELEASE}/{empty}"].file.bytes))
-        return {f"{RELEASE}/{METADATA}": _metadata(table, dtype, notes, states)}
+        notes = {name.removeprefix(f"{folder}/"): file.note for name, file in written.items() if file.note}
+        states = dict.fromkeys(_extra_states(model), _StorageInfo(empty, 0, written[f"{folder}/{empty}"].file.bytes))
+        return {f"{folder}/{METADATA}": _metadata(described, notes, states)}
 
     texts = {
-        TRACKER: f"{RELEASE}\n".encode(),
-        f"{RELEASE}/{COMMON}": pickled({"args": arguments, "checkpoint_version": VERSION, "iteration": 0}),
-        f"{RELEASE}/{BACKEND}": json.dumps(BACKENDS_SAVED).encode(),
-        f"{RELEASE}/{empty}": pickled([None]),
+        TRACKER: f"{tracked}\n".encode(),
+        f"{folder}/{COMMON}": pickled(content),
+        f"{folder}/{BACKEND}": json.dumps(BACKENDS_SAVED).encode(),
+        f"{folder}/{empty}": pickled([None]),
     }
     return Plan(outputs, texts, copies(found), finish)
 
 
-def _parts(model: Model, size: int) -> Iterator[Part]:
-    """What is written, in order: all tensors, of stacked ones every layer's part."""
-    for name, theirs in chunk_table(model, weights(model), range(model.layers), size, copy=False).items():
-        shape = theirs.shape
+def _refuse_other_states(found: Weights) -> None:
+    """Raises InputError for states that are no moments of AdamW."""
+    for name in found.index.tensors:
+        if not name.startswith((PREFIX, *MOMENTS.values())):
+            raise InputError(
+                f"{found.path}: has {name}; Megatron's AdamW has no place for it, so leave --optimizer out"
+            )
+
+
+def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Iterator[Part]:
+    """What is written, in order: all tensors, of stacked ones every layer's part.
+
+    kinds: of them, by the beginning of their names: that of ours, and the data type.
+    """
+    table = chunk_table(model, weights(model), range(model.layers), size, copy=False)
+    for (kind, (ours, dtype)), (name, theirs) in product(kinds.items(), table.items()):
+        theirs, shape = replace(theirs, kind=ours), theirs.shape
         if (found := LAYER.fullmatch(name)) is None:
-            yield Part(name, theirs, (0,) * len(shape))
+            yield Part(kind + name, theirs, (0,) * len(shape), dtype)
         else:
-            number = int(name.removeprefix(LAYERS).partition(".")[0])
-            yield Part(LAYERS + found[2], replace(theirs, shape=(1, *shape)), (number, *[0] * len(shape)))
+            number, stacked = int(name.removeprefix(LAYERS).partition(".")[0]), replace(theirs, shape=(1, *shape))
+            yield Part(kind + LAYERS + found[2], stacked, (number, *[0] * len(shape)), dtype)
 
 
-def _files(parts: Iterable[Part], dtype: str) -> list[list[Part]]:
+def _files(parts: Iterable[Part]) -> list[list[Part]]:
     """The parts of every file."""
     files: list[list[Part]] = [[]]
     room = FILE_BYTES
     for part in parts:
-        taken = part.theirs.elements * ITEM_BYTES[dtype]
+        taken = part.theirs.elements * ITEM_BYTES[part.dtype]
         if files[-1] and taken > room:
             files.append([])
             room = FILE_BYTES
@@ -239,12 +298,12 @@ def _files(parts: Iterable[Part], dtype: str) -> list[list[Part]]:
     return files
 
 
-def _output(name: str, parts: Sequence[Part], dtype: str) -> Output:
+def _output(name: str, parts: Sequence[Part]) -> Output:
     def write(stream: Stream, put: Put) -> list[Note]:
         notes = []
         for part in parts:
             start = stream.tell()
-            write_torch(stream, Planned(part.theirs, dtype), put)
+            write_torch(stream, Planned(part.theirs, part.dtype), put)
             notes.append([part.name, part.offsets, part.theirs.shape, start, stream.tell() - start])
         return notes
 
@@ -259,17 +318,26 @@ def _extra_states(model: Model) -> Iterator[str]:
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
-def _metadata(table: Table, dtype: str, files: Mapping[str, Note], states: Mapping[str, _StorageInfo]) -> bytes:
-    """The index of DCP."""
-    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in table}
+def _metadata(
+    described: Mapping[str, tuple[tuple[int, ...], str]], files: Mapping[str, Note], states: Mapping[str, _StorageInfo]
+) -> bytes:
+    """The index of DCP, of tensors given by shape and data type. Main weights are in it under both their names."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in described}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for file, notes in files.items():
         for name, offsets, sizes, start, length in notes:
             places[MetadataIndex(name, torch.Size(offsets), len(chunks[name]))] = _StorageInfo(file, start, length)
             chunks[name].append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-    kind = TensorProperties(dtype=getattr(torch, dtype))
     tensors = {
-        name: TensorStorageMetadata(kind, torch.Size(theirs.shape), chunks[name]) for name, theirs in table.items()
+        name: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks[name])
+        for name, (shape, dtype) in described.items()
+    }
+    one, other = MASTERS
+    tensors |= {other + name.removeprefix(one): kind for name, kind in tensors.items() if name.startswith(one)}
+    places |= {
+        replace(at, fqn=other + at.fqn.removeprefix(one)): place
+        for at, place in places.items()
+        if at.fqn.startswith(one)
     }
     places |= {MetadataIndex(name): place for name, place in states.items()}
     return pickle.dumps(Metadata({**tensors, **{name: BytesStorageMetadata() for name in states}}, None, places))

@@ -5,6 +5,7 @@ Imports no torch.
 
 import math
 import os
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megalite.checkpoint.index import ITEM_BYTES, Chunk, check_form
 LARGEST = 1 << 26  # bytes of a file's pickle, and of its directory of records
 ZIP = b"PK"  # begins a file of torch 1.6 or later
 PARAMETER = "torch._utils._rebuild_parameter"
+NUMBERS = {"float32": "=f", "float64": "=d", "int32": "=i", "int64": "=q"}  # how struct reads them
 STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -56,6 +58,20 @@ class Saved:
                 dtype, shape, position = located(archive, value, name)
                 found.append(Chunk(name, dtype, shape, self.name, position, (0,) * len(shape), shape))
             return found
+
+    def whole(self, value: Any) -> int | None:
+        """The whole number that a value in `content` is, or that is the only element of a tensor; None of others."""
+        if type(value) is int:
+            return value
+        if not is_tensor(value):
+            return None
+        (chunk,) = self.chunks({"a number": value})
+        if chunk.dtype not in NUMBERS or math.prod(chunk.shape) != 1:
+            return None
+        with opened(self.path, self.name, links=True) as descriptor:
+            content = os.pread(descriptor, ITEM_BYTES[chunk.dtype], chunk.position)
+        (number,) = struct.unpack(NUMBERS[chunk.dtype], content)
+        return int(number) if math.isfinite(number) and number == int(number) else None
 
 
 def is_tensor(value: Any) -> bool:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from megalite.checkpoint.index import ITEM_BYTES, Chunk, Index, Stored
 from megalite.plan.weights import Weight
 
+PREFIX = "model."  # begins the name of a weight in an index
+
 
 class Strip(NamedTuple):
     """Rows of one of our weights as far as their columns `columns`. A vector has one column."""
@@ -36,12 +38,14 @@ class Strip(NamedTuple):
 class Theirs:
     """A tensor of another format. All its strips are equally wide; elements after the last strip are padding.
 
-    padding: the row that is repeated in it; None: that before it.
+    padding: the row that is repeated in it; None: that before it. kind: begins the names, in an index by our names, of
+    what the strips are of: the weights, or a state that an optimizer has of each.
     """
 
     shape: tuple[int, ...]
     strips: tuple[Strip, ...]
     padding: Strip | None = None
+    kind: str = PREFIX
 
     @property
     def elements(self) -> int:

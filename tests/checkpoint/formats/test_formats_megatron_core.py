@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_files import MODELS, Ours, random_weights, read, same, stage, write_dist
+from megatron_files import MODELS, Ours, dist_tensors, random_weights, read, same, stage, write_dist
 from torch import Tensor
 
 from megalite.checkpoint.convert import convert
@@ -22,14 +23,19 @@ from megalite.model.decoder import Decoder
 pytest.importorskip("megatron.core")
 TOKENS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-5  # of logits, relative to the largest: float32 through four layers
-PROGRAM = Path(__file__).with_name("megatron_core_model.py")
+PROGRAM, OPTIMIZER = (Path(__file__).with_name(f"megatron_core_{name}.py") for name in ("model", "optimizer"))
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def run(action: str, folder: Path, logits: Path, case: str, tp: int = 1, pp: int = 1) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp}"]
+    script(PROGRAM, action, folder, logits, case, tp, pp, start=torchrun)
+
+
+def script(program: Path, *arguments: object, start: Sequence[str] = (sys.executable,)) -> None:
     folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONWARNINGS": "ignore"}
-    command = [*torchrun, str(PROGRAM), action, str(folder), str(logits), case, str(tp), str(pp)]
+    command = [*start, str(program), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -87,7 +93,33 @@ def test_the_states_of_its_optimizer_are_read(case: str, tmp_path: Path) -> None
         for name, states in expected.items():
             rows = model.vocab_size if "embedding" in name or "output" in name else None
             assert torch.equal(theirs[name][:rows], states[kind][:rows])
-    assert torch_dist.counts(tmp_path / "saved") == (5, 640)
+    training = torch_dist.open_folder(tmp_path / "saved", states=True).training
+    assert training is not None
+    assert (training.progress.step, training.progress.updates, training.progress.samples) == (5, 1, 640)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "mixed", "distributed"])
+@pytest.mark.parametrize("case", ["tied", "head norms"])
+def test_its_optimizers_load_the_states_that_we_write(case: str, kind: str, tmp_path: Path) -> None:
+    model, weights = MODELS[case], random_weights(MODELS[case])
+    states = {"param": weights, **{name: {key: tensor + 1 for key, tensor in weights.items()} for name in MOMENTS}}
+    more = {
+        f"optimizer.state.{name}.{key}": tensor
+        for name, ours in states.items()
+        for key, tensor in dist_tensors(model, ours).items()
+    }
+    write_dist(tmp_path / "from", model, weights, **more)
+    found = torch_dist.open_folder(tmp_path / "from", states=True)
+    convert(found, torch_dist.plan(found), tmp_path / "to", {})
+    script(OPTIMIZER, kind, tmp_path / "to" / "iter_0000010", tmp_path / "result", case)
+    result = torch.load(tmp_path / "result")
+    for name, ours in states.items():
+        theirs = stage(model, ours, range(model.layers), local=True)
+        assert result.keys() == theirs.keys()
+        for key, tensor in result.items():
+            rows = model.vocab_size if "embedding" in key or "output" in key else None
+            assert torch.equal(tensor[name][:rows], theirs[key][:rows])
+            assert tensor["step"] == 10
 
 
 def test_four_ranks_of_megatron_core_save_what_we_read_and_load_what_we_write(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.checkpoint.convert import blocks
-from megalite.checkpoint.formats.opened import PREFIX
 from megalite.checkpoint.index import Chunk, Index
-from megalite.checkpoint.maps.strips import Strip, Theirs, under_our_names
+from megalite.checkpoint.maps.strips import PREFIX, Strip, Theirs, under_our_names
 from megalite.checkpoint.read import Reader
 from megalite.plan import roles
 from megalite.plan.weights import Weight

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hf_families import CASES
+from toy_jobs import config_of, one_rank, train_and_save
 
 from megalite.checkpoint.sources import read_model
+from megalite.config.layout import Layout
 from megalite.config.load import dump_model
 from megalite_tools.checkpoint import convert
 from megalite_tools.checkpoint.convert import main
@@ -52,6 +54,24 @@ def test_a_check_finds_what_differs(
     monkeypatch.setattr(convert, "convert", faulty)
     assert main(["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--check"]) == 1
     assert "38 of 39 tensors are the same to the bit; not " in capsys.readouterr().out
+
+
+def test_states_of_the_optimizer_are_taken_along_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with one_rank():
+        config = config_of(Layout())
+        config.train.precision = "fp32"
+        train_and_save(config, tmp_path, 2)
+    to = ["--to", f"megatron-dist:{tmp_path}/theirs", "--dtype", "bf16", "--optimizer", "--check"]
+    assert main(["--from", f"{tmp_path}/step-00000002", *to]) == 0
+    assert "108 of 108 tensors are the same to the bit" in capsys.readouterr().out
+    assert main(["--from", f"{tmp_path}/theirs", "--to", f"megalite:{tmp_path}/back", "--optimizer", "--check"]) == 0
+    assert "81 of 81 tensors are the same to the bit" in capsys.readouterr().out
+    assert main(["--from", f"{tmp_path}/theirs", "--to", f"megalite:{tmp_path}/weights"]) == 0
+    assert "left out: the optimizer's states and the run's progress; --optimizer" in capsys.readouterr().out
+    assert main(["--from", f"{tmp_path}/theirs", "--to", f"hf:{tmp_path}/hf", "--optimizer"]) == 2
+    assert "has no place for an optimizer's states; leave --optimizer out" in capsys.readouterr().err
 
 
 def test_another_data_type_is_checked_as_such(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ EOD_NAMES = (
 )
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
 MOST_BESIDE = 16 << 20  # bytes of such a file
+NEVER = -1e6  # a score so low that no text is encoded as the piece
+BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
 MOST_BYTES = 1 << 30  # of a tokenizer's file
 NO_TEXT = "the tokenizer cannot encode some text; use one that has a token for every character or byte"
 
@@ -118,17 +120,61 @@ class SentencePieceTokenizer(Tokenizer):
             raise _forgeable(self.path, eod)
         return end
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The bos piece, where a tokenizer_config.json beside the model asks for it, as that of Llama 2 does."""
+        file = self.path.with_name("tokenizer_config.json")
+        beside = read_object(file, MOST_BESIDE) if exists(file) else {}
+        bos: int = self._model.bos_id()
+        return (bos,) if beside.get("add_bos_token") is True and bos >= 0 else ()
+
+    def as_unigram(self) -> str | None:
+        """A unigram model as a `tokenizer.json`; None for another kind, which transformers reads as one of Llama.
+
+        Raises InputError if the package for that is not there.
+        """
+        count, model = self.vocab_size, self._model
+        scores = [float(model.get_score(token)) for token in range(count)]
+        if all(score == int(score) for score in scores):
+            return None  # the ranks of merges, where a unigram model has logarithms
+        if tokenizers is None:
+            raise InputError(f"{self.path}: exporting a unigram model needs `tokenizers`: pip install 'megalite[hf]'")
+        pieces = [
+            (self.piece(token), NEVER if model.is_control(token) or model.is_byte(token) else scores[token])
+            for token in range(count)
+        ]
+        found = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=model.unk_id(), byte_fallback=True))
+        normalizers, decoders, prefix = tokenizers.normalizers, tokenizers.decoders, self._has_prefix()
+        found.normalizer = normalizers.Sequence(
+            [*([normalizers.Prepend(BLANK)] if prefix else []), normalizers.Replace(" ", BLANK)]
+        )
+        found.decoder = decoders.Sequence(
+            [
+                decoders.Replace(BLANK, " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                *([decoders.Strip(" ", 1, 0)] if prefix else []),
+            ]
+        )
+        special = [name for token, (name, _) in enumerate(pieces) if model.is_control(token)]
+        found.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
+        text: str = found.to_str()
+        return text
+
+    def _has_prefix(self) -> bool:
+        """Whether a blank is put before every text."""
+        return self.piece(next(iter(self._encode("a")), 0)).startswith(BLANK)
+
     def settings(self) -> dict[str, object]:
         """What transformers must know to encode as this model does; it reads the model as one of Llama."""
         named = {"unk_token": self._model.unk_id(), "bos_token": self._model.bos_id(), "eos_token": self.eod}
         tokens = {name: self.piece(token) for name, token in named.items() if token is not None and token >= 0}
-        prefix = self.piece(next(iter(self._encode("a")), 0)).startswith("\u2581")
         return {
             "tokenizer_class": "LlamaTokenizer",
             "legacy": False,
             "add_bos_token": False,
             "add_eos_token": False,
-            "add_prefix_space": prefix,
+            "add_prefix_space": self._has_prefix(),
             "clean_up_tokenization_spaces": False,
             **tokens,
         }

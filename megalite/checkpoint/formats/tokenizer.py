@@ -33,8 +33,12 @@ def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict
     end = tokenizer.eod if end is None else end
     texts = {} if end is None else {GENERATION: _json({"eos_token_id": end, "pad_token_id": end})}
     if isinstance(tokenizer, SentencePieceTokenizer):
-        texts["tokenizer_config.json"] = _json(tokenizer.settings())
-        return texts, {"tokenizer.model": path}
+        settings = tokenizer.settings()
+        unigram = tokenizer.as_unigram()
+        if unigram is None:
+            return texts | {"tokenizer_config.json": _json(settings)}, {"tokenizer.model": path}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        return texts | {"tokenizer.json": unigram.encode(), "tokenizer_config.json": _json(settings)}, {}
     beside = {name: path.with_name(name) for name in BESIDE if is_file(path.with_name(name))}
     if "tokenizer_config.json" not in beside:
         named = {} if end is None else {"eos_token": tokenizer.piece(end)}

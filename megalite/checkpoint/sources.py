@@ -25,7 +25,10 @@ from megalite.imports import import_for_good
 def kind_of(path: Path) -> str:
     """The kind of weights in the folder `path`. Raises InputError if its files tell none."""
     if not is_folder(path):
-        raise InputError(f"{path}: there is no such folder; give a run folder, one of its checkpoints, or KIND:PATH")
+        raise InputError(
+            f"{path}: there is no such folder; give a run folder, one of its checkpoints, or KIND:PATH, with a kind of "
+            f"{listing(list(KINDS))}"
+        )
     for kind, tells in SIGNS.items():
         if tells(path):
             return kind

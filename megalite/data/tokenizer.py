@@ -131,7 +131,8 @@ class SentencePieceTokenizer(Tokenizer):
     def as_unigram(self) -> str | None:
         """A unigram model as a `tokenizer.json`; None for another kind, which transformers reads as one of Llama.
 
-        Raises InputError if the package for that is not there.
+        Text that spells a control piece in letters that the model does not have is encoded as that piece there. Raises
+        InputError if the package for that is missing.
         """
         count, model = self.vocab_size, self._model
         scores = [float(model.get_score(token)) for token in range(count)]

@@ -64,7 +64,7 @@ class Fields:
     def number(self, key: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
         found = (self.values if within is None else within).get(key, default)
         if type(found) not in (int, float) or not abs(found) <= LARGEST:  # not so of NaN
-            raise self.wrong(key, "must be a number", found)
+            raise self.wrong(key, f"must be a number of at most {LARGEST:g}", found)
         return float(found)
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -25,7 +25,9 @@ TEXTS = [
 def test_transformers_splits_text_alike(kind: str, begins: bool, tmp_path: Path) -> None:
     model = tmp_path / "one" / "tokenizer.model"
     model.parent.mkdir()
-    assert main([str(DOCS / "checkpoints.md"), "--out", str(model), "--vocab-size", "500", "--type", kind]) == 0
+    text = (DOCS / "checkpoints.md").read_text() + "<p>of a <b>page</b></p>\n" * 200
+    (tmp_path / "text.txt").write_text(text)
+    assert main([str(tmp_path / "text.txt"), "--out", str(model), "--vocab-size", "500", "--type", kind]) == 0
     texts, copies = tokenizer_files(model, None)
     folder = tmp_path / "export"
     folder.mkdir()

@@ -7,10 +7,12 @@ program is stopped, and the same request goes on from it. When all is on the dis
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from megalite.config.schema import Config
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
 JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
+SQUARES = "optimizer.exp_avg_sq."
 Advanced = Callable[[int], None]
 
 
@@ -54,7 +57,7 @@ def convert(
     hidden = target.with_name(f".{target.name}.converting")
     with _told(hidden), _owned(hidden):
         written = _resumed(hidden, {**request, **_identity(found)})
-        reader, stop = reader_of(found), threading.Event()
+        reader, stop, resumable = reader_of(found), threading.Event(), found.training is not None
         check_hashes(found.path, dict(found.hashes))
         todo = []
         for output in plan.outputs:
@@ -65,15 +68,22 @@ def convert(
         with ThreadPoolExecutor(workers, "convert") as pool, ThreadPoolExecutor(workers, "flush") as beside:
             try:
                 futures = {
-                    pool.submit(_write, hidden, output, reader, beside, stop, advanced): output.name for output in todo
+                    pool.submit(_write, hidden, output, reader, beside, stop, advanced, resumable): output.name
+                    for output in todo
                 }
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 written |= {futures[future]: future.result() for future in done}
-            except BaseException:
+            except BaseException as error:
                 stop.set()  # the other threads end at their next block
                 pool.shutdown(cancel_futures=True)
+                if isinstance(error, UnfitError):
+                    shutil.rmtree(hidden)
                 raise
         return _publish(hidden, target, plan, written)
+
+
+class UnfitError(InputError):
+    """The source has values that cannot be written as they are asked for. To try again is of no use."""
 
 
 @contextmanager
@@ -108,12 +118,13 @@ def _owned(hidden: Path) -> Iterator[None]:
 
 def _identity(found: Weights) -> dict[str, Any]:
     """What a source that has changed meanwhile would differ in."""
-    paths = [*(found.path / name for name in sorted(found.sizes)), *found.companions]
+    paths = [*(found.path / name for name in (*sorted(found.sizes), found.source)), *found.companions]
     states = {str(path): os.stat(path) for path in paths}
     return {
         "source": os.path.realpath(found.path),
         "files": {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()},
         "model": to_plain(Config(model=found.model))["model"],  # it decides where rows of tensors go
+        "training": found.training and [asdict(found.training.progress), to_plain(found.training.config)],
     }
 
 
@@ -164,8 +175,9 @@ def _write(
     beside: ThreadPoolExecutor,
     stop: threading.Event,
     advanced: Advanced,
+    resumable: bool,
 ) -> Written:
-    """Write a file, and note in the journal that it is whole."""
+    """Write a file, and note in the journal that it is whole. resumable: a run is to go on from it."""
     path = hidden / output.name
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -173,8 +185,7 @@ def _write(
         for block in blocks(reader, theirs, dtype):
             if stop.is_set():
                 raise InputError("stopped")
-            if dtype == "float16" and not block.isfinite().all():
-                raise InputError(f"{theirs.strips[0].name}: has values that fp16 cannot hold; use bf16 or fp32")
+            _refuse_unfit(theirs, block, resumable)
             stream.write(block.view(torch.uint8).numpy().data)
             advanced(block.numel())
 
@@ -186,6 +197,17 @@ def _write(
     with _journal, (hidden / JOURNAL).open("a", encoding="utf-8") as journal:
         journal.write(_line(output.name, written) + "\n")
     return written
+
+
+def _refuse_unfit(theirs: Theirs, block: torch.Tensor, resumable: bool) -> None:
+    """Raises UnfitError for values that the data type cannot hold, and for some from which no run can go on."""
+    name = f"{theirs.kind}{theirs.strips[0].name}" if theirs.strips else theirs.kind
+    if block.dtype == torch.float16 and not block.isfinite().all():
+        raise UnfitError(f"{name}: has values that fp16 cannot hold; use bf16 or fp32")
+    if resumable and not block.isfinite().all():
+        raise UnfitError(f"{name}: has NaN or infinity in it, so that no run can go on; take an older checkpoint")
+    if resumable and theirs.kind == SQUARES and block.min() < 0:
+        raise UnfitError(f"{name}: has negative squares, so that no run can go on; take an older checkpoint")
 
 
 def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:

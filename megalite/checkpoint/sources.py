@@ -1,7 +1,7 @@
 """Opens weights of any kind: `KIND:PATH`, or a path whose kind its files tell. Imports no torch."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, damage_of, read_whole
@@ -9,7 +9,7 @@ from megalite.checkpoint.formats import huggingface
 from megalite.checkpoint.formats.megatron_folder import has
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
-from megalite.checkpoint.index import LIMIT, Index
+from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.maps.families import CONFIG, read_config
 from megalite.checkpoint.maps.strips import PREFIX
@@ -43,6 +43,8 @@ def open_weights(text: str, model: Model | None = None, states: bool = False) ->
     kind, path = resolved(text)
     found = _open(kind, path, model, states)
     for name, tensor in found.index.tensors.items():
+        if tensor.dtype not in FLOATS and not name.startswith(PREFIX):
+            raise DamagedError(path, f"{name} is of {tensor.dtype}; states must be of {listing(FLOATS)}")
         if tensor.dtype not in FLOATS:
             rule = f"{name} is of {tensor.dtype}; weights must be of {listing(FLOATS)}"
             raise DamagedError(path, f"{rule}, so a quantized model must be turned into one of these first")
@@ -96,6 +98,8 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
         training = Training(module.Checkpoint(path).progress()[0], config)
     kept = (PREFIX, "optimizer.") if states else PREFIX
     weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(kept)}
+    if states and (problem := _states_missing(weights)):
+        raise DamagedError(path, f"{INDEX} {problem}")
     return Weights(
         "megalite",
         path,
@@ -113,6 +117,19 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
         manifest=manifest,
         hashes={name: manifest.files[name] for name in index.files},
     )
+
+
+def _states_missing(tensors: Mapping[str, Stored]) -> str | None:
+    """What keeps the states in an index from being those of an optimizer, if anything does."""
+    states: dict[str, set[str]] = {name.removeprefix(PREFIX): set() for name in tensors if name.startswith(PREFIX)}
+    for name in tensors:
+        if not name.startswith(PREFIX):
+            state, _, weight = name.removeprefix("optimizer.").partition(".")
+            if weight not in states:
+                return f"has {name[:100]}, which is the state of no weight"
+            states[weight].add(state)
+    wrong = next((name for name, found in states.items() if found not in COMPLETE), None)
+    return wrong and f"has not all states of {wrong}"
 
 
 def newest(path: Path) -> Path:
@@ -138,6 +155,7 @@ SIGNS: dict[str, Callable[[Path], bool]] = {
 }
 OPEN: dict[str, Callable[..., Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
 WITH_STATES = ("megalite", "megatron-dist")  # kinds whose states of an optimizer can be read and written
+COMPLETE = ({"exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # states of a weight: of AdamW, of Muon
 NO_STATES = {  # why those of others cannot
     "hf": "has no place for an optimizer's states",
     "meta": "has no place for an optimizer's states",

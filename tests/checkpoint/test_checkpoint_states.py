@@ -11,12 +11,16 @@ import torch.distributed.checkpoint as dcp
 from megatron_files import SMALL, dist_tensors, random_weights, write_dist
 from toy_jobs import config_of, load_and_train, one_rank, train_and_save
 
+from megalite.checkpoint import convert as engine
+from megalite.checkpoint import sources
 from megalite.checkpoint.compare import refuse_other_data
 from megalite.checkpoint.convert import convert
+from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.formats import torch_dist
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.sources import open_weights
 from megalite.checkpoint.targets import Wanted, plan_of
+from megalite.checkpoint.tensors import Checkpoint
 from megalite.config.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
@@ -111,6 +115,79 @@ def test_a_run_resumes_from_a_folder_that_megatron_has_saved(tmp_path: Path) -> 
     assert len(losses) == 1
 
 
+def test_the_length_of_samples_is_that_of_training(tmp_path: Path) -> None:
+    """Which need not be the longest that the model allows."""
+    path = theirs("plain", tmp_path / "theirs")
+    file = path / "iter_0000010" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    common["args"].seq_length = 16
+    torch.save(common, file)
+    target = converted(f"megatron-dist:{path}", f"megalite:{tmp_path / 'to'}")
+    manifest = Manifest.read(target)
+    assert (manifest.tokens, manifest.configuration.model.sequence_length) == (640 * 16, 16)
+    refuse_other_data(target, manifest, replace(config(), model=replace(SMALL, sequence_length=16)), ())
+    with pytest.raises(InputError, match=r"model\.sequence_length = 32"):
+        refuse_other_data(target, manifest, replace(config(), model=SMALL), ())
+
+
+def test_samples_left_out_stay_left_out(saved: Path, tmp_path: Path) -> None:
+    """And all else of the progress, unless Megatron has gone on."""
+    found = open_weights(f"megalite:{saved}", states=True)
+    assert found.training is not None
+    progress = replace(found.training.progress, left_out=((24, 32),), tokens=100, bad_steps=2, losses=(3.0, 2.5))
+    found = replace(found, training=replace(found.training, progress=progress))
+    convert(found, plan_of("megatron-dist", found, tmp_path / "to", Wanted()), tmp_path / "to", {})
+    again = open_weights(f"megatron-dist:{tmp_path / 'to'}", states=True).training
+    assert again is not None
+    assert again.progress == progress
+    file = tmp_path / "to" / "iter_0000003" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    common["args"].consumed_train_samples += 8
+    torch.save(common, file)
+    other = open_weights(f"megatron-dist:{tmp_path / 'to'}", states=True).training
+    assert other is not None
+    assert (other.progress.left_out, other.progress.samples, other.progress.tokens) == ((), 32, 32 * 8)
+
+
+def test_a_run_in_float64_stays_one_or_becomes_another(tmp_path: Path) -> None:
+    wide, narrow = config(), config()
+    wide.train.precision = "fp64"
+    with one_rank():
+        train_and_save(wide, tmp_path, AT)
+        source = f"megalite:{tmp_path / 'step-00000003'}"
+        for dtype, found in (("float64", wide), ("float32", narrow)):
+            target = converted(source, f"megalite:{tmp_path / dtype}", dtype=dtype)
+            assert Manifest.read(target).configuration.train.precision == found.train.precision
+            assert load_and_train(found, target, AT + 1)[0].step == AT
+
+
+def test_states_that_are_no_weights_are_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "COMPLETE", ({"exp_avg"},))
+    with pytest.raises(DamagedError, match=r"index\.bin has not all states of embed\.weight"):
+        open_weights(f"megalite:{saved}", states=True)
+
+
+def test_what_was_stopped_is_not_mixed_with_another_progress(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist = converted(f"megalite:{saved}", f"megatron-dist:{tmp_path / 'dist'}")
+    target, publish = tmp_path / "step-00000003-again", engine._publish
+
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_publish", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        converted(f"megatron-dist:{dist}", f"megalite:{target}")
+    file = dist / "iter_0000003" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    common["args"].consumed_train_samples += 8
+    torch.save(common, file)
+    monkeypatch.setattr(engine, "_publish", publish)
+    converted(f"megatron-dist:{dist}", f"megalite:{target}")
+    assert Checkpoint(target).progress()[0].samples == 32  # type: ignore[index]
+
+
 def test_samples_of_another_length_are_refused(saved: Path, tmp_path: Path) -> None:
     there = converted(f"megalite:{saved}", f"megatron-dist:{tmp_path / 'dist'}")
     target = converted(f"megatron-dist:{there}", f"megalite:{tmp_path / saved.name}" + "-back")
@@ -125,13 +202,21 @@ def test_samples_of_another_length_are_refused(saved: Path, tmp_path: Path) -> N
         ("megalite", "hf:to", {}, "--to hf:.*has no place for an optimizer's states; leave --optimizer out"),
         ("megalite", "meta:to", {}, "has no place for an optimizer's states"),
         ("megalite", "megatron:to", {}, "megatron-dist names them"),
-        ("megalite", "megalite:to", {"dtype": "bfloat16"}, "a run resumes from float32, so use --dtype fp32"),
+        ("megalite", "megalite:to", {"dtype": "bfloat16"}, "all of float32 or all of float64, so use --dtype fp32"),
         ("megalite", "megalite:step-00000004", {}, "the run is at step 3; call it step-00000003"),
         ("weights", "megalite:to", {}, "holds weights only, no states"),
         ("dist", "megalite:to", {}, "holds no states of an optimizer; leave --optimizer out"),
         ("buckets", "megalite:to", {}, "--dist-ckpt-optim-fully-reshardable"),
-        ("sgd", "megalite:to", {}, "optimizer = 'sgd': megalite has no states of sgd"),
-        ("no count", "megalite:to", {}, "iteration = .*: must be a count"),
+        ("sgd", "megalite:to", {}, "optimizer = 'sgd': only states of adam can be taken along"),
+        ("no count", "megalite:to", {}, "iteration = 'ten': must be a count"),
+        ("another iteration", "megalite:to", {}, "common.pt is of iteration 11, not of its folder's"),
+        ("endless", "megalite:to", {}, r"means .* tokens; a run has fewer than 2\*\*62"),
+        ("nested", "megalite:to", {}, r"optimizer = \[\[\["),
+        ("half", "megalite:to", {}, "its main weight, of optimizer.state.*, is missing"),
+        ("one kind", "megalite:to", {}, "holds no optimizer.state.exp_avg_sq.*, without which AdamW cannot go on"),
+        ("betas", "megalite:to", {}, "args mean an optimizer that cannot be: optim.betas"),
+        ("NaN", "megalite:to", {}, "optimizer.exp_avg_sq.*: has NaN or infinity in it"),
+        ("negative", "megalite:to", {}, "optimizer.exp_avg_sq.*: has negative squares"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
@@ -157,19 +242,34 @@ def theirs(kind: str, path: Path) -> Path:
     if kind != "dist":
         ours = random_weights(SMALL)
         more = {
-            f"optimizer.state.{name}.{key}": tensor
+            f"optimizer.state.{name}.{key}": tensor.abs()
             for name in ("exp_avg", "exp_avg_sq")
             for key, tensor in dist_tensors(SMALL, ours).items()
+            if (kind, name) != ("one kind", "exp_avg_sq")
         }
     if kind == "buckets":
         more = {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg": torch.zeros(8)}
-    write_dist(path, SMALL, random_weights(SMALL), **more)
+    if kind in ("NaN", "negative"):
+        more["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"][3] = float("nan") if kind == "NaN" else -1.0
+    write_dist(path, SMALL, random_weights(SMALL, torch.bfloat16 if kind == "half" else torch.float32), **more)
     file = path / "iter_0000010" / "common.pt"
     common = torch.load(file, weights_only=False)
-    if kind == "sgd":
-        common["args"].optimizer = "sgd"
-    if kind == "no count":
-        common["iteration"] = "ten"
+    match kind:
+        case "sgd":
+            common["args"].optimizer = "sgd"
+        case "nested":
+            common["args"].optimizer = nested = []
+            for _ in range(200):
+                nested.append([])
+                nested = nested[0]
+        case "no count":
+            common["iteration"] = "ten"
+        case "another iteration":
+            common["iteration"] = 11
+        case "endless":
+            common["args"].consumed_train_samples, common["args"].seq_length = (1 << 40) - 1, (1 << 31) - 1
+        case "betas":
+            common["args"].adam_beta1 = 1.5
     torch.save(common, file)
     return path
 

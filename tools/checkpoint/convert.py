@@ -114,10 +114,10 @@ def _check(
     made = open_weights(target, states=options.optimizer)
     source = open_weights(f"{kind}:{path}", None if options.config is None else made.model, options.optimizer)
     pairs = [(source, made, dtype)]
-    if options.optimizer:  # those that it updates are in float32, whatever the weights beside them are in
-        pairs = [(source, made, "float32")]
-        if made.kind != "megalite":
-            pairs.append((source.without_states(), open_weights(target), dtype or source.dtype))
+    if (
+        options.optimizer and made.kind != "megalite"
+    ):  # what it updates is in float32, whatever the weights beside are in
+        pairs = [(source, made, "float32"), (source.without_states(), open_weights(target), dtype or source.dtype)]
     with bar("comparing", sum(other.elements for _, other, _ in pairs)) as advanced:
         unequal = [name for one, other, kind in pairs for name in unequal_tensors(one, other, kind, advanced)]
     count = sum(len(other.index.tensors) for _, other, _ in pairs)

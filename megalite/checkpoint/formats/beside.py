@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megalite.checkpoint.formats.huggingface import COMPANIONS
 from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.formats.tokenizer import companions_of
 from megalite.checkpoint.maps.families import CONFIG, read_config
 from megalite.checkpoint.maps.family import Family
 from megalite.config.files import is_file, is_folder
@@ -26,6 +27,8 @@ def beside(path: Path) -> tuple[str | None, tuple[Path, ...]]:
     return config and config[0].model_type, tuple(sorted(files))
 
 
-def copies(found: Weights) -> dict[str, Path]:
-    """What is to be taken along, by its name in the target."""
-    return {f"{FOLDER}/{file.name}": file for file in found.companions}
+def taken_along(found: Weights) -> tuple[dict[str, bytes], dict[str, Path]]:
+    """Files to write and files to copy beside weights of another format, by their names in the target."""
+    texts, copies = companions_of(found)
+    written = {f"{FOLDER}/{name}": text for name, text in texts.items()}
+    return written, {f"{FOLDER}/{name}": path for name, path in copies.items()}

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -29,6 +29,7 @@ from megalite.checkpoint.disk import File
 from megalite.checkpoint.files import METADATA
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream, Written
+from megalite.checkpoint.formats.tokenizer import companions_of
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.manifest import INDEX, MANIFEST, NAME, Manifest, is_plain, step_of
@@ -40,7 +41,10 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.weights import weights
 
-STATE = "float32"  # data type of what a run that resumes needs: weights and states
+PRECISIONS: Mapping[str, tuple[Literal["bf16", "fp32", "fp64"], ...]] = {
+    "float32": ("bf16", "fp32"),
+    "float64": ("fp64",),
+}  # of runs, by data type of their weights and states
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,9 @@ def plan(found: Weights, target: Path, dtype: str | None, files: int) -> Plan:
         tensors = progress_tensors(found.training.progress, rate, seed)
         parts += [_small(name, tensor) for name, tensor in tensors.items()]
         outputs.append(Output(f"__{files}_0.distcp", 0, partial(_write_small, tensors)))
-    copies = {path.name: path for path in found.companions if is_plain(path.name)}
-    return Plan(tuple(outputs), copies=copies, finish=partial(_finish, found, target, parts))
+    texts, copies = companions_of(found)
+    copies = {name: path for name, path in copies.items() if is_plain(name)}
+    return Plan(tuple(outputs), texts, copies, partial(_finish, found, target, parts))
 
 
 def _parts(found: Weights, dtype: str | None) -> Iterable[Part]:
@@ -92,9 +97,11 @@ def _parts(found: Weights, dtype: str | None) -> Iterable[Part]:
 
 
 def _refuse_unfit(training: Training, parts: Iterable[Part], target: Path) -> None:
+    parts = list(parts)
     for part in parts:
-        if part.dtype not in (STATE, "float64"):
-            raise InputError(f"{part.name} would be of {part.dtype}; a run resumes from {STATE}, so use --dtype fp32")
+        if part.dtype not in PRECISIONS or part.dtype != parts[0].dtype:
+            rule = "a run resumes from tensors all of float32 or all of float64"
+            raise InputError(f"{target}: {part.name} would be of {part.dtype}; {rule}, so use --dtype fp32")
     step = training.progress.step
     if NAME.fullmatch(name := target.absolute().name) and step_of(target) != step:
         raise InputError(f"{target}: must not be called {name}, as the run is at step {step}; call it step-{step:08d}")
@@ -143,13 +150,18 @@ def _finish(found: Weights, target: Path, parts: Sequence[Part], written: Mappin
     }
     hashes = {name: File(len(content), xxhash.xxh3_128_hexdigest(content)) for name, content in small.items()}
     files = {name: each.file for name, each in written.items()} | hashes
-    return {**small, MANIFEST: _manifest(found, target, files).render().encode()}
+    return {**small, MANIFEST: _manifest(found, target, parts, files).render().encode()}
 
 
-def _manifest(found: Weights, target: Path, files: dict[str, File]) -> Manifest:
+def _manifest(found: Weights, target: Path, parts: Sequence[Part], files: dict[str, File]) -> Manifest:
     training = found.training
-    if training is not None and found.manifest is not None:
-        return replace(found.manifest, files=files)
+    config = Config(model=found.model) if training is None else training.config
+    if training is not None:  # weights in another data type than before are those of a run of another precision
+        fits = PRECISIONS[parts[0].dtype]
+        precision = config.train.precision if config.train.precision in fits else fits[-1]
+        config = replace(config, train=replace(config.train, precision=precision))
+        if found.manifest is not None:
+            return replace(found.manifest, config=to_plain(config), files=files)
     named = step_of(target) if NAME.fullmatch(target.absolute().name) else 0
     return Manifest(
         step=named if training is None else training.progress.step,
@@ -158,7 +170,7 @@ def _manifest(found: Weights, target: Path, files: dict[str, File]) -> Manifest:
         ranks=None,
         layout=None,
         versions={name: version(name) for name in ("megalite", "torch")},
-        config=to_plain(Config(model=found.model) if training is None else training.config),
+        config=to_plain(config),
         data=(),
         files=files,
     )

@@ -29,6 +29,9 @@ class Made:
     arguments: tuple[Any, ...]
     state: Any = None  # with which the result would have been filled
 
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
 
 class Ordered(dict[Any, Any]):
     """Stands for an OrderedDict. Its attributes, such as the `_metadata` of a module's state, are left out."""

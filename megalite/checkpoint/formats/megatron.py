@@ -12,7 +12,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from megalite.checkpoint.disk import DamagedError, damage_of
-from megalite.checkpoint.formats.beside import beside, copies
+from megalite.checkpoint.formats.beside import beside, taken_along
 from megalite.checkpoint.formats.megatron_folder import (
     RELEASE,
     TRACKER,
@@ -241,4 +241,5 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         return Output(f"{RELEASE}/{_name(tensor, pipeline, split.pp)}/{FILES[0]}", elements, write)
 
     outputs = tuple(output(*rank) for rank in product(range(split.tp), range(split.pp)))
-    return Plan(outputs, {TRACKER: f"{RELEASE}\n".encode()}, copies(found))
+    texts, copies = taken_along(found)
+    return Plan(outputs, texts | {TRACKER: f"{RELEASE}\n".encode()}, copies)

@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def saved_arguments(model: Model, split: Split, size: int, dtype: str) -> Namespace:
     """The arguments as Megatron saves them."""
     if dtype not in DTYPES:
-        raise InputError(f"{dtype}: Megatron has weights of {listing(DTYPES)}")
+        raise InputError(f"weights in {dtype}: Megatron has them in {listing(DTYPES)}; use --dtype fp32")
     return Namespace(**arguments_of(model, split, size, dtype), params_dtype=getattr(torch, dtype))
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, damage_of
-from megalite.checkpoint.formats.beside import beside, config_beside, copies
+from megalite.checkpoint.formats.beside import beside, config_beside, taken_along
 from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
@@ -115,4 +115,5 @@ def plan(found: Weights, files: int = 1, dtype: str | None = None) -> Plan:
         return Output(f"consolidated.{rank:02d}.pth", elements, write)
 
     outputs = tuple(output(rank) for rank in range(files))
-    return Plan(outputs, {PARAMS: json.dumps(params_of(model)).encode()}, copies(found))
+    texts, copies = taken_along(found)
+    return Plan(outputs, texts | {PARAMS: json.dumps(params_of(model)).encode()}, copies)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.formats.opened import Weights
 from megalite.config.errors import InputError
 from megalite.config.files import as_json, is_file, is_folder, read_object
 from megalite.data.tokenizer import BESIDE, MOST_BESIDE, SentencePieceTokenizer, load_tokenizer
@@ -44,6 +45,13 @@ def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict
         named = {} if end is None else {"eos_token": tokenizer.piece(end)}
         texts["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast", **named})
     return texts, {"tokenizer.json": path, **beside}
+
+
+def companions_of(found: Weights) -> tuple[dict[str, bytes], dict[str, Path]]:
+    """Files to write and files to copy beside weights: those that came with them, or else a run's tokenizer."""
+    if found.tokenizer is not None and not found.companions:
+        return tokenizer_files(found.tokenizer, found.end)
+    return {}, {file.name: file for file in found.companions}
 
 
 def ends_in(folder: Path) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megalite.checkpoint.disk import damage_of, opened, read_whole
 from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.formats.beside import beside, copies
+from megalite.checkpoint.formats.beside import beside, taken_along
 from megalite.checkpoint.formats.dcp_index import Names, dcp_index
 from megalite.checkpoint.formats.megatron_folder import (
     RELEASE,
@@ -122,12 +122,18 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
         table = _table(model, found[""])
         indexes = {}
         for kind, prefix in KINDS.items():
-            tensors = found.get(kind, {})
-            here = {name: theirs for name, theirs in table.items() if name in tensors or kind not in MASTERS}
+            tensors = {kind + name: tensor for name, tensor in found.get(kind, {}).items()}
+            here = {kind + name: theirs for name, theirs in table.items()}
+            if kind in MASTERS:  # weights that an optimizer updates as they are have none
+                here = {name: theirs for name, theirs in here.items() if name in tensors}
             if tensors or not kind:
-                refuse_differences(path, source, [kind + name for name in tensors], [kind + name for name in here])
+                refuse_differences(path, source, list(tensors), list(here))
                 indexes[kind] = under_our_names(Index(files, tensors), here, weights(model), prefix)
         index = _joined(list(indexes.values()))
+    if training is not None:
+        _check_types(path, index)
+        if folder not in ("", f"{RELEASE}/", f"{folder_of(training.progress.step)}/"):
+            raise InputError(f"{path}: {folder}{COMMON} is of iteration {training.progress.step}, not of its folder's")
     sizes = _sizes(path, index.files)
     opened = Weights("megatron-dist", path, model, index, sizes, source, True, *beside(path))
     return replace(opened, trained=trained, training=training)
@@ -148,14 +154,25 @@ def _chosen(states: bool, seen: set[Any], names: Names) -> list[Any]:
 def _check_states(path: Path, names: Iterable[str], trained: bool) -> None:
     """Raises InputError if there are no states of an optimizer, or others than a moment of every weight."""
     others = sorted(name for name in names if name.startswith(("optimizer.", "chained_")) and not _kind(name))
-    if trained and not others:
-        return
     if not others:
-        raise InputError(f"{path}: holds no states of an optimizer; leave --optimizer out")
+        if not trained:
+            raise InputError(f"{path}: holds no states of an optimizer; leave --optimizer out")
+        for kind in MOMENTS:
+            if not any(name.startswith(kind) for name in names):
+                raise InputError(f"{path}: holds no {kind}*, without which AdamW cannot go on; leave --optimizer out")
+        return
     raise InputError(
         f"{path}: holds {others[0]:.100}, which is no AdamW state of one weight; save by Megatron with "
         "--dist-ckpt-optim-fully-reshardable, or leave --optimizer out"
     )
+
+
+def _check_types(path: Path, index: Index) -> None:
+    """Raises InputError unless what the optimizer updates, and its states, are in float32."""
+    for name, tensor in index.tensors.items():
+        if tensor.dtype != STATE:
+            why = "its main weight, of optimizer.state.*, is missing" if name.startswith(PREFIX) else f"must be {STATE}"
+            raise InputError(f"{path}: has {name} in {tensor.dtype}: {why}; leave --optimizer out")
 
 
 def _kind(name: str) -> str:
@@ -251,13 +268,14 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         states = dict.fromkeys(_extra_states(model), _StorageInfo(empty, 0, written[f"{folder}/{empty}"].file.bytes))
         return {f"{folder}/{METADATA}": _metadata(described, notes, states)}
 
-    texts = {
+    beside_them, copied = taken_along(found)
+    texts = beside_them | {
         TRACKER: f"{tracked}\n".encode(),
         f"{folder}/{COMMON}": pickled(content),
         f"{folder}/{BACKEND}": json.dumps(BACKENDS_SAVED).encode(),
         f"{folder}/{empty}": pickled([None]),
     }
-    return Plan(outputs, texts, copies(found), finish)
+    return Plan(outputs, texts, copied, finish)
 
 
 def _refuse_other_states(found: Weights) -> None:

@@ -4,11 +4,20 @@ Imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import chain
+from math import isfinite
 from typing import Any
 
 from megalite.checkpoint.maps.family import Fields
 from megalite.checkpoint.progress import Progress, Training
+from megalite.config.convert import to_plain
+from megalite.config.errors import InputError
+from megalite.config.rules.optim import optim_rules
+from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config, Model, Optim
+from megalite.config.shape import Kind, misfits, whole
+from megalite.plan.batches import joined, samples_after
 
 STYLES = {
     "constant": "constant",
@@ -19,6 +28,21 @@ STYLES = {
 }
 SHARDING = "fully_reshardable"  # how the distributed optimizer's tensors are named and cut: as those of the model
 LARGEST = 1 << 40  # steps, and samples
+MOST_TOKENS = 1 << 62
+WITHOUT = "leave --optimizer out to take the weights alone"
+OURS = "megalite"  # names the progress that megalite writes beside Megatron's own counts
+KEPT = {
+    **dict.fromkeys(("step", "updates", "samples", "tokens", "bad_steps"), whole(0, 62)),
+    "left_out": [
+        Kind(
+            "a range of samples",
+            lambda value: (
+                isinstance(value, list) and [type(end) for end in value] == [int, int] and value[0] < value[1]
+            ),
+        )
+    ],
+    "losses": [Kind("a number", lambda value: type(value) is float and isfinite(value))],
+}
 GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}  # Megatron finds one by
 
 
@@ -27,22 +51,24 @@ def training_of(
     arguments: Mapping[str, Any],
     model: Model,
     file: str,
-    whole: Callable[[Any], int | None],
+    number: Callable[[Any], int | None],
 ) -> Training:
     """The state of the training that saved `content`, with these arguments, in `file`.
 
-    whole: returns the whole number that a value of `content` is, or that a tensor there holds, if it does. Raises
+    number: returns the whole number that a value of `content` is, or that a tensor there holds, if it does. Raises
     InputError for an optimizer other than AdamW, and where the counts are not told.
     """
     fields = Fields(f"{file}: args", arguments)
-    if (name := fields.get("optimizer", "adam")) != "adam":
-        raise fields.wrong("optimizer", f"megalite has no states of {name!s:.40}; only those of adam are taken along")
+    if fields.get("optimizer", "adam") != "adam":
+        raise fields.wrong("optimizer", f"only states of adam can be taken along; {WITHOUT}")
     step = _count(Fields(file, content), "iteration")
     samples = _count(fields, "consumed_train_samples")
-    counts = (whole(found) for found in _steps(content))
-    updates = next((count for count in counts if count is not None and 0 <= count <= step), step)
+    counts = (number(found) for found in _steps(content))
+    updates = next((count for count in counts if count is not None and min(step, 1) <= count <= step), step)
     length = fields.whole("seq_length", model.sequence_length)
-    progress = Progress(step=step, updates=updates, samples=samples, tokens=samples * length)
+    if (tokens := samples * length) >= MOST_TOKENS:
+        raise fields.wrong("consumed_train_samples", f"means {tokens:,} tokens; a run has fewer than 2**62; {WITHOUT}")
+    progress = _kept(content.get(OURS), step, samples) or Progress(step, updates, samples, tokens)
     optim = Optim(
         lr=fields.number("lr", Optim.lr),
         betas=[fields.number("adam_beta1", 0.9), fields.number("adam_beta2", 0.999)],
@@ -50,13 +76,26 @@ def training_of(
         weight_decay=fields.number("weight_decay", 0.01),
         clip_norm=fields.number("clip_grad", 1.0),
     )
-    return Training(progress, Config(model=model, optim=optim))
+    config = Config(model=replace(model, sequence_length=length), optim=optim)
+    if problem := next(chain(range_rules(to_plain(config)), optim_rules(config)), None):
+        raise InputError(f"{file}: args mean an optimizer that cannot be: {problem}; {WITHOUT}")
+    return Training(progress, config)
+
+
+def _kept(found: Any, step: int, samples: int) -> Progress | None:
+    """The progress that megalite has left in the file; None if it is of another step, as where Megatron went on."""
+    if not isinstance(found, dict) or next(misfits(found, KEPT, OURS), None):
+        return None
+    left_out = tuple((first, end) for first, end in found["left_out"])
+    if (found["step"], found["samples"]) != (step, samples) or joined(left_out) != left_out:
+        return None
+    return Progress(**{**found, "left_out": left_out, "losses": tuple(found["losses"])})
 
 
 def _count(fields: Fields, key: str) -> int:
     found = fields.get(key)
     if type(found) is not int or not 0 <= found < LARGEST:
-        raise fields.wrong(key, "must be a count, which tells how far the run has come")
+        raise fields.wrong(key, f"must be a count, which tells how far the run has come; {WITHOUT}")
     return found
 
 
@@ -80,7 +119,7 @@ def content_of(training: Training) -> dict[str, Any]:
     """
     progress, optim, batch = training.progress, training.config.optim, training.config.batch.global_
     rate = training.rate
-    schedule, last = training.config.schedule, training.config.train.steps * batch
+    schedule, last = training.config.schedule, samples_after(training.config, training.config.train.steps)
     common = {
         **GROUP,
         "lr": rate,
@@ -96,11 +135,16 @@ def content_of(training: Training) -> dict[str, Any]:
     decay = max(1, training.config.train.steps // 10) if schedule.decay is None else schedule.decay
     return {
         "iteration": progress.step,
+        OURS: {
+            **asdict(progress),
+            "left_out": [list(each) for each in progress.left_out],
+            "losses": list(progress.losses),
+        },
         "optimizer": {**options, "optimizer": options, "param_state_sharding_type": SHARDING},
         "opt_param_scheduler": {
             "max_lr": optim.lr,
             "min_lr": optim.lr * floor,
-            "lr_warmup_steps": schedule.warmup * batch,
+            "lr_warmup_steps": samples_after(training.config, schedule.warmup),
             "num_steps": progress.samples,
             "lr_decay_style": STYLES[schedule.name],
             "lr_decay_steps": last,

@@ -88,5 +88,7 @@ def test_weights_are_rounded_once(plan: Any, dtype: str, tmp_path: Path) -> None
 def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
     hugging_face(tmp_path / "hf", LLAMA, random_weights(LLAMA))
     source = open_weights(str(tmp_path / "hf"))
-    with pytest.raises(ValueError, match="float64: Megatron has weights of float32, bfloat16 or float16"):
+    with pytest.raises(
+        ValueError, match="weights in float64: Megatron has them in float32, bfloat16 or float16; use --dtype fp32"
+    ):
         megatron.plan(source, Split(), "float64")

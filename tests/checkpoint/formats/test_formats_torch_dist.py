@@ -74,7 +74,22 @@ def test_states_of_the_optimizer_are_read(model: Model, tmp_path: Path) -> None:
 
 
 def test_a_state_that_is_missing_is_told(tmp_path: Path) -> None:
-    more = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(384, 16)}
+    kinds = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+    more = {
+        f"{kinds[0]}output_layer.weight": torch.zeros(384, 16),
+        f"{kinds[1]}output_layer.weight": torch.zeros(384, 16),
+    }
     write_dist(tmp_path, SMALL, random_weights(SMALL), **more)
     with pytest.raises(DamagedError, match=r"lacks optimizer\.state\.exp_avg\.decoder\.final_layernorm\.weight"):
+        torch_dist.open_folder(tmp_path, states=True)
+
+
+def test_a_state_of_another_shape_is_told_by_its_name(tmp_path: Path) -> None:
+    states = {kind: dist_tensors(SMALL, random_weights(SMALL)) for kind in ("exp_avg", "exp_avg_sq")}
+    states["exp_avg_sq"]["decoder.layers.mlp.linear_fc2.weight"] = torch.zeros(4, 16, 23)
+    more = {f"optimizer.state.{kind}.{name}": value for kind, ours in states.items() for name, value in ours.items()}
+    write_dist(tmp_path, SMALL, random_weights(SMALL), **more)
+    with pytest.raises(
+        DamagedError, match=r"has optimizer\.state\.exp_avg_sq\.decoder\.layers\.mlp\.linear_fc2\.weight \["
+    ):
         torch_dist.open_folder(tmp_path, states=True)

@@ -1,0 +1,157 @@
+"""Clusters: what their GPUs, nodes and network can do, read from a YAML file. Imports no torch.
+
+The files in configs/cluster hold the figures of datasheets, each with its source. Rates are per GPU and, for links, in
+one direction.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megalite.config.errors import InputError, listing
+from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
+from megalite.config.yaml import read_mapping
+
+PACKAGE = "megalite_clusters"  # configs/cluster, as it is installed
+PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    peak: dense FLOP/s by precision. measured: the best that a matrix product has reached, where somebody measured it.
+    multiprocessors: units that share the tiles of a matrix product. memory: bytes. bandwidth: of memory, bytes/s.
+    power: its limit in watts.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    measured: Mapping[str, float]
+    multiprocessors: int
+    memory: float
+    bandwidth: float
+    power: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects GPUs: bytes/s that each can send, and the seconds that a collective takes to start."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """GPUs that lie together: groups of `gpus`, in which each reaches all others through `link`."""
+
+    gpus: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs.
+
+    levels: from those that are nearest to each other (boards or pairs, where a node has any) to the node. network:
+    between nodes. price: US dollars for a GPU and an hour. sources: of the figures, by key.
+    """
+
+    name: str
+    gpu: Gpu
+    levels: tuple[Level, ...]
+    network: Link
+    price: float
+    sources: Mapping[str, str]
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.levels[-1].gpus
+
+
+ABOVE_0 = Kind("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e15)
+COUNT = Kind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
+LINK = {"bandwidth": ABOVE_0, "latency": ABOVE_0}
+FILE = {
+    "gpu": {
+        "name": TEXT,
+        "peak": Each(ABOVE_0),
+        "measured": Each(ABOVE_0),
+        "multiprocessors": COUNT,
+        "memory": ABOVE_0,
+        "bandwidth": ABOVE_0,
+        "power": ABOVE_0,
+    },
+    "island": OrNull({"gpus": COUNT, **LINK}),
+    "node": {"gpus": COUNT, **LINK},
+    "network": LINK,
+    "price": ABOVE_0,
+    "sources": Each(TEXT),
+}
+
+
+@cache
+def known_clusters() -> tuple[str, ...]:
+    """The names of the clusters that megalite comes with."""
+    found = (Path(entry.name) for entry in files(PACKAGE).iterdir())
+    return tuple(sorted(path.stem for path in found if path.suffix == ".yaml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster of that name, or in the YAML file of that path. Raises InputError for a file that is none."""
+    if name in known_clusters():
+        return read_cluster(Path(str(files(PACKAGE).joinpath(f"{name}.yaml"))))
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError(f"--cluster {name}: is not known; give a YAML file, or one of {listing(known_clusters())}")
+    return read_cluster(path)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a file; units in files are TFLOP/s, GB/s, GiB, watts and microseconds."""
+    fields = read_mapping(path)
+    fields.setdefault("island", None)
+    gpu = fields.get("gpu")
+    if isinstance(gpu, dict):
+        gpu.setdefault("measured", {})
+    if problem := next(misfits(fields, FILE, str(path)), None):
+        raise InputError(problem)
+    gpu = fields["gpu"]
+    for key in ("peak", "measured"):
+        if unknown := [name for name in gpu[key] if name not in PRECISIONS]:
+            raise InputError(
+                f"{path}: gpu: {key}: {unknown[0]!r:.100} is no precision; known are {listing(PRECISIONS)}"
+            )
+    if "bf16" not in gpu["peak"]:
+        raise InputError(f"{path}: gpu: peak: bf16 is missing")
+    island, node = fields["island"], fields["node"]["gpus"]
+    if island and (node % island["gpus"] or node == island["gpus"]):
+        raise InputError(f"{path}: island: gpus = {island['gpus']}: must be a part of the {node} GPUs of a node")
+    return Cluster(
+        path.stem,
+        Gpu(
+            gpu["name"],
+            _scaled(gpu["peak"], 1e12),
+            _scaled(gpu["measured"], 1e12),
+            gpu["multiprocessors"],
+            gpu["memory"] * 2**30,
+            gpu["bandwidth"] * 1e9,
+            float(gpu["power"]),
+        ),
+        tuple(Level(level["gpus"], _link(level)) for level in (fields["island"], fields["node"]) if level),
+        _link(fields["network"]),
+        float(fields["price"]),
+        fields["sources"],
+    )
+
+
+def _scaled(values: Mapping[str, float], unit: float) -> dict[str, float]:
+    return {name: value * unit for name, value in values.items()}
+
+
+def _link(fields: Mapping[str, Any]) -> Link:
+    return Link(fields["bandwidth"] * 1e9, fields["latency"] * 1e-6)

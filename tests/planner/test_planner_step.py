@@ -1,0 +1,73 @@
+"""The time of a step: what follows from layouts and settings."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.planner.hardware import load_cluster
+from megalite.planner.programs import PROGRAMS
+from megalite.planner.step import StepModel, StepTime
+from megalite.planner.work import Work
+
+CLUSTER = load_cluster("h100_sxm")
+PROGRAM = PROGRAMS["megatron_2025"]
+LLAMA = Work(
+    layers=32, width=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256, sequence=8192, micro_batches=4
+)
+
+
+def step(work: Work, program: str = "megatron_2025", cluster: str = "h100_sxm") -> StepTime:
+    return StepModel(work, PROGRAMS[program], load_cluster(cluster)).step()
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    found = step(replace(LLAMA, pp=4, tp=2, dp=4, mode="zero1"))
+    assert found.total == pytest.approx(sum(vars(found).values()))
+    assert min(vars(found).values()) > 0
+
+
+def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
+    """But for the embedding and the head, which only the ends have."""
+    model = StepModel(replace(LLAMA, pp=4, micro_batches=8, vocab=8, mode="ddp"), PROGRAM, CLUSTER)
+    found = model.step()
+    assert found.bubble / found.pipeline == pytest.approx(3 / 8, rel=0.01)
+    virtual = StepModel(replace(LLAMA, pp=4, virtual=2, micro_batches=8, vocab=8, mode="ddp"), PROGRAM, CLUSTER).step()
+    assert virtual.bubble == pytest.approx(found.bubble / 2)
+    assert virtual.transfers > found.transfers
+
+
+def test_recompute_costs_what_it_makes_again() -> None:
+    times = {mode: step(replace(LLAMA, recompute=mode)).pipeline for mode in ("none", "selective", "full")}  # type: ignore[arg-type]
+    assert times["none"] < times["selective"] < times["full"]
+    assert 1.2 < times["full"] / times["none"] < 4 / 3
+
+
+def test_sharded_weights_are_gathered_beside_compute_where_that_takes_longer() -> None:
+    alone = step(replace(LLAMA, dp=1, mode="zero3"))
+    node = step(replace(LLAMA, dp=8, mode="zero3"))
+    assert alone.pipeline < node.pipeline < 1.25 * alone.pipeline
+    small = replace(LLAMA, sequence=128, dp=64, mode="zero3")
+    assert step(small).pipeline > 2 * step(replace(small, dp=1)).pipeline  # too little compute to hide behind
+
+
+def test_tensor_parallelism_is_worth_less_than_its_ranks() -> None:
+    times = [step(replace(LLAMA, tp=tp)).pipeline for tp in (1, 2, 4, 8)]
+    for tp, time in zip((2, 4, 8), times[1:], strict=True):
+        assert times[0] / tp < time < times[0]
+
+
+def test_small_layers_take_as_long_as_the_host_needs_to_launch_them() -> None:
+    tiny = replace(LLAMA, width=256, heads=4, kv_heads=4, head_size=64, ffn=512, vocab=512, sequence=128)
+    layer = StepModel(tiny, PROGRAMS["megatron_deepspeed"], CLUSTER).layer()
+    assert layer.forward == pytest.approx(PROGRAMS["megatron_deepspeed"].host, rel=0.01)
+
+
+def test_fp8_makes_products_faster_and_nothing_else() -> None:
+    wide, narrow = StepModel(LLAMA, PROGRAM, CLUSTER), StepModel(replace(LLAMA, precision="fp8"), PROGRAM, CLUSTER)
+    assert narrow.layer().forward < wide.layer().forward
+    assert narrow.head() == wide.head()
+
+
+@pytest.mark.parametrize("faster", ["h100_sxm", "b200"])
+def test_a_faster_gpu_is_faster(faster: str) -> None:
+    assert step(LLAMA, cluster=faster).total < step(LLAMA, cluster="a100_80gb").total

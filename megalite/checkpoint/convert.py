@@ -21,6 +21,7 @@ import xxhash
 
 from megalite.checkpoint.disk import File, check_hashes, synchronize, write_durably
 from megalite.checkpoint.files import BUFFER, HashedFile
+from megalite.checkpoint.finite import SQUARES
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.formats.output import Output, Plan, Stream, Written
 from megalite.checkpoint.index import ITEM_BYTES
@@ -34,7 +35,6 @@ from megalite.config.schema import Config
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
 JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
-SQUARES = "optimizer.exp_avg_sq."
 Advanced = Callable[[int], None]
 
 
@@ -49,7 +49,7 @@ def convert(
     """Write the folder `target` as `plan` says, its tensors from `found`. Returns its large files.
 
     request: what decides the content; unfinished work for another request is thrown away. advanced: called with the
-    elements that are written, from any thread. Raises InputError if there is something at `target`, or if another
+    bytes that are written, from any thread. Raises InputError if there is something at `target`, or if another
     process writes it, and DamagedError if `found` cannot be read.
     """
     if look(target, follow=False) is not None:
@@ -62,7 +62,7 @@ def convert(
         todo = []
         for output in plan.outputs:
             if output.name in written:
-                advanced(output.elements)
+                advanced(output.bytes)
             else:
                 todo.append(output)
         with ThreadPoolExecutor(workers, "convert") as pool, ThreadPoolExecutor(workers, "flush") as beside:
@@ -187,7 +187,7 @@ def _write(
                 raise InputError("stopped")
             _refuse_unfit(theirs, block, resumable)
             stream.write(block.view(torch.uint8).numpy().data)
-            advanced(block.numel())
+            advanced(block.nbytes)
 
     with path.open("xb", buffering=BUFFER) as file:
         hashed = HashedFile(file, beside, lambda: None)

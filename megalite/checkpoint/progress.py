@@ -1,9 +1,11 @@
 """How far a run has come: all of its state but weights and moments. Imports no torch."""
 
 from dataclasses import dataclass
+from math import isfinite
 
 from megalite.config.schema import Config
 from megalite.optim.rate import learning_rate
+from megalite.plan.batches import joined
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,17 @@ class Progress:
     left_out: tuple[tuple[int, int], ...] = ()  # ranges of samples [first, end) passed over after a rollback
     bad_steps: int = 0
     losses: tuple[float, ...] = ()  # the latest, oldest first: what a spike is measured against
+
+
+def impossible(progress: Progress) -> str | None:
+    """What keeps a progress from being that of a run, if anything does."""
+    counts = {name: getattr(progress, name) for name in ("step", "updates", "samples", "tokens", "bad_steps")}
+    if min(counts.values()) < 0 or counts["updates"] > counts["step"] or not all(map(isfinite, progress.losses)):
+        return f"holds a progress that cannot be: {counts}"
+    ranges = progress.left_out
+    if any(first < 0 or first >= end for first, end in ranges) or joined(ranges) != ranges:
+        return "leaves out ranges of samples that are not ascending and apart"
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What a checkpoint holds: the global tensors of a run under global names, and its progress as tensors among them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.checkpoint.index import Index
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.progress import Progress, impossible
 from megalite.optim.interface import Optimizer
-from megalite.plan.batches import joined
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
 FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
@@ -111,11 +109,10 @@ def progress_from(tensors: Mapping[str, Tensor]) -> Progress:
     counts = {name: int(tensors[f"progress.{name}"]) for name in COUNTS}
     left_out = tuple((first, end) for first, end in tensors["progress.left_out"].tolist())
     losses = tuple(tensors["progress.losses"].tolist())
-    if min(counts.values()) < 0 or counts["updates"] > counts["step"] or not all(map(math.isfinite, losses)):
-        raise ValueError(f"holds a progress that cannot be: {counts}")
-    if any(first < 0 or first >= end for first, end in left_out) or joined(left_out) != left_out:
-        raise ValueError("leaves out ranges of samples that are not ascending and apart")
-    return Progress(**counts, left_out=left_out, losses=losses)
+    progress = Progress(**counts, left_out=left_out, losses=losses)
+    if problem := impossible(progress):
+        raise ValueError(problem)
+    return progress
 
 
 def use_device(device: torch.device) -> None:

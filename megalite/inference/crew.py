@@ -26,10 +26,23 @@ class Writing:
 
 
 class Crew:
-    """The ranks. One leads and calls `score` and `write`; the others `serve` meanwhile, until it calls `release`."""
+    """The ranks. One leads and calls `score` and `write`; the others `serve` meanwhile, until it calls `release`.
 
-    def __init__(self, engine: Engine, group: HostGroup, tokenizer: Tokenizer, end: int | None) -> None:
-        self.engine, self.group, self.tokenizer, self.end = engine, group, tokenizer, end
+    end: the token that ends documents. ends: further ones that end a text. begin: the tokens that begin every text.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: HostGroup,
+        tokenizer: Tokenizer,
+        end: int | None,
+        ends: frozenset[int] = frozenset(),
+        begin: tuple[int, ...] = (),
+    ) -> None:
+        self.engine, self.group, self.tokenizer = engine, group, tokenizer
+        self.end, self.begin = end, begin
+        self.ends = ends if end is None else ends | {end}
 
     def score(self, stems: Sequence[Stem]) -> list[list[Score]]:
         """The scores of all branches of every stem."""
@@ -77,10 +90,10 @@ class Crew:
 
         def over(tokens: list[int]) -> bool:
             text = self.tokenizer.decode(tokens[-tail:])
-            return any(ending in text for ending in work.until)
+            return tokens[-1] in self.ends or any(ending in text for ending in work.until)
 
         found: dict[tuple[int, int], list[int]] = {(request.index, request.sample): [] for request in requests}
         for drawn in generate(self.engine, requests, work.draw, BATCH, size, self.end, over=over):
-            if drawn.token != self.end:
+            if drawn.token not in self.ends:
                 found[drawn.request.index, drawn.request.sample].append(drawn.token)
         return list(found.values())

@@ -73,12 +73,21 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
         return self.crew.end
 
     @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        return self.crew.begin[0] if self.crew.begin else self.eot_token_id
+
+    @property
     def tokenizer_name(self) -> str:
         """A part of the names of the harness's caches."""
         return self.crew.tokenizer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
-        return self.crew.tokenizer.encode(string)
+        begin, tokenizer = self.crew.begin, self.crew.tokenizer
+        spelled = begin and string.startswith(tokenizer.decode(begin[:1]))
+        if add_special_tokens is False or (add_special_tokens is None and spelled):
+            begin = ()
+        return [*begin, *tokenizer.encode(string)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, in windows that each see one token of the one before."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.checkpoint.disk import DamagedError
+from megalite.checkpoint.formats.tokenizer import GENERATION, ends_in
 from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.manifest import NAME, complete, step_of
@@ -86,6 +87,8 @@ def _open(source: str, run: Path | None, step: int) -> Opened:
     """The weights `source`. Raises DamagedError before memory is taken for them."""
     found = open_weights(source)
     tokenizer = found.tokenizer or next((file for file in found.companions if file.name in TOKENIZERS), None)
+    settings = next((file.parent for file in found.companions if file.name == GENERATION), None)
+    ends = ends_in(settings) if settings is not None else ()
     # A tokenizer that a checkpoint names is not opened: anybody may have written its path.
     trained = f", as {found.tokenizer_name!r:.200}" if found.tokenizer_name else ""
     return Opened(
@@ -94,9 +97,9 @@ def _open(source: str, run: Path | None, step: int) -> Opened:
         fill=partial(_fill, source, found.model),
         tokenizer=tokenizer,
         wanted=f"{run or found.path}: has no copy of the model's tokenizer; give --tokenizer{trained}",
-        end_of_document=found.ends[0] if found.ends else found.end,
-        ends=frozenset(found.ends),
-        begins=found.kind == "hf",
+        end_of_document=ends[0] if ends else found.end,
+        ends=frozenset(ends),
+        begins=bool(found.companions),  # a run's own checkpoint has none
         run=run if run is not None and is_folder(run / "checkpoints") else None,
         step=step,
     )

@@ -98,28 +98,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", "<s>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     model.train_from_iterator(TEXTS, trainer)
     model.save(str(folder / "tokenizer.json"))
+    begin = ("<s>", model.token_to_id("<s>"))
+    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    (folder / "begins").mkdir()
+    model.save(str(folder / "begins" / "tokenizer.json"))
     return folder
 
 
-@pytest.fixture(scope="module", params=["llama_grouped_queries", "qwen3_alternating_windows"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama_grouped_queries", True), ("qwen3_alternating_windows", False)],
+    ids=["llama, texts begin with a token", "qwen3"],
+)
 def both(request: pytest.FixtureRequest, alone: Mesh, folder: Path) -> tuple[Crew, Any]:
     """Ours, and the harness's own model with the same weights."""
-    family, model = MODELS[request.param]
-    model = replace(model, vocab_size=320, sequence_length=LENGTH)
+    name, begins = request.param
+    file = folder / ("begins" if begins else "") / "tokenizer.json"
+    tokenizer = load_tokenizer(file)
+    family, model = MODELS[name]
+    # The vocabulary has no padding: transformers draws from it, too.
+    model = replace(model, vocab_size=tokenizer.vocab_size, sequence_length=LENGTH)
     oracle = oracle_of(family, model).float()
     engine = Engine(model, alone, torch.float32)
     copy_weights(engine.decoder, oracle)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+        tokenizer_file=str(file),
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        **({"bos_token": "<s>"} if begins else {}),
     )
-    crew = Crew(engine, HostGroup(), tokenizer, tokenizer.eod)
+    crew = Crew(engine, HostGroup(), tokenizer, tokenizer.eod, begin=tokenizer.begin)
+    assert len(crew.begin) == begins
     return crew, huggingface.HFLM(pretrained=oracle, tokenizer=theirs, batch_size=3, max_length=LENGTH)
 
 
@@ -161,7 +176,7 @@ def flat(found: Any) -> Iterator[Any]:
         for item in found:
             yield from flat(item)
     else:
-        return found
+        yield found
 
 
 def test_unknown_tasks_and_missing_data_are_told(

@@ -27,7 +27,7 @@ ROOM = 3  # bytes of memory asked for, per byte of a model in float32
 def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced: Callable[[int], None]) -> list[str]:
     """The names of tensors of `made`, weights and states, that are not those of `source` in `dtype`; None: as they are.
 
-    advanced: called with the elements that are compared.
+    advanced: called with the bytes that are compared.
     """
     readers = reader_of(source), reader_of(made)
     forms, one, other = weights(made.model), source.index.tensors, made.index.tensors
@@ -39,7 +39,7 @@ def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced:
         same = other[full].dtype == kind
         for mine, yours in zip(*(blocks(reader, theirs, kind) for reader in readers), strict=True):
             same = same and torch.equal(mine.view(torch.uint8), yours.view(torch.uint8))
-            advanced(mine.numel())
+            advanced(yours.nbytes)
         if not same:
             found.append(full)
     return found

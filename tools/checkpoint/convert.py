@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
     add("--optimizer", action="store_true", help="take the optimizer's states and the run's progress along")
     add("--shard-size", type=_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
-    add("--tp", type=_count, default=1, metavar="N", help="megatron: tensor-parallel ranks (default: 1)")
+    add("--tp", type=_count, default=1, metavar="N", help="megatron: tensor-parallel ranks; meta: files (default: 1)")
     add("--pp", type=_count, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
     add("--virtual-stages", type=_count, default=1, metavar="N", help="megatron: stages of a rank (default: 1)")
     add("--workers", type=_count, default=2, metavar="N", help="files that are written at a time (default: 2)")
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
     request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
     request["optimizer"] = options.optimizer
     began = time.monotonic()
-    with bar(target.name, sum(output.elements for output in plan.outputs)) as advanced:
+    with bar(target.name, sum(output.bytes for output in plan.outputs)) as advanced:
         written = convert(found, plan, target, request, options.workers, advanced)
     seconds = time.monotonic() - began
     size = total_bytes(each.file for each in written.values())
@@ -118,7 +118,7 @@ def _check(
         options.optimizer and made.kind != "megalite"
     ):  # what it updates is in float32, whatever the weights beside are in
         pairs = [(source, made, "float32"), (source.without_states(), open_weights(target), dtype or source.dtype)]
-    with bar("comparing", sum(other.elements for _, other, _ in pairs)) as advanced:
+    with bar("comparing", sum(other.bytes for _, other, _ in pairs)) as advanced:
         unequal = [name for one, other, kind in pairs for name in unequal_tensors(one, other, kind, advanced)]
     count = sum(len(other.index.tensors) for _, other, _ in pairs)
     said = f"{count - len(unequal)} of {count} tensors are the same to the bit"

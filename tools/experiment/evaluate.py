@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run folder, or one of its checkpoints")
+    parser.add_argument("run", metavar="RUN", help="a run folder, a checkpoint, or weights such as hf:FOLDER")
     parser.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-eval (pip install 'megalite[eval]')")
     parser.add_argument("--task-folder", metavar="DIR", help="a folder with YAML files of further tasks")
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples in every prompt (default: as tasks say)")
@@ -90,7 +90,8 @@ def _evaluate(options: argparse.Namespace, place: Place, opened: Opened) -> int:
     tasks: Tasks = {}
     if options.tasks is not None:
         assert tokenizer is not None
-        crew = Crew(engine, place.group, tokenizer, end)
+        begin = tokenizer.begin if opened.begins else ()
+        crew = Crew(engine, place.group, tokenizer, end, opened.ends, begin)
         if not place.leads:
             crew.serve()
             return ExitCode.DONE

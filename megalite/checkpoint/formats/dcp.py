@@ -55,6 +55,10 @@ class Part:
     theirs: Theirs
     dtype: str
 
+    @property
+    def bytes(self) -> int:
+        return self.theirs.bytes(self.dtype)
+
 
 def plan(found: Weights, target: Path, dtype: str | None, files: int) -> Plan:
     """A checkpoint in about so many files of equal size; dtype: of all tensors, None: each keeps its own.
@@ -64,9 +68,9 @@ def plan(found: Weights, target: Path, dtype: str | None, files: int) -> Plan:
     parts = list(_parts(found, dtype))
     shares: list[list[Part]] = [[] for _ in range(files)]
     loads = [0] * files
-    for part in sorted(parts, key=lambda part: -part.theirs.elements):
+    for part in sorted(parts, key=lambda part: -part.bytes):
         least = loads.index(min(loads))
-        loads[least] += part.theirs.elements
+        loads[least] += part.bytes
         shares[least].append(part)
     outputs = [
         Output(f"__{number}_0.distcp", load, partial(_write, share))

@@ -13,7 +13,7 @@ from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.formats.tokenizer import ends_in, tokenizer_files
-from megalite.checkpoint.index import ITEM_BYTES, Index, Stored
+from megalite.checkpoint.index import Index, Stored
 from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, read_config
 from megalite.checkpoint.maps.family import Family
 from megalite.checkpoint.maps.models import lost
@@ -105,7 +105,11 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
             told = fields | dict.fromkeys(_KEYS & fields.keys() or {"torch_dtype"}, common)
         texts[CONFIG] = as_json(told).encode()
     outputs = tuple(
-        Output(name, sum(table[each].elements for each in names), partial(_write, {n: table[n] for n in names}, kinds))
+        Output(
+            name,
+            sum(table[each].bytes(kinds[each]) for each in names),
+            partial(_write, {each: table[each] for each in names}, kinds),
+        )
         for name, names in files.items()
     )
     if found.tokenizer is not None and not found.companions:
@@ -156,7 +160,7 @@ def _split(table: Table, kinds: Mapping[str, str], most: int) -> dict[str, list[
     shards: list[list[str]] = [[]]
     size = 0
     for name, theirs in table.items():
-        bytes_ = theirs.elements * ITEM_BYTES[kinds[name]]
+        bytes_ = theirs.bytes(kinds[name])
         if bytes_ > most:
             shards.insert(len(shards) - 1, [name])  # as transformers does: the file that is being filled stays open
             continue
@@ -172,7 +176,7 @@ def _split(table: Table, kinds: Mapping[str, str], most: int) -> dict[str, list[
 
 
 def _index(files: Mapping[str, list[str]], table: Table, kinds: Mapping[str, str]) -> bytes:
-    size = sum(theirs.elements * ITEM_BYTES[kinds[name]] for name, theirs in table.items())
+    size = sum(theirs.bytes(kinds[name]) for name, theirs in table.items())
     places = {name: file for file, names in files.items() for name in names}
     parameters = sum(theirs.elements for theirs in table.values())
     told = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": places}

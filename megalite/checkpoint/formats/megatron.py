@@ -237,8 +237,8 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         def write(stream: Stream, put: Put) -> None:
             write_torch(stream, content, put, FILES[0].removesuffix(".pt"))
 
-        elements = sum(theirs.elements for table in tables for theirs in table.values())
-        return Output(f"{RELEASE}/{_name(tensor, pipeline, split.pp)}/{FILES[0]}", elements, write)
+        size_here = sum(theirs.bytes(dtype) for table in tables for theirs in table.values())
+        return Output(f"{RELEASE}/{_name(tensor, pipeline, split.pp)}/{FILES[0]}", size_here, write)
 
     outputs = tuple(output(*rank) for rank in product(range(split.tp), range(split.pp)))
     texts, copies = taken_along(found)

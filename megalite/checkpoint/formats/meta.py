@@ -111,8 +111,8 @@ def plan(found: Weights, files: int = 1, dtype: str | None = None) -> Plan:
         def write(stream: Stream, put: Put) -> None:
             write_torch(stream, content, put, "consolidated")
 
-        elements = sum(theirs.elements for theirs in table.values())
-        return Output(f"consolidated.{rank:02d}.pth", elements, write)
+        size_here = sum(theirs.bytes(dtype) for theirs in table.values())
+        return Output(f"consolidated.{rank:02d}.pth", size_here, write)
 
     outputs = tuple(output(rank) for rank in range(files))
     texts, copies = taken_along(found)

@@ -46,9 +46,9 @@ class Weights:
     hashes: Mapping[str, File] = field(default_factory=dict)
 
     @property
-    def elements(self) -> int:
+    def bytes(self) -> int:
         """Of all tensors in the index."""
-        return sum(tensor.elements for tensor in self.index.tensors.values())
+        return sum(tensor.bytes for tensor in self.index.tensors.values())
 
     def without_states(self) -> "Weights":
         """The same, but for an optimizer's states."""

@@ -28,12 +28,12 @@ Put = Callable[[Stream, Theirs, str], None]  # writes all elements of a tensor o
 class Output:
     """A file to be written.
 
-    name: in the target folder, with `/` between folders. elements: of its tensors, which progress is counted in.
+    name: in the target folder, with `/` between folders. bytes: of its tensors, which progress is counted in.
     write: writes the file; what it returns is kept with the file's hash, for `Plan.finish`.
     """
 
     name: str
-    elements: int
+    bytes: int
     write: Callable[[Stream, Put], Note]
 
 

@@ -45,7 +45,7 @@ from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Note, Output, Plan, Put, Stream, Written
 from megalite.checkpoint.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.formats.torch_read import Saved
-from megalite.checkpoint.index import ITEM_BYTES, Index, Stored
+from megalite.checkpoint.index import Index, Stored
 from megalite.checkpoint.maps.megatron import (
     EMBEDDING,
     FC1,
@@ -307,7 +307,7 @@ def _files(parts: Iterable[Part]) -> list[list[Part]]:
     files: list[list[Part]] = [[]]
     room = FILE_BYTES
     for part in parts:
-        taken = part.theirs.elements * ITEM_BYTES[part.dtype]
+        taken = part.theirs.bytes(part.dtype)
         if files[-1] and taken > room:
             files.append([])
             room = FILE_BYTES
@@ -325,7 +325,7 @@ def _output(name: str, parts: Sequence[Part]) -> Output:
             notes.append([part.name, part.offsets, part.theirs.shape, start, stream.tell() - start])
         return notes
 
-    return Output(name, sum(part.theirs.elements for part in parts), write)
+    return Output(name, sum(part.theirs.bytes(part.dtype) for part in parts), write)
 
 
 def _extra_states(model: Model) -> Iterator[str]:

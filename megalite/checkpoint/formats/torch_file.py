@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.formats.output import Put, Stream
-from megalite.checkpoint.index import ITEM_BYTES
 from megalite.checkpoint.maps.strips import Theirs
 
 ALIGNMENT = 64  # bytes that the elements of a tensor are aligned to, so that they can be mapped into memory
@@ -78,7 +77,7 @@ def write_torch(stream: Stream, content: Any, put: Put, folder: str = "archive")
         for name, data in small:
             archive.writestr(_info(f"{folder}/{name}", stream.tell() - start, len(data)), data)
         for number, planned in enumerate(pickler.planned):
-            size = planned.theirs.elements * ITEM_BYTES[planned.dtype]
+            size = planned.theirs.bytes(planned.dtype)
             info = _info(f"{folder}/data/{number}", stream.tell() - start, size)
             with archive.open(info, "w", force_zip64=True) as record:
                 places.append((stream.tell(), size))

@@ -80,10 +80,10 @@ class Fields:
         return found
 
     def refuse(self, key: str, expected: Any, why: str) -> None:
-        """Raises InputError unless the key is left out, null, or has the value that megalite's layers are made for."""
+        """Raises InputError unless the key is left out, null, or has the only value that can be converted."""
         found = self.get(key, expected)
         if found != expected:
-            raise self.wrong(key, f"{why}; megalite's layers have none of that")
+            raise self.wrong(key, f"{why}, which megalite does not convert")
 
     def wrong(self, key: str, rule: str, value: Any = None) -> InputError:
         return InputError(
@@ -98,7 +98,7 @@ class Family:
     layer: their tensors of a layer, without `model.layers.N.`, and our weights that each holds, one upon another.
     Weights that a model does not have, such as biases, are left out. defaults: what transformers takes for keys that a
     config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
-    inverse. neutral: keys that must have one value, with what another would mean.
+    inverse.
     """
 
     model_type: str
@@ -107,7 +107,6 @@ class Family:
     features: Callable[[Fields, Model], Mapping[str, Any]]
     fields: Callable[[Model], Mapping[str, Any]]
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
-    neutral: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     def table(self, model: Model) -> Table:
         """What their tensors are made of, in transformers' order."""
@@ -126,7 +125,7 @@ class Family:
     def model(self, fields: Fields) -> Model:
         """The model that a config.json means. Raises InputError for what megalite's layers do not have."""
         fields = Fields(fields.file, {**self.defaults, **fields.values})
-        for key, (value, why) in (NEUTRAL | dict(self.neutral)).items():
+        for key, (value, why) in NEUTRAL.items():
             fields.refuse(key, value, why)
         heads = fields.whole("num_attention_heads")
         sizes: dict[str, Any] = {

@@ -146,12 +146,6 @@ def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str,
     return found
 
 
-def padded_size(arguments: Mapping[str, Any]) -> int | None:
-    """The size of the vocabulary with its padding, if the arguments tell it."""
-    found = arguments.get("padded_vocab_size")
-    return found if type(found) is int and found > 0 else None
-
-
 def _vocabulary(fields: Fields) -> int:
     """The true size of the vocabulary where it is told, else that with padding."""
     size = fields.whole("padded_vocab_size", fields.get("vocab_size"))

@@ -6,18 +6,17 @@ Imports no torch.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
-from math import isfinite
 from typing import Any
 
 from megalite.checkpoint.maps.family import Fields
-from megalite.checkpoint.progress import Progress, Training
+from megalite.checkpoint.progress import Progress, Training, impossible
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
 from megalite.config.rules.optim import optim_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config, Model, Optim
 from megalite.config.shape import Kind, misfits, whole
-from megalite.plan.batches import joined, samples_after
+from megalite.plan.batches import samples_after
 
 STYLES = {
     "constant": "constant",
@@ -34,16 +33,16 @@ OURS = "megalite"  # names the progress that megalite writes beside Megatron's o
 KEPT = {
     **dict.fromkeys(("step", "updates", "samples", "tokens", "bad_steps"), whole(0, 62)),
     "left_out": [
-        Kind(
-            "a range of samples",
-            lambda value: (
-                isinstance(value, list) and [type(end) for end in value] == [int, int] and value[0] < value[1]
-            ),
-        )
+        Kind("two whole numbers", lambda value: isinstance(value, list) and [*map(type, value)] == [int, int])
     ],
-    "losses": [Kind("a number", lambda value: type(value) is float and isfinite(value))],
+    "losses": [Kind("a number", lambda value: type(value) is float)],
 }
-GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}  # Megatron finds one by
+GROUP = {
+    "wd_mult": 1.0,
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+}  # keys by which Megatron finds a group of parameters
 
 
 def training_of(
@@ -87,9 +86,8 @@ def _kept(found: Any, step: int, samples: int) -> Progress | None:
     if not isinstance(found, dict) or next(misfits(found, KEPT, OURS), None):
         return None
     left_out = tuple((first, end) for first, end in found["left_out"])
-    if (found["step"], found["samples"]) != (step, samples) or joined(left_out) != left_out:
-        return None
-    return Progress(**{**found, "left_out": left_out, "losses": tuple(found["losses"])})
+    progress = Progress(**{**found, "left_out": left_out, "losses": tuple(found["losses"])})
+    return progress if (progress.step, progress.samples) == (step, samples) and not impossible(progress) else None
 
 
 def _count(fields: Fields, key: str) -> int:

@@ -51,6 +51,9 @@ class Theirs:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    def bytes(self, dtype: str) -> int:
+        return self.elements * ITEM_BYTES[dtype]
+
 
 Table = Mapping[str, Theirs]  # by their names, in their order
 

@@ -135,4 +135,6 @@ def test_what_has_no_effect_is_told_until_it_has_one(idle: list[str], line: str,
 def test_what_nobody_asked_for_is_not_told() -> None:
     assert list(doubts(Config())) == []
     for file in (ROOT / "configs").rglob("*.yaml"):
+        if file.parent.name == "cluster":  # no configuration
+            continue
         assert list(doubts(load([str(file)]))) == [], file

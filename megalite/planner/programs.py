@@ -88,6 +88,18 @@ MEGATRON_2021 = Program(
     host=0.0003,
     scatters=True,
 )
+TORCHTITAN = Program(
+    "torchtitan",
+    attention="flash2",
+    forward=60,
+    backward=70,
+    forward_ffn=12,
+    backward_ffn=20,
+    logit=24,
+    sequence_parallel=True,
+    gathers_again=True,
+    repeats=0.5,
+)
 PROGRAMS = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
@@ -106,29 +118,9 @@ PROGRAMS = {
         optimizer=60,
         host=0.00035,
     ),
-    "torchtitan": Program(
-        "torchtitan",
-        attention="flash2",
-        forward=60,
-        backward=70,
-        forward_ffn=12,
-        backward_ffn=20,
-        logit=24,
-        sequence_parallel=True,
-        gathers_again=True,
-        repeats=0.5,
-    ),
-    "torchtitan_compiled": Program(
-        "torchtitan with torch.compile",
-        attention="flash2",
-        forward=24,
-        backward=30,
-        forward_ffn=8,
-        backward_ffn=12,
-        logit=24,
-        sequence_parallel=True,
-        gathers_again=True,
-        repeats=0.5,
+    "torchtitan": TORCHTITAN,
+    "torchtitan_compiled": replace(
+        TORCHTITAN, name="torchtitan with torch.compile", forward=24, backward=30, forward_ffn=8, backward_ffn=12
     ),
     "nanotron": Program(
         "nanotron",

@@ -1,6 +1,6 @@
 """How far predictions are from published runs. Imports no torch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log
 
@@ -84,13 +84,8 @@ def loss(rows: Sequence[Row], constants: Constants) -> float:
     ) / 2
 
 
-def fit(
-    rows: Sequence[Row],
-    start: Constants = FITTED,
-    finest: float = 0.015,
-    told: Callable[[float], None] = lambda _: None,
-) -> Constants:
-    """Constants with a small loss: each is made larger or smaller in turn, by less and less. told: of better losses."""
+def fit(rows: Sequence[Row], start: Constants = FITTED, finest: float = 0.015) -> Constants:
+    """Constants with a small loss: each is made larger or smaller in turn, by less and less, down to `finest`."""
     found, best, step = start, loss(rows, start), 0.16
     while step > finest:
         better = False
@@ -102,7 +97,6 @@ def fit(
                 tried = replace(found, **{name: value})
                 if (now := loss(rows, tried)) < best - 1e-5:
                     found, best, better = tried, now, True
-                    told(best)
                     break
         if not better:
             step /= 2

@@ -12,7 +12,7 @@ from megalite.checkpoint.disk import DamagedError, damage_of, opened
 from megalite.checkpoint.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.formats.safetensors import INDEX, ONE_FILE, find, header, listed
-from megalite.checkpoint.formats.tokenizer import ends_in, tokenizer_files
+from megalite.checkpoint.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.index import Index, Stored
 from megalite.checkpoint.maps.families import CONFIG, LARGEST, family_of, read_config
 from megalite.checkpoint.maps.family import Family
@@ -58,7 +58,6 @@ def open_folder(path: Path) -> Weights:
         files.source,
         family=family.model_type,
         companions=companions(path),
-        ends=ends_in(path),
     )
 
 

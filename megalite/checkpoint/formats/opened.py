@@ -21,10 +21,9 @@ class Weights:
     index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
     links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
     other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
-    there are no companions. end: the id that ended its documents, if it was configured. ends: ids that each
-    end a text, as generation_config.json tells. hashes: of the files, if known. trained: whether the files hold states
-    of an optimizer too. training: the run that saved these, where the index has them. manifest: of megalite's
-    checkpoint.
+    there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
+    trained: whether the files hold states of an optimizer too. training: the run that saved these, where the index has
+    them. manifest: of megalite's checkpoint.
     """
 
     kind: str
@@ -42,7 +41,6 @@ class Weights:
     trained: bool = False
     training: Training | None = None
     manifest: Manifest | None = None
-    ends: tuple[int, ...] = ()
     hashes: Mapping[str, File] = field(default_factory=dict)
 
     @property

@@ -15,6 +15,7 @@ from toy_jobs import one_rank
 
 from megalite.checkpoint.convert import convert
 from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.formats.tokenizer import ends_in
 from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, read_config
 from megalite.checkpoint.maps.family import Fields
 from megalite.checkpoint.maps.models import plain_model
@@ -232,4 +233,4 @@ def test_tensors_that_are_no_floats_are_refused(tmp_path: Path) -> None:
 def test_the_tokens_that_end_texts_are_found(told: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
     CASES["llama"].save(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
-    assert open_weights(str(tmp_path)).ends == ends
+    assert ends_in(tmp_path) == ends

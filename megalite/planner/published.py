@@ -72,8 +72,7 @@ JEAN_ZAY = Level(4, Link(300e9, 6e-6)), Level(8, Link(25e9, 6e-6))
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. seconds: of a step; None if no speed was published. memory: GiB. line: of the file, for
-    messages.
+    """A published run. seconds: of a step; None if no speed was published. line: of the file, for messages.
 
     micro: whether the size of micro-batches was published. fits: whether the run did not run out of memory.
     """
@@ -86,7 +85,6 @@ class Row:
     program: Program
     cluster: Cluster
     seconds: float | None
-    memory: float | None
     fits: bool
     micro: bool
 
@@ -157,11 +155,10 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
     )
     cluster = cluster_of(fields["gpu"])
     seconds = _seconds(fields, work, batch, cluster)
-    memory = float(fields["mem_gib"]) if fields["mem_gib"] else None
     fits = fields["status"] != "oom"
     known = bool(fields["micro_batch"])
     program = program_of(fields)
-    return Row(file, line, fields["source"], work, batch, program, cluster, seconds, memory, fits, known)
+    return Row(file, line, fields["source"], work, batch, program, cluster, seconds, fits, known)
 
 
 def program_of(fields: Mapping[str, str]) -> Program:
@@ -201,7 +198,7 @@ WORDS = {  # in a source, and the program that it is of
 
 
 def cluster_of(text: str) -> Cluster:
-    """The cluster that a row describes: that of its GPUs, with the network, power and memory that the text tells."""
+    """The cluster of a row's GPUs, with the network, the power and the memory's bandwidth that the text tells."""
     name = next((name for pattern, name in FAMILIES if re.search(pattern, text, re.IGNORECASE)), None)
     if name is None:
         raise ValueError(f"gpu = {text:.100}: is of no kind that the planner knows")
@@ -213,10 +210,6 @@ def cluster_of(text: str) -> Cluster:
         gpu = replace(gpu, power=float(watts))
     if rate := _found(r"(\d\.?\d*) ?TB/s", text):
         gpu = replace(gpu, bandwidth=float(rate) * 1e12)
-    if size := _found(r"(\d{2,3}) ?GB\b", text):
-        gpu = replace(
-            gpu, memory=max(gpu.memory, float(size) * 1e9 if abs(float(size) * 1e9 / gpu.memory - 1) > 0.1 else 0)
-        )
     cluster = replace(cluster, gpu=gpu)
     return replace(cluster, levels=JEAN_ZAY) if "Jean Zay" in text else cluster
 

@@ -134,9 +134,19 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
         _check_types(path, index)
         if folder not in ("", f"{RELEASE}/", f"{folder_of(training.progress.step)}/"):
             raise InputError(f"{path}: {folder}{COMMON} is of iteration {training.progress.step}, not of its folder's")
-    sizes = _sizes(path, index.files)
-    opened = Weights("megatron-dist", path, model, index, sizes, source, True, *beside(path))
-    return replace(opened, trained=trained, training=training)
+    family, companions = beside(path)
+    return Weights(
+        "megatron-dist",
+        path,
+        model,
+        index,
+        _sizes(path, index.files),
+        source,
+        family=family,
+        companions=companions,
+        trained=trained,
+        training=training,
+    )
 
 
 def _chosen(states: bool, seen: set[Any], names: Names) -> list[Any]:

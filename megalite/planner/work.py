@@ -35,7 +35,14 @@ class Work:
     micro: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
-    precision: Literal["bf16", "fp8"] = "bf16"
+    precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    window: int | None = None
+    method: Literal["ring", "ulysses", "all_gather"] = "ring"
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation's element, and of a weight's in a matrix product."""
+        return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
 
     @property
     def gpus(self) -> int:

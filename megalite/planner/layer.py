@@ -1,0 +1,178 @@
+"""The time of one layer, of the output layer and of the embedding, for one micro-batch. Imports no torch.
+
+A pass takes as long as its kernels, one after another, and the communication that is not hidden behind them; or as long
+as the host needs to launch them, if that is longer.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from megalite.plan.window import attended_pairs
+from megalite.planner.constants import FITTED, Constants
+from megalite.planner.hardware import Cluster
+from megalite.planner.kernels import Kernels
+from megalite.planner.network import Group, Net
+from megalite.planner.programs import HOST_BACKWARD, Program, attention_shares
+from megalite.planner.work import Work
+
+SCORES = (9, 11)  # bytes for each score that unfused attention reads and writes: forward, backward
+QKV = (4, 6)  # bytes for each element of queries, keys and values: positions and layouts, forward and backward
+LOOK_UP = 6  # elements read and written for each of the embedding's output, forward and backward
+SHORT = 3  # how sharply the longer of device and host decides; from Megatron's layers, whose kernels differ in length
+ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
+USUAL = 2  # bytes of an element in the precision that programs' bytes are counted in
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time by what takes it.
+
+    products: matrix products. attention: scores, and what is summed by them. passes: over memory. tensor, context:
+    exposed communication of these kinds of parallelism. data: that of data parallelism. host: waiting for launches.
+    offload: tensors on their way from or to host memory.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    data: float = 0.0
+    host: float = 0.0
+    offload: float = 0.0
+
+    @cached_property
+    def total(self) -> float:
+        return float(sum(getattr(self, name) for name in KINDS))
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, name) + getattr(other, name) for name in KINDS))
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(*(getattr(self, name) * times for name in KINDS))
+
+
+KINDS = tuple(field.name for field in fields(Seconds))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Times of one layer and micro-batch. weights: of backward, the seconds that make the gradients of weights."""
+
+    forward: Seconds
+    backward: Seconds  # what is recomputed included
+    weights: float
+
+
+class LayerModel:
+    """Times of parts of a model, for a micro-batch of `work` done by `program` on `cluster`."""
+
+    def __init__(self, work: Work, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
+        self.work, self.program, self.cluster = work, program, cluster
+        self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
+        self.tp, self.cp = Group(work.tp, 1), Group(work.cp, work.tp)
+
+    def layer(self) -> LayerTime:
+        work, program = self.work, self.program
+        matrices = self._matrices()
+        products = sum(self.kernels.matmul(*sizes, precision=work.precision) for sizes in matrices)
+        inputs = sum(self.kernels.matmul(m, k, n, precision=work.precision) for m, n, k in matrices)
+        weights = sum(self.kernels.matmul(k, n, m, precision=work.precision) for m, n, k in matrices)
+        attention, passes = self._attention(), self._passes()
+        tensor, context = self._tensor(), self._context(attention)
+        forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
+        backward = Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1])
+        launched = program.host, program.host * HOST_BACKWARD
+        if work.recompute == "full":
+            backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
+        elif work.recompute == "selective" and program.repeats is None:
+            backward += Seconds(attention=attention[0])
+        elif work.recompute == "selective":
+            backward += Seconds(products=(program.repeats or 0.0) * products, passes=passes[0])
+        return LayerTime(_launched(forward, launched[0]), _launched(backward, launched[1]), weights)
+
+    def head(self) -> tuple[float, float, float]:
+        """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
+        work, t, v = self.work, self.work.tokens, self.work.vocab / self.work.tp
+        forward = self.kernels.matmul(t, v, work.width)
+        weights = self.kernels.matmul(v, work.width, t)
+        backward = self.kernels.matmul(t, work.width, v) + weights
+        logits = self.kernels.passes(self.program.logit * work.element / USUAL * t * v)
+        return forward + logits / 3, backward + logits * 2 / 3, weights
+
+    def embedding(self) -> float:
+        """The look-up, forward and backward."""
+        return self.kernels.passes(LOOK_UP * self.work.element * self.work.tokens * self.work.width)
+
+    def _matrices(self) -> list[tuple[float, float, float]]:
+        """Rows, columns and depth of a layer's matrix products on one rank."""
+        work, tokens = self.work, self.work.tokens
+        wide = 2 if work.gated else 1
+        return [
+            (tokens, (work.q + 2 * work.k) / work.tp, work.width),
+            (tokens, work.width, work.q / work.tp),
+            (tokens, wide * work.ffn / work.tp, work.width),
+            (tokens, work.width, work.ffn / work.tp),
+        ]
+
+    def _attention(self) -> tuple[float, float]:
+        """Scores and values: forward, backward."""
+        work, s = self.work, self.work.sequence
+        if self.program.attention == "unfused":
+            batch = max(1, work.micro * work.heads // work.tp)
+            products = self.kernels.matmul(s, s, work.head_size, batch) + self.kernels.matmul(
+                s, work.head_size, s, batch
+            )
+            scores = batch * s * s
+            there, back = (self.kernels.passes(each * scores) for each in SCORES)
+            return products + there, 2 * products + back
+        seen = attended_pairs(s, work.window) / s  # keys of a query, on average
+        flops = 4 * work.tokens * seen * work.q / work.tp
+        there, back = attention_shares(self.program, self.cluster.gpu.name, work.head_size)
+        return self.kernels.attention(flops, there), self.kernels.attention(ATTENTION_BACKWARD * flops, back)
+
+    def _passes(self) -> tuple[float, float]:
+        """Passes over activations: forward, backward."""
+        work, program, tokens = self.work, self.program, self.work.tokens
+        stream = work.width / (work.tp if program.sequence_parallel else 1)
+        inner = (2 if work.gated else 1) * work.ffn / work.tp
+        heads = (work.q + 2 * work.k) / work.tp
+        each = zip((program.forward, program.backward), (program.forward_ffn, program.backward_ffn), QKV, strict=True)
+        wider = work.element / USUAL
+        there, back = (self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c)) for a, b, c in each)
+        return there, back
+
+    def _tensor(self) -> tuple[float, float]:
+        """Exposed tensor-parallel communication: forward, backward."""
+        work, program = self.work, self.program
+        stream = work.element * work.tokens * work.width
+        there = 2 * self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
+        return there, there * (1.5 if program.gathers_again else 1.0)
+
+    def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
+        """Exposed context-parallel communication: forward, backward.
+
+        A ring passes keys and values on while it attends to those it has, and gradients in backward. Half of that is
+        taken to be exposed, as published runs show. Who gathers all of them begins with its own keys and values; the
+        gradients are reduced at the end. All-to-alls of Ulysses hide behind nothing.
+        """
+        work = self.work
+        if work.cp == 1:
+            return 0.0, 0.0
+        tokens = work.tokens * work.cp
+        keys = 2 * work.element * work.k / work.tp * min(tokens, work.micro * (work.window or work.sequence))
+        if work.method == "ulysses":
+            every = work.element * (2 * work.q + 2 * max(work.k, work.cp * work.head_size)) / work.tp * work.tokens
+            both = self.net.collective("all_to_all", every, self.cp)
+            return both, both
+        gathered = self.net.collective("all_gather", keys, self.cp)
+        if work.method == "all_gather":
+            own = attention[0] / work.cp
+            return max(0.0, gathered - own), max(0.0, gathered - own) + 2 * gathered
+        return 0.5 * gathered, gathered
+
+
+def _launched(device: Seconds, host: float) -> Seconds:
+    """Seconds of kernels that the host launches one by one: those that are shorter than a launch wait for it."""
+    alone = device.total
+    return device + Seconds(host=(alone**SHORT + host**SHORT) ** (1 / SHORT) - alone)

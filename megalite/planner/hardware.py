@@ -25,7 +25,7 @@ class Gpu:
 
     peak: dense FLOP/s by precision. measured: the best that a matrix product has reached, where somebody measured it.
     multiprocessors: units that share the tiles of a matrix product. memory: bytes. bandwidth: of memory, bytes/s.
-    power: its limit in watts.
+    power: its limit in watts. host: bytes/s to host memory, and as many from there.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Gpu:
     memory: float
     bandwidth: float
     power: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ FILE = {
         "memory": ABOVE_0,
         "bandwidth": ABOVE_0,
         "power": ABOVE_0,
+        "host": ABOVE_0,
     },
     "island": OrNull({"gpus": COUNT, **LINK}),
     "node": {"gpus": COUNT, **LINK},
@@ -141,6 +143,7 @@ def read_cluster(path: Path) -> Cluster:
             gpu["memory"] * 2**30,
             gpu["bandwidth"] * 1e9,
             float(gpu["power"]),
+            gpu["host"] * 1e9,
         ),
         tuple(Level(level["gpus"], _link(level)) for level in (fields["island"], fields["node"]) if level),
         _link(fields["network"]),

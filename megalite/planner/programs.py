@@ -100,6 +100,24 @@ TORCHTITAN = Program(
     gathers_again=True,
     repeats=0.5,
 )
+# Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
+# four tensors each way, SwiGLU three and five, the loss six; AdamW reads a gradient and updates three float32 tensors,
+# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products.
+MEGALITE = Program(
+    "megalite",
+    attention="flash2",
+    forward=16,
+    backward=16,
+    forward_ffn=3,
+    backward_ffn=5,
+    logit=12,
+    sequence_parallel=True,
+    gathers_again=True,
+    repeats=0.0,
+    optimizer=32,
+    scatters=True,
+    reduces_beside=True,
+)
 PROGRAMS = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),

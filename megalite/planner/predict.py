@@ -1,0 +1,230 @@
+"""The predicted time of a training step of a configuration on a cluster. Imports no torch.
+
+The pipeline's own table runs on a clock with the times of its stages (`schedule.simulate`). Of a long step only its
+beginning and end are run: in between, every micro-batch adds as much as the one before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.config.schema import Config
+from megalite.plan.activations import Activations
+from megalite.plan.muon import Matrix
+from megalite.plan.pipeline import as_full, micro_batches
+from megalite.plan.resolved import Plan, resolve
+from megalite.plan.roles import Kind as Role
+from megalite.plan.size import flops_per_token, stage_parameters
+from megalite.plan.weights import layer_weights
+from megalite.planner.hardware import Cluster
+from megalite.planner.kernels import Kernels
+from megalite.planner.layer import KINDS, Seconds
+from megalite.planner.network import Group
+from megalite.planner.programs import MEGALITE
+from megalite.planner.stages import HOST_SHARE, StageTime, Timer
+from megalite.schedule.actions import Action, Kind, Table
+from megalite.schedule.reductions import reductions
+from megalite.schedule.simulate import Timeline, simulate
+
+UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
+HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
+MUON_ELEMENT = 2  # bytes of an element that Muon sends
+MUON_SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of `config` on `cluster`.
+
+    seconds: of a step. spread: half the width of the interval, relative. parts: seconds of the busiest pipeline rank by
+    what takes them: those of `layer.Seconds`, "bubble" (waiting for other stages), and "optimizer". busy: by rank,
+    seconds in which it computes. stages: their times. timeline: of a step with at most `as_full` micro-batches.
+    """
+
+    config: Config
+    cluster: Cluster
+    plan: Plan
+    seconds: float
+    spread: float
+    parts: Mapping[str, float]
+    busy: tuple[float, ...]
+    stages: tuple[StageTime, ...]
+    timeline: Timeline
+
+    @property
+    def low(self) -> float:
+        return self.seconds / (1 + self.spread)
+
+    @property
+    def high(self) -> float:
+        return self.seconds * (1 + self.spread)
+
+    @property
+    def gpus(self) -> int:
+        return self.config.parallel.layout.world_size
+
+    @property
+    def step_tokens(self) -> int:
+        return self.config.batch.global_ * self.config.model.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.step_tokens / self.seconds / self.gpus
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, with causal attention counted as the half that is computed."""
+        return self._utilization(flops_per_token(self.config.model, "causal"))
+
+    @cached_property
+    def mfu_full(self) -> float:
+        """The same with attention counted in full, as Megatron-LM and PaLM do."""
+        return self._utilization(flops_per_token(self.config.model, "full"))
+
+    def _utilization(self, flops: int) -> float:
+        peak = self.cluster.gpu.peak
+        return flops * self.tokens_per_second / peak.get(self.config.train.precision, peak["bf16"])
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which the busiest pipeline rank waits for others."""
+        return self.parts["bubble"] / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """The share of a step in which communication is not hidden."""
+        return sum(self.parts[kind] for kind in ("tensor", "context", "data")) / self.seconds
+
+
+def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: Plan | None = None) -> Prediction:
+    """The prediction for a checked `config`, in which `parallel.dp_shard` and `batch.micro` are numbers.
+
+    timer: of the cluster, where several are predicted. Raises InputError for a schedule that cannot run.
+    """
+    timer = timer or Timer(cluster)
+    plan = plan or resolve(config)
+    stages = timer.stages(plan)
+    m = micro_batches(config)
+    timeline, makespan = _simulated(plan, stages, _transfer(config, timer), m)
+    update = _update(plan, timer)
+    whole = [_busy(plan, stages, rank, m) for rank in range(config.parallel.pp)]
+    busiest = max(whole, key=lambda seconds: seconds.total)
+    parts = {kind: getattr(busiest, kind) for kind in KINDS}
+    tail = float(timeline.makespan - max(span.end for rank in timeline.own for span in rank if span.action.is_compute))
+    parts["data"] += tail
+    parts["bubble"] = max(0.0, makespan - busiest.total - tail)
+    parts["optimizer"] = update
+    return Prediction(
+        config,
+        cluster,
+        plan,
+        makespan + update,
+        timer.constants.spread,
+        parts,
+        tuple(seconds.total for seconds in whole),
+        tuple(stages),
+        timeline,
+    )
+
+
+def _simulated(plan: Plan, stages: list[StageTime], transfer: float, m: int) -> tuple[Timeline, float]:
+    """A timeline of at most `as_full` micro-batches, and how long a step of `m` takes."""
+    few = as_full(plan.config, m)
+    timeline = _run(plan, stages, transfer, few)
+    if few == m:
+        return timeline, float(timeline.makespan)
+    fewer = few - plan.config.parallel.pp  # whole rounds of an interleaved schedule
+    slope = (float(timeline.makespan) - float(_run(plan, stages, transfer, fewer).makespan)) / (few - fewer)
+    return timeline, float(timeline.makespan) + (m - few) * slope
+
+
+def _run(plan: Plan, stages: list[StageTime], transfer: float, m: int) -> Timeline:
+    table = plan.table(m)
+    return simulate(table, Costs(table, stages), transfer)
+
+
+class Costs:
+    """The time of every action of a table, for `simulate`."""
+
+    def __init__(self, table: Table, stages: list[StageTime]) -> None:
+        self._stages = stages
+        self._reductions = {key: found for rank in range(table.ranks) for key, found in reductions(table, rank).items()}
+        self._forward = [stage.forward.total for stage in stages]
+        self._backward = [stage.backward.total for stage in stages]
+
+    def __call__(self, action: Action) -> float:
+        kind, at, micro = action
+        if kind is Kind.F:
+            return self._forward[at]
+        stage = self._stages[at]
+        if kind is Kind.I:
+            return self._backward[at] - stage.weights
+        if kind is Kind.W:
+            return stage.weights
+        if kind is Kind.B:
+            found = self._reductions[action]
+            return self._backward[at] + (stage.slowed(found.replicas) if found.now else 0.0)
+        if kind is Kind.REDUCE:
+            whole = self._reductions.get(Action(Kind.B, at, micro))
+            if whole is None:
+                return stage.reducing(self._reductions[Action(Kind.W, at, micro)].last)
+            return stage.left(whole.replicas)
+        return stage.gather if kind is Kind.GATHER else 0.0
+
+
+def _busy(plan: Plan, stages: list[StageTime], rank: int, m: int) -> Seconds:
+    """The time in which a rank computes in a step of `m` micro-batches, slowed by reductions beside it."""
+    found = Seconds()
+    whole = not plan.table(as_full(plan.config, m)).splits_backward
+    each_time = plan.config.parallel.data.mode in ("zero2", "zero3")
+    for stage in plan.stages_of(rank):
+        time = stages[stage]
+        found += (time.forward + time.backward) * m
+        if whole:
+            found += Seconds(data=time.slowed(True) + (m - 1) * time.slowed(False) * each_time)
+    return found
+
+
+def _transfer(config: Config, timer: Timer) -> float:
+    """Seconds to send a micro-batch's activations to the next stage."""
+    layout = config.parallel.layout
+    if layout.pp == 1:
+        return 0.0
+    return timer.net.transfer(Activations(config).stream, layout.world_size // layout.pp)
+
+
+def _update(plan: Plan, timer: Timer) -> float:
+    """Seconds of the optimizer on the fullest rank."""
+    config, gpu = plan.config, timer.cluster.gpu
+    layout = config.parallel.layout
+    kernels = Kernels(gpu, timer.constants)
+    shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
+    sizes = stage_parameters(config.model, [len(layers) for layers in plan.layers])
+    held = max(sum(sizes[stage].total for stage in plan.stages_of(rank)) for rank in range(layout.pp)) / layout.tp
+    count = held / shards
+    seconds = kernels.passes(count * MEGALITE.optimizer)
+    if config.optim.offload:
+        moved = 2 * 4 * count / (gpu.host * HOST_SHARE)
+        seconds = moved + count * UPDATE_ON_HOST / HOST_MEMORY + kernels.passes(4 * count)
+    if config.optim.name == "muon":
+        ranks = layout.world_size // layout.pp
+        sent = timer.net.collective("all_to_all", MUON_ELEMENT * held, Group(ranks, 1))
+        seconds += _orthogonalizing(plan, ranks) / (kernels.rate("bf16") * MUON_SHARE) + 2 * sent
+    return seconds
+
+
+def _orthogonalizing(plan: Plan, ranks: int) -> int:
+    """FLOPs of Muon on the rank that has most of them: an even share, or the largest matrix."""
+    model, steps = plan.config.model, plan.config.optim.muon.steps
+    most = 0
+    for rank in range(plan.config.parallel.pp):
+        matrices = [
+            Matrix((weight.shape[0], weight.shape[1]), (), steps).flops
+            for stage in plan.stages_of(rank)
+            for layer in plan.layers[stage]
+            for _, weight in layer_weights(model, plan.kinds[layer])
+            if weight.role.kind is Role.MATRIX
+        ]
+        most = max(most, -(-sum(matrices) // ranks), max(matrices, default=0))
+    return most

@@ -1,0 +1,204 @@
+"""The times of a plan's pipeline stages, for one micro-batch on one rank. Imports no torch.
+
+Communication of data parallelism runs beside the compute of the layers before and after it, as FSDP2's hooks start it;
+what nothing hides (the first gather of a pass, the last reduction) is added.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megalite.config.layers import LayerKind
+from megalite.config.schema import Config
+from megalite.plan.activations import BYTES, Activations
+from megalite.plan.recompute_modes import Mode
+from megalite.plan.resolved import Plan
+from megalite.plan.size import layer_parameters
+from megalite.planner.constants import FITTED, Constants
+from megalite.planner.hardware import Cluster
+from megalite.planner.layer import LayerModel, LayerTime, Seconds
+from megalite.planner.network import Group, Net
+from megalite.planner.programs import MEGALITE
+from megalite.planner.step import beside
+from megalite.planner.work import Work
+
+HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage and one micro-batch.
+
+    backward: of B, the whole backward pass. weights: of it, what a W does. gather: before the first F of a step, where
+    weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over replicas then.
+    overlap: share of hidden communication by which it slows the compute beside it.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weights: float
+    gather: float
+    reduce: float
+    replicas: float
+    overlap: float
+
+    def reducing(self, last: bool) -> float:
+        """To reduce the gradients after one backward pass, and on the last of a step over replicas too."""
+        return self.reduce + (self.replicas if last else 0.0)
+
+    def slowed(self, last: bool) -> float:
+        """By how much a whole backward pass is slower for the reductions beside it, layer by layer."""
+        return self.overlap * min(self.backward.total, self.reducing(last))
+
+    def left(self, last: bool) -> float:
+        """Of these reductions, what is not done when that pass ends."""
+        return max(0.0, self.reducing(last) - self.backward.total - self.slowed(last))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What FSDP2 gathers at once: the embedding, a layer or the head. weights: seconds of backward; parameters: of a
+    rank, before sharding."""
+
+    forward: Seconds
+    backward: Seconds
+    weights: float
+    parameters: float
+
+
+class Timer:
+    """Times on a cluster, remembered: a search asks for the same layer in many layouts."""
+
+    def __init__(self, cluster: Cluster, constants: Constants = FITTED) -> None:
+        self.cluster, self.constants = cluster, constants
+        self.net = Net(cluster, constants)
+        self._layers: dict[Work, LayerTime] = {}
+        self._ends: dict[Work, tuple[Piece, Piece]] = {}
+
+    def layer(self, work: Work) -> LayerTime:
+        if work not in self._layers:
+            self._layers[work] = LayerModel(work, MEGALITE, self.cluster, self.constants).layer()
+        return self._layers[work]
+
+    def ends(self, work: Work) -> tuple[Piece, Piece]:
+        """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes."""
+        if work not in self._ends:
+            model = LayerModel(work, MEGALITE, self.cluster, self.constants)
+            forward, backward, weights = model.head()
+            looked = model.embedding()
+            sent = self.net.collective("all_gather", work.element * work.tokens * work.width, model.tp)
+            size = work.vocab * work.width / work.tp
+            self._ends[work] = (
+                Piece(Seconds(passes=looked / 3, tensor=sent), Seconds(passes=looked * 2 / 3, tensor=sent), 0.0, size),
+                Piece(Seconds(forward, tensor=sent), Seconds(backward, tensor=sent), weights, size),
+            )
+        return self._ends[work]
+
+    def stages(self, plan: Plan) -> list[StageTime]:
+        """The times of every stage of `plan`."""
+        return [self._stage(plan, stage) for stage in range(plan.stages)]
+
+    def _stage(self, plan: Plan, stage: int) -> StageTime:
+        shared = Shared(plan.config, self.net)
+        zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"
+        forward = backward = Seconds()
+        weights = gather = reduce = replicas = 0.0
+        edge = 0.0  # the gather that nothing hides: of what a pass begins with
+        for piece, count in self._pieces(plan, stage):
+            gathered, scattered, summed = shared.times(piece.parameters)
+            again = gathered if zero3 else 0.0
+            forward += self._with(piece.forward, again) * count
+            backward += self._with(piece.backward, again) * count
+            weights += piece.weights * count
+            gather += gathered * count
+            reduce += scattered * count
+            replicas += summed * count
+            edge = edge or gathered
+        if zero3:
+            forward, backward, gather = forward + Seconds(data=edge), backward + Seconds(data=edge), 0.0
+        elif gather:  # layers wait for their own weights only
+            gather = edge + max(0.0, gather - forward.total)
+        return StageTime(forward, backward, weights, gather, reduce, replicas, self.constants.overlap)
+
+    def _with(self, compute: Seconds, communication: float) -> Seconds:
+        """Compute, and how much longer it takes with communication beside it."""
+        if not communication:
+            return compute
+        alone = compute.total
+        return compute + Seconds(data=beside(alone, communication, self.constants) - alone)
+
+    def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, int]]:
+        """What a stage is made of, in order, and how often."""
+        config = plan.config
+        base = work_of(config)
+        embedding, head = self.ends(base)
+        if stage == 0:
+            yield embedding, 1
+        found: dict[tuple[LayerKind, Mode], int] = {}
+        for kind, mode in plan.recomputed(stage):
+            found[kind, mode] = found.get((kind, mode), 0) + 1
+        for (kind, mode), count in found.items():
+            yield self._layer(config, base, kind, mode), count
+        if stage == plan.stages - 1:
+            yield head, 1
+
+    def _layer(self, config: Config, base: Work, kind: LayerKind, mode: Mode) -> Piece:
+        window = kind.attention.window_in(config.model.sequence_length)
+        time = self.layer(replace(base, recompute=mode, window=window))
+        size = layer_parameters(config.model, kind).total / config.parallel.tp
+        forward, backward = time.forward, time.backward
+        if config.train.offload_activations:
+            moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
+            forward, backward = self._offloaded(forward, moved), self._offloaded(backward, moved)
+        return Piece(forward, backward, time.weights, size)
+
+    def _offloaded(self, compute: Seconds, moved: float) -> Seconds:
+        """Compute beside a copy, which has an engine of its own."""
+        return compute + Seconds(offload=max(0.0, moved - compute.total))
+
+
+class Shared:
+    """Times in which data-parallel ranks gather and reduce the parameters of a part."""
+
+    def __init__(self, config: Config, net: Net) -> None:
+        parallel = config.parallel
+        layout, tp = parallel.layout, parallel.tp
+        self._net = net
+        self._element = BYTES[config.train.precision]
+        self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
+        self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
+        replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
+        self._replicas = Group(replicas, tp * self._shards.size)
+        self.gathers = self._shards.size > 1
+        self._known: dict[float, tuple[float, float, float]] = {}
+
+    def times(self, parameters: float) -> tuple[float, float, float]:
+        """Seconds to gather, to reduce over the shards, and to sum over replicas what each of them has reduced."""
+        if parameters not in self._known:
+            whole, shard = self._gradient * parameters, self._gradient * parameters / self._shards.size
+            self._known[parameters] = (
+                self._net.collective("all_gather", self._element * parameters, self._shards),
+                self._net.collective("reduce_scatter", whole, self._shards),
+                self._net.collective("all_reduce", shard, self._replicas),
+            )
+        return self._known[parameters]
+
+
+def work_of(config: Config) -> Work:
+    """What a micro-batch of `config` is, for layers without windows that recompute nothing."""
+    model, parallel = config.model, config.parallel
+    return Work(
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_size=model.head_size,
+        ffn=model.ffn,
+        vocab=model.vocab_size,
+        sequence=model.sequence_length,
+        tied=model.tie_embeddings,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        micro=config.batch.micro_size,
+        precision=config.train.precision,
+        method=parallel.context.method,
+    )

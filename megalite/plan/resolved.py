@@ -47,11 +47,16 @@ class Plan:
         return self._tables[m]
 
 
-def resolve(config: Config, costs: Callable[[], Sequence[Costs]] | None = None) -> Plan:
+def resolve(
+    config: Config,
+    costs: Callable[[], Sequence[Costs]] | None = None,
+    tables: Mapping[int, Table] | None = None,
+) -> Plan:
     """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` must be numbers.
 
-    costs: returns the costs of every layer; called only if recompute has a budget. None: costs are estimated. Raises
-    InputError for a schedule that cannot run, and for a budget that no modes fit.
+    costs: returns the costs of every layer; called only if recompute has a budget. None: costs are estimated. tables:
+    its schedules by number of micro-batches, as far as they are known. Raises InputError for a schedule that cannot
+    run, and for a budget that no modes fit.
     """
     split = split_of(config)
     outside = Activations(config).outside(len(split))
@@ -59,7 +64,7 @@ def resolve(config: Config, costs: Callable[[], Sequence[Costs]] | None = None) 
         config.train, lambda: tables_of(config), split, outside, costs or (lambda: estimated_costs(config))
     )
     kinds, layers = layer_kinds(config.model), tuple(layers_of(split))
-    return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config))
+    return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config), dict(tables or {}))
 
 
 def estimated_costs(config: Config) -> list[Costs]:

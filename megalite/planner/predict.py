@@ -4,17 +4,17 @@ The pipeline's own table runs on a clock with the times of its stages (`schedule
 beginning and end are run: in between, every micro-batch adds as much as the one before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.muon import Matrix
-from megalite.plan.pipeline import as_full, micro_batches
+from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.roles import Kind as Role
-from megalite.plan.size import flops_per_token, stage_parameters
+from megalite.plan.size import flops_per_token
 from megalite.plan.weights import layer_weights
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
@@ -22,8 +22,8 @@ from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import HOST_SHARE, StageTime, Timer
-from megalite.schedule.actions import Action, Kind, Table
-from megalite.schedule.reductions import reductions
+from megalite.planner.tables import Cost, costs_of, enough
+from megalite.schedule.actions import Kind
 from megalite.schedule.simulate import Timeline, simulate
 
 UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
@@ -38,7 +38,7 @@ class Prediction:
 
     seconds: of a step. spread: half the width of the interval, relative. parts: seconds of the busiest pipeline rank by
     what takes them: those of `layer.Seconds`, "bubble" (waiting for other stages), and "optimizer". busy: by rank,
-    seconds in which it computes. stages: their times. timeline: of a step with at most `as_full` micro-batches.
+    seconds in which it computes. stages: their times.
     """
 
     config: Config
@@ -49,7 +49,6 @@ class Prediction:
     parts: Mapping[str, float]
     busy: tuple[float, ...]
     stages: tuple[StageTime, ...]
-    timeline: Timeline
 
     @property
     def low(self) -> float:
@@ -106,12 +105,12 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     plan = plan or resolve(config)
     stages = timer.stages(plan)
     m = micro_batches(config)
-    timeline, makespan = _simulated(plan, stages, _transfer(config, timer), m)
-    update = _update(plan, timer)
-    whole = [_busy(plan, stages, rank, m) for rank in range(config.parallel.pp)]
-    busiest = max(whole, key=lambda seconds: seconds.total)
+    makespan, tail = _time(plan, stages, timer, m)
+    update = _update(plan, stages, timer)
+    undivided = not timer.tables.of(config, enough(config, m)).splits_backward
+    busy = [_busy(plan, stages, undivided, rank, m) for rank in range(config.parallel.pp)]
+    busiest = max(busy, key=lambda seconds: seconds.total)
     parts = {kind: getattr(busiest, kind) for kind in KINDS}
-    tail = float(timeline.makespan - max(span.end for rank in timeline.own for span in rank if span.action.is_compute))
     parts["data"] += tail
     parts["bubble"] = max(0.0, makespan - busiest.total - tail)
     parts["optimizer"] = update
@@ -122,61 +121,64 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
         makespan + update,
         timer.constants.spread,
         parts,
-        tuple(seconds.total for seconds in whole),
+        tuple(seconds.total for seconds in busy),
         tuple(stages),
-        timeline,
     )
 
 
-def _simulated(plan: Plan, stages: list[StageTime], transfer: float, m: int) -> tuple[Timeline, float]:
-    """A timeline of at most `as_full` micro-batches, and how long a step of `m` takes."""
-    few = as_full(plan.config, m)
-    timeline = _run(plan, stages, transfer, few)
-    if few == m:
-        return timeline, float(timeline.makespan)
-    fewer = few - plan.config.parallel.pp  # whole rounds of an interleaved schedule
-    slope = (float(timeline.makespan) - float(_run(plan, stages, transfer, fewer).makespan)) / (few - fewer)
-    return timeline, float(timeline.makespan) + (m - few) * slope
+def step_seconds(plan: Plan, timer: Timer) -> float:
+    """`predict`'s seconds alone, which take less time to find."""
+    stages = timer.stages(plan)
+    return _time(plan, stages, timer, micro_batches(plan.config))[0] + _update(plan, stages, timer)
 
 
-def _run(plan: Plan, stages: list[StageTime], transfer: float, m: int) -> Timeline:
-    table = plan.table(m)
-    return simulate(table, Costs(table, stages), transfer)
+def timeline(prediction: Prediction, timer: Timer) -> Timeline:
+    """When every action runs in a step of at most `enough` micro-batches, for pictures."""
+    config = prediction.config
+    table = timer.tables.of(config, enough(config, micro_batches(config)))
+    of = costs_of(table)
+    return simulate(table, lambda action: seconds_of(of(action), prediction.stages), _transfer(config, timer))
 
 
-class Costs:
-    """The time of every action of a table, for `simulate`."""
+def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
+    """Seconds of a step of `m` micro-batches without the update; and of them, those after all compute."""
+    config = plan.config
+    few, pp, transfer = enough(config, m), config.parallel.pp, _transfer(config, timer)
 
-    def __init__(self, table: Table, stages: list[StageTime]) -> None:
-        self._stages = stages
-        self._reductions = {key: found for rank in range(table.ranks) for key, found in reductions(table, rank).items()}
-        self._forward = [stage.forward.total for stage in stages]
-        self._backward = [stage.backward.total for stage in stages]
+    def run(m: int) -> tuple[float, float]:
+        clock = timer.tables.clock(config, m)
+        return clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer)
 
-    def __call__(self, action: Action) -> float:
-        kind, at, micro = action
-        if kind is Kind.F:
-            return self._forward[at]
-        stage = self._stages[at]
-        if kind is Kind.I:
-            return self._backward[at] - stage.weights
-        if kind is Kind.W:
+    end, computed = run(few)
+    more = (m - few) * (end - run(few - pp)[0]) / pp if few < m else 0.0
+    return end + more, end - computed
+
+
+def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
+    """How long an action takes."""
+    stage = stages[cost.stage]
+    match cost.kind:
+        case Kind.F:
+            return stage.forward.total
+        case Kind.B:
+            return stage.backward.total + (stage.slowed(cost.last) if cost.reduces else 0.0)
+        case Kind.I:
+            return stage.backward.total - stage.weights
+        case Kind.W:
             return stage.weights
-        if kind is Kind.B:
-            found = self._reductions[action]
-            return self._backward[at] + (stage.slowed(found.replicas) if found.now else 0.0)
-        if kind is Kind.REDUCE:
-            whole = self._reductions.get(Action(Kind.B, at, micro))
-            if whole is None:
-                return stage.reducing(self._reductions[Action(Kind.W, at, micro)].last)
-            return stage.left(whole.replicas)
-        return stage.gather if kind is Kind.GATHER else 0.0
+        case Kind.GATHER:
+            return stage.gather
+        case Kind.REDUCE:
+            return stage.reducing(cost.last) if cost.split else stage.left(cost.last)
+    return 0.0
 
 
-def _busy(plan: Plan, stages: list[StageTime], rank: int, m: int) -> Seconds:
-    """The time in which a rank computes in a step of `m` micro-batches, slowed by reductions beside it."""
+def _busy(plan: Plan, stages: list[StageTime], whole: bool, rank: int, m: int) -> Seconds:
+    """The time in which a rank computes in a step of `m` micro-batches, slowed by reductions beside it.
+
+    whole: whether backward passes are, so that reductions run beside them.
+    """
     found = Seconds()
-    whole = not plan.table(as_full(plan.config, m)).splits_backward
     each_time = plan.config.parallel.data.mode in ("zero2", "zero3")
     for stage in plan.stages_of(rank):
         time = stages[stage]
@@ -194,14 +196,13 @@ def _transfer(config: Config, timer: Timer) -> float:
     return timer.net.transfer(Activations(config).stream, layout.world_size // layout.pp)
 
 
-def _update(plan: Plan, timer: Timer) -> float:
+def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     """Seconds of the optimizer on the fullest rank."""
     config, gpu = plan.config, timer.cluster.gpu
     layout = config.parallel.layout
     kernels = Kernels(gpu, timer.constants)
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
-    sizes = stage_parameters(config.model, [len(layers) for layers in plan.layers])
-    held = max(sum(sizes[stage].total for stage in plan.stages_of(rank)) for rank in range(layout.pp)) / layout.tp
+    held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
     count = held / shards
     seconds = kernels.passes(count * MEGALITE.optimizer)
     if config.optim.offload:

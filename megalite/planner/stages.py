@@ -19,6 +19,7 @@ from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Group, Net
 from megalite.planner.programs import MEGALITE
 from megalite.planner.step import beside
+from megalite.planner.tables import Tables
 from megalite.planner.work import Work
 
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
@@ -30,7 +31,8 @@ class StageTime:
 
     backward: of B, the whole backward pass. weights: of it, what a W does. gather: before the first F of a step, where
     weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over replicas then.
-    overlap: share of hidden communication by which it slows the compute beside it.
+    overlap: share of hidden communication by which it slows the compute beside it. parameters: of a rank, before they
+    are sharded.
     """
 
     forward: Seconds
@@ -40,6 +42,7 @@ class StageTime:
     reduce: float
     replicas: float
     overlap: float
+    parameters: float
 
     def reducing(self, last: bool) -> float:
         """To reduce the gradients after one backward pass, and on the last of a step over replicas too."""
@@ -70,7 +73,7 @@ class Timer:
 
     def __init__(self, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.cluster, self.constants = cluster, constants
-        self.net = Net(cluster, constants)
+        self.net, self.tables = Net(cluster, constants), Tables()
         self._layers: dict[Work, LayerTime] = {}
         self._ends: dict[Work, tuple[Piece, Piece]] = {}
 
@@ -95,13 +98,19 @@ class Timer:
 
     def stages(self, plan: Plan) -> list[StageTime]:
         """The times of every stage of `plan`."""
-        return [self._stage(plan, stage) for stage in range(plan.stages)]
+        shared, found = Shared(plan.config, self.net), dict[object, StageTime]()
+        times = []
+        for stage in range(plan.stages):
+            key = stage == 0, stage == plan.stages - 1, tuple(plan.recomputed(stage))
+            if key not in found:  # most stages are like the one before
+                found[key] = self._stage(plan, stage, shared)
+            times.append(found[key])
+        return times
 
-    def _stage(self, plan: Plan, stage: int) -> StageTime:
-        shared = Shared(plan.config, self.net)
+    def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
         zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"
         forward = backward = Seconds()
-        weights = gather = reduce = replicas = 0.0
+        weights = gather = reduce = replicas = parameters = 0.0
         edge = 0.0  # the gather that nothing hides: of what a pass begins with
         for piece, count in self._pieces(plan, stage):
             gathered, scattered, summed = shared.times(piece.parameters)
@@ -112,12 +121,13 @@ class Timer:
             gather += gathered * count
             reduce += scattered * count
             replicas += summed * count
+            parameters += piece.parameters * count
             edge = edge or gathered
         if zero3:
             forward, backward, gather = forward + Seconds(data=edge), backward + Seconds(data=edge), 0.0
         elif gather:  # layers wait for their own weights only
             gather = edge + max(0.0, gather - forward.total)
-        return StageTime(forward, backward, weights, gather, reduce, replicas, self.constants.overlap)
+        return StageTime(forward, backward, weights, gather, reduce, replicas, self.constants.overlap, parameters)
 
     def _with(self, compute: Seconds, communication: float) -> Seconds:
         """Compute, and how much longer it takes with communication beside it."""

@@ -29,12 +29,18 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Table:
     evaluation with one stage per rank. Raises InputError for an unknown name, a size that the schedule cannot have, or
     a bad file.
     """
+    if p >= 1 and m >= 1 and name.endswith(SUFFIXES):
+        return _from_file(name, p, m, v)
+    if p >= 1 and m >= 1 and name == "forward":
+        return build_forward(range(p), m)
+    placement, orders = orders_of(name, p, m, v)
+    return _table(name, m, placement, orders)
+
+
+def orders_of(name: str, p: int, m: int, v: int | None = None) -> tuple[tuple[int, ...], Orders]:
+    """The placement and the compute of `build`'s schedule `name`, one of NAMES, without transfers."""
     if p < 1 or m < 1:
         raise InputError(f"a pipeline needs at least 1 rank and 1 micro-batch, not {p} and {m}")
-    if name.endswith(SUFFIXES):
-        return _from_file(name, p, m, v)
-    if name == "forward":
-        return build_forward(range(p), m)
     if name not in NAMES:
         raise InputError(
             f"parallel.pipeline.schedule={name!r} is unknown; choose one of {', '.join(NAMES)}, "
@@ -44,14 +50,14 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Table:
         v = 2 if v is None else v
         if v < 1:
             raise InputError(f"parallel.pipeline.virtual_stages={v}: must be at least 1")
-        return _table(name, m, placement_of(name, p, v), interleaved(p, m, v))
+        return placement_of(name, p, v), interleaved(p, m, v)
     stages = 2 if name in V_SHAPED else 1
     if v not in (None, stages):
         raise InputError(
             f"parallel.pipeline.schedule={name!r} has {stages} stage{'s' * (stages > 1)} per rank, "
             f"not {v} virtual stage{'s' * (v != 1)}"
         )
-    return _table(name, m, placement_of(name, p, stages), {**ONE_STAGE, **V_SHAPED}[name](p, m))
+    return placement_of(name, p, stages), {**ONE_STAGE, **V_SHAPED}[name](p, m)
 
 
 def placement_of(name: str, p: int, v: int) -> tuple[int, ...]:

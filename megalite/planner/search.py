@@ -1,0 +1,175 @@
+"""The fastest layouts that fit, best first (A*). Imports no torch.
+
+Nodes wait in a heap, the one with the lowest bound of its seconds in front. In turn, a node is a shape, a shape with
+its states shared out, a layout with the bound of its time, and a layout with its simulated time. A layout that comes to
+the front with its time is the fastest of all that are left, since no bound is lower: it is a result if its memory,
+walked through action by action (`plan.memory`), fits.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any
+
+from megalite.config.errors import InputError
+from megalite.config.schema import SCHEDULES, Config
+from megalite.config.validate import check
+from megalite.plan.memory import Memory, each_rank
+from megalite.plan.pipeline import can_be_planned, micro_batches
+from megalite.plan.resolved import Plan, resolve
+from megalite.plan.walk import HOST, Walk
+from megalite.planner.predict import Prediction, predict, step_seconds
+from megalite.planner.space import Choice, Shape, Space
+from megalite.planner.stages import Timer
+
+WANTED = 10  # results
+CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, before the rest may stay unproven
+
+
+@dataclass(frozen=True)
+class Result:
+    """A layout that fits. memory: bytes of its first or its last pipeline rank, the fuller one."""
+
+    choice: Choice
+    prediction: Prediction
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+
+@dataclass
+class Found:
+    """What a search found: the layouts that fit, the fastest first. The counts tell how.
+
+    shapes, layouts: with a bound. timed: simulated. walked: whose memory was walked through. unproven: seconds above
+    which layouts that were not simulated may rank between the results; the first result is the fastest in any case.
+    tightest: of layouts that do not fit, the bytes and the choice of the one that needs least.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    shapes: int = 0
+    layouts: int = 0
+    timed: int = 0
+    walked: int = 0
+    unproven: float = 0.0
+    tightest: tuple[float, Choice] | None = None
+
+    def too_large(self, needed: float, choice: Choice) -> None:
+        """Take note of a layout that does not fit."""
+        if self.tightest is None or needed < self.tightest[0]:
+            self.tightest = needed, choice
+
+
+@dataclass(frozen=True)
+class Node:
+    """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known."""
+
+    shape: Shape
+    choice: Choice | None = None
+    whole: bool = False
+    plan: Plan | None = None
+
+
+def search(
+    config: Config,
+    gpus: int,
+    timer: Timer,
+    limit: float,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    wanted: int = WANTED,
+    offload: bool = False,
+    exhaustive: bool = False,
+) -> Found:
+    """The `wanted` fastest layouts of `config` on `gpus` GPUs that need at most `limit` bytes.
+
+    pins: keys of `space.SEARCHED` with the values that stay. offload: whether tensors may be moved to host memory.
+    exhaustive: simulate every layout and walk through its memory, whatever bounds and estimates say.
+    """
+    space, found, number = Space(config, gpus, timer, pins or {}, offload), Found(), count()
+    room = float("inf") if exhaustive else limit
+    heap: list[tuple[float, int, Node]]
+    heap = [(shape.bound, next(number), Node(shape)) for shape in space.shapes(room)]
+    heapify(heap)
+    found.shapes = len(heap)
+    while heap and (exhaustive or len(found.results) < wanted):
+        seconds, _, node = heappop(heap)
+        if node.plan is None:
+            if len(found.results) >= ENOUGH and found.timed >= CLOSELY and not exhaustive:
+                found.unproven = found.unproven or seconds
+                continue
+            for bound, child in _children(space, node, room, found):
+                heappush(heap, (bound, next(number), child))
+        elif node.choice is not None:
+            found.walked += 1
+            needed = _fullest_end(node.plan, limit)
+            space.learn(node.choice, needed)
+            if needed > limit:
+                found.too_large(needed, node.choice)
+            else:
+                prediction = predict(node.plan.config, timer.cluster, timer, node.plan)
+                found.results.append(Result(node.choice, prediction, needed))
+    return found
+
+
+def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
+    """What a node leads to, with bounds."""
+    if node.choice is None:
+        for bound, choice in space.sharings(node.shape):
+            if space.memory(choice) <= room:
+                yield bound, Node(node.shape, choice)
+    elif not node.whole:
+        for bound, choice in space.choices(node.shape, node.choice):
+            found.layouts += 1
+            needed = space.memory(choice)
+            if needed <= room:
+                yield bound, Node(node.shape, choice, whole=True)
+            else:
+                found.too_large(needed, choice)
+    elif space.memory(node.choice) > room:  # as was learned meanwhile
+        found.too_large(space.memory(node.choice), node.choice)
+    elif plan := _plan(space, node.choice):
+        found.timed += 1
+        yield step_seconds(plan, space.timer), Node(node.shape, node.choice, True, plan)
+
+
+def _plan(space: Space, choice: Choice) -> Plan | None:
+    """The plan of a layout; None if it cannot run."""
+    config = choice.applied(space.config, space.pins)
+    m = micro_batches(config)
+    if not can_be_planned(config, m):
+        return None
+    try:
+        config, few = check(config, space.gpus), filled(config, m)
+        return resolve(config, tables={few: space.timer.tables.of(config, few, transfers=True)})
+    except InputError:
+        return None
+
+
+def filled(config: Config, m: int) -> int:
+    """Micro-batches of a step that holds as much as one of `m`."""
+    pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
+    if schedule not in SCHEDULES or schedule == "gpipe":
+        return m
+    return min(m, {"1f1b": pp + 2, "zb_h1": pp + 2, "zb_h2": 2 * pp, "interleaved_1f1b": 2 * pp}.get(schedule, 3 * pp))
+
+
+def _fullest_end(plan: Plan, limit: float) -> int:
+    """Bytes of the pipeline rank that most likely is the fullest; or of the first that needs more than `limit`."""
+    config, most = plan.config, 0
+    pp = config.parallel.pp
+    middle = {5 * pp // 8, max(0, pp - 2)} if config.parallel.pipeline.schedule in ("zb_h1", "zb_h2") else set()
+    for rank in sorted({0, pp - 1} | middle):
+        held = Walk(plan, filled(config, micro_batches(config)), rank).run()
+        most = max(most, sum(size for (kind, _), size in held.items() if kind != HOST))
+        if most > limit:
+            break
+    return most
+
+
+def fullest_rank(config: Config) -> Memory:
+    """The memory of the fullest pipeline rank."""
+    return max(each_rank(config), key=lambda memory: memory.total)

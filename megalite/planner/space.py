@@ -1,0 +1,441 @@
+"""Layouts that a search may choose from, and what each costs at least. Imports no torch.
+
+A search goes through two levels. A `Shape` fixes what decides the time of a layer: tp, cp, pp, the micro-batch and
+recompute. Its `Choice`s add the schedule, data parallelism and offloading. Both have a lower bound of their time, so
+that the search needs to look at few of them closely; choices also have one of their memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from megalite.config.layers import layer_kinds
+from megalite.config.rules.numbers import every_divisor
+from megalite.config.schema import SCHEDULES, Config
+from megalite.plan.activations import BYTES, Activations
+from megalite.plan.pipeline import placement
+from megalite.plan.recompute_modes import MODES, Mode
+from megalite.plan.size import layer_parameters
+from megalite.plan.split import split_of
+from megalite.planner.stages import Shared, Timer, work_of
+from megalite.planner.step import beside
+from megalite.planner.work import DataMode, Work
+from megalite.schedule.generate import SPLITTING, bubble_of
+
+LARGEST_MICRO = 32  # sequences in a micro-batch
+LARGEST_CP = 64
+SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
+VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+PLAIN = ("1f1b", "gpipe")  # schedules of one stage a rank with whole backward passes
+ALIKE = 0.95  # of the bytes beside states: siblings that a layout differs from have at least as many
+PUT_OFF = 1.1  # times the activations in flight: what halves of backward keep for W at least
+# Keys that a search decides, unless they are pinned.
+SEARCHED = (
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.context.method",
+    "parallel.pp",
+    "parallel.pipeline.schedule",
+    "parallel.pipeline.virtual_stages",
+    "parallel.pipeline.split",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.data.mode",
+    "batch.micro",
+    "train.recompute",
+    "train.offload_activations",
+    "optim.offload",
+)
+
+
+Method = Literal["ring", "ulysses", "all_gather"]
+Recomputed = Literal["none", "selective", "full", "budget"]
+
+
+class Choice(NamedTuple):
+    """A layout, as far as a search decides it."""
+
+    tp: int
+    cp: int
+    method: Method
+    pp: int
+    micro: int
+    recompute: Recomputed
+    schedule: str
+    virtual: int | None
+    replicas: int
+    shards: int
+    mode: DataMode
+    offload_activations: bool
+    offload_optimizer: bool
+
+    def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
+        """`config` with this layout. What is pinned and not part of a choice stays as it is."""
+        parallel, train = config.parallel, config.train
+        free = "train.recompute" not in pins
+        return replace(
+            config,
+            parallel=replace(
+                parallel,
+                tp=self.tp,
+                cp=self.cp,
+                pp=self.pp,
+                dp_replicate=self.replicas,
+                dp_shard=self.shards,
+                context=replace(parallel.context, method=self.method),
+                data=replace(parallel.data, mode=self.mode),
+                pipeline=replace(
+                    parallel.pipeline,
+                    schedule=self.schedule,
+                    virtual_stages=self.virtual,
+                    split=parallel.pipeline.split if "parallel.pipeline.split" in pins else None,
+                ),
+            ),
+            batch=replace(config.batch, micro=self.micro, memory=None),
+            train=replace(
+                train,
+                recompute=self.recompute,
+                recompute_every=1 if free else train.recompute_every,
+                recompute_budget=None if free else train.recompute_budget,
+                offload_activations=self.offload_activations,
+            ),
+            optim=replace(config.optim, offload=self.offload_optimizer),
+        )
+
+
+def choice_of(config: Config) -> Choice:
+    """The layout of a checked configuration."""
+    parallel = config.parallel
+    return Choice(
+        parallel.tp,
+        parallel.cp,
+        parallel.context.method,
+        parallel.pp,
+        config.batch.micro_size,
+        config.train.recompute,
+        parallel.pipeline.schedule,
+        parallel.pipeline.virtual_stages,
+        parallel.dp_replicate,
+        parallel.layout.dp_shard,
+        parallel.data.mode,
+        config.train.offload_activations,
+        config.optim.offload,
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the time of layers, with a lower bound of the seconds of a step."""
+
+    choice: Choice  # of its first layout
+    micro_batches: int
+    dp: int
+    forward: float  # seconds of all layers, the embedding and the head, of one micro-batch
+    backward: float
+    layers: float  # of both, what layers take
+    bound: float
+
+
+class Space:
+    """The layouts of `config` on `gpus` GPUs of a cluster.
+
+    pins: keys of SEARCHED that keep the values that `config` has. offload: whether tensors may be moved to host memory
+    without being pinned there.
+    """
+
+    def __init__(self, config: Config, gpus: int, timer: Timer, pins: Mapping[str, Any], offload: bool) -> None:
+        self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
+        self.model = config.model
+        self.kinds: dict[Any, int] = {}
+        for kind in layer_kinds(config.model):
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+        self._known: dict[tuple[int, int, int, str], Activations] = {}
+        self._keep: dict[tuple[object, ...], int] = {}
+        self._times: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._learned: dict[Choice, float] = {}
+        self._splits: dict[tuple[object, ...], set[tuple[int, bool]]] = {}
+        self._idles: dict[tuple[object, ...], float] = {}
+        self._gathers: dict[tuple[object, ...], tuple[float, float]] = {}
+        self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in self.kinds}
+
+    def shapes(self, limit: float) -> Iterator[Shape]:
+        """All shapes that some layout may fit into `limit` bytes."""
+        for tp in self._pinned("parallel.tp", self._tensor):
+            for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
+                for method in self._methods(tp, cp):
+                    for pp in self._pinned("parallel.pp", lambda tp=tp, cp=cp: self._pipeline(tp, cp)):
+                        dp, rest = divmod(self.gpus, tp * cp * pp)
+                        if dp and not rest and self.config.batch.global_ % dp == 0:
+                            for first in self._with_batches(tp, cp, method, pp, dp):
+                                if self.memory(first) <= limit:
+                                    yield self._shape(first)
+
+    def sharings(self, shape: Shape) -> Iterator[tuple[float, Choice]]:
+        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
+        for mode in self._modes(shape):
+            for replicas in self._replicas(shape, mode):
+                choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
+                yield self._bound(shape, choice, None), choice
+
+    def choices(self, shape: Shape, shared: Choice) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape whose states are shared out so, each with a lower bound of its seconds."""
+        for schedule, virtual in self._schedules(shape.choice):
+            for activations, optimizer in self._offloading(schedule):
+                choice = shared._replace(
+                    schedule=schedule,
+                    virtual=virtual,
+                    offload_activations=activations,
+                    offload_optimizer=optimizer,
+                )
+                yield self._bound(shape, choice, schedule), choice
+
+    def memory(self, choice: Choice) -> float:
+        """Bytes of the fullest rank, estimated: states, gathered weights, gradients, activations in flight.
+
+        A walk through the schedule finds up to a third more, and not less. `learn` makes the estimate closer.
+        """
+        states = self._states_of(choice)
+        if beside := self._learned.get(_beside(choice)):
+            return states + beside
+        return states + self._flying(choice)
+
+    def learn(self, choice: Choice, walked: float) -> None:
+        """Remember what a walk through the schedule of a layout found.
+
+        It holds for all that differ from it in nothing but how states are shared out and how context reaches other
+        ranks.
+        """
+        self._learned.setdefault(_beside(choice), ALIKE * (walked - self._states_of(choice)))
+
+    def _flying(self, choice: Choice) -> float:
+        """Bytes of the activations that the first pipeline rank keeps; and alone, of the output layer's."""
+        if choice.offload_activations:
+            return 0.0
+        m = self._micro_batches(choice)
+        flying = min(m, choice.pp) if choice.schedule != "gpipe" else m
+        if choice.schedule == "zb_h2":
+            flying = min(m, 2 * choice.pp - 1)
+        each = self._kept(choice) / choice.pp * flying * (PUT_OFF if choice.schedule in SPLITTING else 1)
+        if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
+            each *= min(1 + (choice.pp - 1) / (choice.pp * (choice.virtual or 2)), m / flying)
+        return each + (self._sizes(choice).outside(1)[0] if choice.pp == 1 else 0)
+
+    def _micro_batches(self, choice: Choice) -> int:
+        return self.config.batch.global_ // (choice.replicas * choice.shards * choice.micro)
+
+    def _states_of(self, choice: Choice) -> float:
+        """Bytes of parameters, optimizer states, gathered weights and gradients."""
+        parameters = sum(self.layer_parameters[kind] * count for kind, count in self.kinds.items())
+        held = (parameters + self.model.vocab_size * self.model.width) / choice.pp / choice.tp
+        shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
+        element = BYTES[self.config.train.precision]
+        wide = max(element, 4)
+        needed = (1 if choice.offload_optimizer else 1 + self._states) * wide * held / shards
+        if choice.mode != "zero3" and self.config.train.precision == "bf16":
+            needed += element * held
+        if self._micro_batches(choice) > 1:  # of a single micro-batch, gradients come as activations go
+            needed += wide * held / (shards if choice.mode in ("zero2", "zero3") else 1)
+        return needed
+
+    def _kept(self, choice: Choice) -> float:
+        """Bytes that all layers keep of a micro-batch."""
+        mode = "full" if choice.recompute == "budget" else _mode(choice)
+        key = choice.tp, choice.cp, choice.micro, choice.method, mode
+        if key not in self._keep:
+            sizes = self._sizes(choice)
+            self._keep[key] = sum(sizes.layer_bytes(kind, mode) * count for kind, count in self.kinds.items())
+        return self._keep[key]
+
+    @cached_property
+    def _states(self) -> int:
+        return 2 if self.config.optim.name == "adamw" else 1
+
+    def _sizes(self, choice: Choice) -> Activations:
+        key = choice.tp, choice.cp, choice.micro, choice.method
+        if key not in self._known:
+            self._known[key] = Activations(choice.applied(self.config, self.pins))
+        return self._known[key]
+
+    def _work(self, choice: Choice) -> Work:
+        """A micro-batch of the layout, for layers without windows that recompute nothing."""
+        return work_of(self._sizes(choice).config)
+
+    def _pinned(self, key: str, otherwise: Any) -> Any:
+        return [self.pins[key]] if key in self.pins else otherwise()
+
+    def _tensor(self) -> list[int]:
+        model, node = self.model, self.timer.cluster.gpus_per_node
+        sizes = (model.heads, model.kv_heads, model.ffn, model.vocab_size, model.sequence_length)
+        return [tp for tp in every_divisor(self.gpus) if tp <= node and not any(size % tp for size in sizes)]
+
+    def _context(self, tp: int) -> list[int]:
+        length = self.model.sequence_length
+        fitting = every_divisor(self.gpus // tp)
+        return [cp for cp in fitting if cp == 1 or (cp <= LARGEST_CP and length // cp >= SHORTEST)]
+
+    def _methods(self, tp: int, cp: int) -> Iterator[Method]:
+        length, heads = self.model.sequence_length, self.model.heads
+        key = "parallel.context.method"
+        if cp == 1:
+            yield self.pins.get(key, self.config.parallel.context.method)
+            return
+        for method in self._pinned(key, lambda: ["ring", "all_gather", "ulysses"]):
+            chunks = 1 if method == "ulysses" else 2
+            if length % (chunks * cp * tp) == 0 and not (method == "ulysses" and heads % (cp * tp)):
+                yield method
+
+    def _pipeline(self, tp: int, cp: int) -> list[int]:
+        return [pp for pp in every_divisor(self.gpus // (tp * cp)) if pp <= self.model.layers]
+
+    def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
+        each = self.config.batch.global_ // dp
+        micros = [micro for micro in every_divisor(each) if micro <= LARGEST_MICRO]
+        for micro in self._pinned("batch.micro", lambda: micros):
+            if each % micro:
+                continue
+            for recompute in self._recompute():
+                yield Choice(
+                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", self.offload, self.offload
+                )
+
+    def _recompute(self) -> list[Recomputed]:
+        found: list[Recomputed] = self._pinned("train.recompute", lambda: ["none", "selective", "full"])
+        compiled = self.config.train.compile
+        return [mode for mode in found if not (compiled and mode == "selective")]
+
+    def _shape(self, first: Choice) -> Shape:
+        m = self.config.batch.global_ // (first.shards * first.micro)
+        base = self._work(first)
+        forward, backward = self._layers(base, first)
+        each, layers = forward + backward, self.model.layers
+        fullest = -(-layers // first.pp)  # layers of some rank
+        ends = self.timer.ends(base)
+        there = forward + sum(end.forward.total for end in ends)
+        back = backward + sum(end.backward.total for end in ends)
+        bound = m * max((there + back) / first.pp, fullest * each / layers)
+        return Shape(first, m, first.shards, there, back, each, bound)
+
+    def _layers(self, base: Work, choice: Choice) -> tuple[float, float]:
+        """Seconds of all layers, forward and backward."""
+        key = base, choice.recompute
+        if key not in self._times:
+            forward = backward = 0.0
+            for kind, count in self.kinds.items():
+                window = kind.attention.window_in(self.model.sequence_length)
+                time = self.timer.layer(replace(base, recompute=_mode(choice), window=window))
+                forward, backward = forward + count * time.forward.total, backward + count * time.backward.total
+            self._times[key] = forward, backward
+        return self._times[key]
+
+    def _schedules(self, first: Choice) -> Iterator[tuple[str, int | None]]:
+        """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
+        pp = first.pp
+        key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"
+        if key in self.pins and self.pins[key] not in SCHEDULES:
+            yield self.pins[key], self.pins.get(of)
+            return
+        if pp == 1 and key not in self.pins:
+            yield "1f1b", None
+            return
+        splits = not self.config.train.compile and first.recompute != "full"
+        names = ["1f1b", "interleaved_1f1b", *(["zb_h1", "zb_h2", "zbv", "dualpipev"] if splits else [])]
+        for name in self._pinned(key, lambda: names):
+            if name == "interleaved_1f1b":
+                for virtual in self._pinned(of, lambda: VIRTUAL):
+                    if virtual is None or pp * virtual <= self.model.layers:
+                        yield name, virtual
+            elif pp * SCHEDULES[name] <= self.model.layers and self.pins.get(of) in (None, SCHEDULES[name]):
+                yield name, None
+
+    def _modes(self, shape: Shape) -> list[DataMode]:
+        if shape.dp * shape.choice.cp == 1:
+            return list(self._pinned("parallel.data.mode", lambda: ["zero1"]))
+        once = shape.micro_batches == 1  # gradients are reduced once in any case
+        return list(self._pinned("parallel.data.mode", lambda: ["ddp", "zero1", *([] if once else ["zero2"]), "zero3"]))
+
+    def _replicas(self, shape: Shape, mode: DataMode) -> list[int]:
+        if "parallel.dp_replicate" in self.pins:
+            found = [self.pins["parallel.dp_replicate"]]
+        elif "parallel.dp_shard" in self.pins:
+            found = [shape.dp // self.pins["parallel.dp_shard"]]
+        elif mode == "ddp":
+            found = [1]
+        else:  # sharded over all, over those of a node, or over eight nodes
+            near = max(1, self.timer.cluster.gpus_per_node // (shape.choice.tp * shape.choice.cp))
+            found = sorted({1, *(shape.dp // size for size in (near, 8 * near) if shape.dp % size == 0)})
+            found = [replicas for replicas in found if replicas < shape.dp or shape.dp == 1]
+        shard = self.pins.get("parallel.dp_shard")
+        return [n for n in found if n and shape.dp % n == 0 and shard in (None, shape.dp // n)]
+
+    def _offloading(self, schedule: str) -> Iterator[tuple[bool, bool]]:
+        either = [False, True] if self.offload else [False]
+        free = [False] if self.config.train.compile or schedule in SPLITTING else either
+        for activations in self._pinned("train.offload_activations", lambda: free):
+            for optimizer in self._pinned("optim.offload", lambda: either):
+                yield activations, optimizer
+
+    def _bound(self, shape: Shape, choice: Choice, schedule: str | None) -> float:
+        """Seconds that a step takes at least: the busiest rank, what it waits for, and gradients that come last.
+
+        schedule: None for the best there may be.
+        """
+        pp, forward, backward = shape.choice.pp, shape.forward, shape.backward
+        gathered, reduced = self._shared(choice)
+        if choice.mode == "zero3":
+            constants = self.timer.constants
+            forward, backward = beside(forward, gathered, constants), beside(backward, gathered, constants)
+        busy = max(shape.bound, shape.micro_batches * (forward + backward) / pp)
+        if choice.mode in ("zero2", "zero3"):
+            slower = self.timer.constants.overlap * min(backward, reduced)
+            whole = schedule in (*PLAIN, "interleaved_1f1b")
+            busy = max(busy + whole * shape.micro_batches * slower / pp, shape.micro_batches * reduced / pp)
+        if schedule is None:
+            return busy + (pp - 1) / pp * forward / max(VIRTUAL) + max(0.0, reduced - 1.5 * backward) / pp
+        ends = forward + backward - shape.layers
+        busiest = max(layers / self.model.layers * shape.layers + last * ends for layers, last in self._ranks(choice))
+        busy = max(busy, shape.micro_batches * busiest)
+        ramp = min(forward, (forward + backward) / 3) / pp * self._idle(choice, shape.micro_batches)
+        return busy + ramp + max(0.0, reduced - 1.5 * backward) / pp
+
+    def _ranks(self, choice: Choice) -> set[tuple[int, bool]]:
+        """Of pipeline ranks, each kind once: the layers on a rank, and whether it has the head."""
+        key = choice.pp, choice.schedule, choice.virtual
+        if key not in self._splits:
+            config = choice.applied(self.config, self.pins)
+            owners, each = placement(config), [0] * choice.pp
+            for stage, layers in enumerate(split_of(config)):
+                each[owners[stage]] += layers
+            self._splits[key] = {(layers, rank == owners[-1]) for rank, layers in enumerate(each)}
+        return self._splits[key]
+
+    def _idle(self, choice: Choice, m: int) -> float:
+        """Time in which a rank waits for others at least, in times of a micro-batch's forward pass on it."""
+        key = choice.pp, choice.schedule, choice.virtual, m
+        if key not in self._idles:
+            name, virtual = choice.schedule, choice.virtual or SCHEDULES.get(choice.schedule, 1)
+            share = float(bubble_of(name, choice.pp, m, virtual)) if name in SCHEDULES else 0.0
+            self._idles[key] = 3 * m * share / (1 - share)
+        return self._idles[key]
+
+    def _shared(self, choice: Choice) -> tuple[float, float]:
+        """Seconds to gather all weights of a pipeline, and to reduce their gradients, for one micro-batch."""
+        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode == "ddp"
+        if key not in self._gathers:
+            shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
+            gathered = scattered = 0.0
+            for kind, count in self.kinds.items():
+                there, back, over = shared.times(self.layer_parameters[kind] / choice.tp)
+                gathered, scattered = gathered + count * there, scattered + count * (back + over)
+            self._gathers[key] = gathered, scattered
+        return self._gathers[key]
+
+
+def _beside(choice: Choice) -> Choice:
+    """What the bytes beside a layout's states depend on, in a choice of its own."""
+    return choice._replace(method="ring", mode="zero1", replicas=1, shards=choice.replicas * choice.shards)
+
+
+def _mode(choice: Choice) -> Mode:
+    """How layers recompute; those under a budget are at least as fast as without."""
+    return next((mode for mode in MODES if mode == choice.recompute), "none")

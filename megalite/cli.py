@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from megalite import __version__
+from megalite.advice.asked import USUAL, amount, gpu_counts, positive
 from megalite.config.load import files_and_overrides
 from megalite.config.rules.ranges import RANKS
 from megalite.entry import exit_code
@@ -16,6 +17,7 @@ from megalite.imports import import_for_good
 COMMANDS = {  # module and summary
     "train": ("megalite.train.command", "train a model, or continue its training"),
     "verify": ("megalite.verify", "compare the layout with a single process, step by step in float64"),
+    "plan": ("megalite.advice.command", "find the fastest layouts of a model on a cluster, and explain them"),
     "show": ("megalite.show", "print the resolved configuration, the layout, sizes and FLOPs"),
 }
 STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
@@ -63,7 +65,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument(
             "arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="a YAML file, or a key that is changed"
         )
-    train, verify, show = (commands.choices[name] for name in ("train", "verify", "show"))
+    train, verify, plan, show = (commands.choices[name] for name in ("train", "verify", "plan", "show"))
+    _plan_options(plan)
     train.add_argument(
         "--check",
         action="store_true",
@@ -110,6 +113,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
     args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
     return args
+
+
+def _plan_options(plan: argparse.ArgumentParser) -> None:
+    """The options of `megalite plan`. A key that is given as KEY=VALUE is pinned: the search keeps its value."""
+    add = plan.add_argument
+    add("--gpus", type=gpu_counts, metavar="N|A-B", help="number of GPUs, or a range whose numbers are compared")
+    add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {USUAL})")
+    add("--max-memory", type=positive, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")
+    add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")
+    add("--days", type=positive, metavar="D", help="with --tokens and a range of GPUs: the longest run")
+    add("--budget", type=amount, metavar="USD", help="with --tokens and a range of GPUs: the most expensive run")
+    add("--top", type=_count, default=5, metavar="N", help="layouts to show (default: 5)")
+    add("--offload", action="store_true", help="also try tensors in host memory")
+    add("--exhaustive", action="store_true", help="look at every layout closely, which takes minutes")
+    add("--as-is", action="store_true", help="plan the layout that CONFIG has; no search")
+    add("--explain", action="store_true", help="where time and memory go, and which single change would help most")
+    add("--compare", action="store_true", help="the layouts of several CONFIGs beside each other; no search")
+    add("--write", metavar="FILE", help="save the fastest layout as a configuration FILE")
+    add("--html", metavar="FILE", help="save a page with pictures, which needs no network")
 
 
 def _near(word: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from megalite.planner.work import Work
 
 SCORES = (9, 11)  # bytes for each score that unfused attention reads and writes: forward, backward
 QKV = (4, 6)  # bytes for each element of queries, keys and values: positions and layouts, forward and backward
+MERGE = (12, 8)  # bytes for each element of attention's result, to add what other ranks' keys give: forward, backward
 LOOK_UP = 6  # elements read and written for each of the embedding's output, forward and backward
 SHORT = 3  # how sharply the longer of device and host decides; from Megatron's layers, whose kernels differ in length
 ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
@@ -139,7 +140,12 @@ class LayerModel:
         heads = (work.q + 2 * work.k) / work.tp
         each = zip((program.forward, program.backward), (program.forward_ffn, program.backward_ffn), QKV, strict=True)
         wider = work.element / USUAL
-        there, back = (self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c)) for a, b, c in each)
+        merges = {"ring": work.cp - 1, "all_gather": min(1, work.cp - 1), "ulysses": 0}[work.method]
+        merged = [merges * bytes_moved * work.q / work.tp for bytes_moved in MERGE]
+        there, back = (
+            self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c + more))
+            for (a, b, c), more in zip(each, merged, strict=True)
+        )
         return there, back
 
     def _tensor(self) -> tuple[float, float]:

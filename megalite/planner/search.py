@@ -29,7 +29,7 @@ CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, bef
 
 @dataclass(frozen=True)
 class Result:
-    """A layout that fits. memory: bytes of its first or its last pipeline rank, the fuller one."""
+    """A layout that fits. memory: bytes of its fullest pipeline rank; but for the first result, of its ends only."""
 
     choice: Choice
     prediction: Prediction
@@ -94,7 +94,7 @@ def search(
     heap: list[tuple[float, int, Node]]
     heap = [(shape.bound, next(number), Node(shape)) for shape in space.shapes(room)]
     heapify(heap)
-    found.shapes = len(heap)
+    found.shapes, found.tightest = len(heap), space.tightest
     while heap and (exhaustive or len(found.results) < wanted):
         seconds, _, node = heappop(heap)
         if node.plan is None:
@@ -105,7 +105,7 @@ def search(
                 heappush(heap, (bound, next(number), child))
         elif node.choice is not None:
             found.walked += 1
-            needed = _fullest_end(node.plan, limit)
+            needed = _fullest_end(node.plan, limit) if found.results else fullest_rank(node.plan.config).total
             space.learn(node.choice, needed)
             if needed > limit:
                 found.too_large(needed, node.choice)

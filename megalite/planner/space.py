@@ -147,6 +147,7 @@ class Space:
     def __init__(self, config: Config, gpus: int, timer: Timer, pins: Mapping[str, Any], offload: bool) -> None:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
+        self.tightest: tuple[float, Choice] | None = None  # bytes of the smallest shape that does not fit
         self.kinds: dict[Any, int] = {}
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
@@ -168,8 +169,11 @@ class Space:
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
-                                if self.memory(first) <= limit:
+                                needed = self.memory(first)
+                                if needed <= limit:
                                     yield self._shape(first)
+                                elif self.tightest is None or needed < self.tightest[0]:
+                                    self.tightest = needed, first
 
     def sharings(self, shape: Shape) -> Iterator[tuple[float, Choice]]:
         """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""

@@ -1,0 +1,157 @@
+"""What `megalite plan` was asked: the model and batch, the cluster, and the limits."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from megalite.config.errors import InputError
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+from megalite.plan.fit import FOR_TENSORS, GIB
+from megalite.plan.memory import Memory
+from megalite.planner.hardware import Cluster, load_cluster
+from megalite.planner.predict import Prediction, predict
+from megalite.planner.search import Found, fullest_rank, search
+from megalite.planner.space import SEARCHED, Choice, choice_of
+from megalite.planner.stages import Timer
+
+USUAL = "h100_sxm"  # the cluster where none is named
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmbgt]?)", re.IGNORECASE)
+MOST_GPUS = 1 << 20
+MOST = 1e18
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question. limit: bytes that tensors may take on a GPU. pins: keys that keep the values of the configuration.
+
+    tokens, days, budget: of the run, where they were given. device: the configuration's own `run.device`; a plan is
+    for CUDA where that is auto.
+    """
+
+    config: Config
+    cluster: Cluster
+    limit: float
+    pins: Mapping[str, Any]
+    tokens: float | None
+    days: float | None
+    budget: float | None
+    offload: bool
+    device: Literal["auto", "cpu", "cuda"]
+
+    @cached_property
+    def timer(self) -> Timer:
+        return Timer(self.cluster)
+
+    def search(self, gpus: int, wanted: int, exhaustive: bool = False) -> Found:
+        """The best layouts on `gpus` GPUs."""
+        return search(
+            self.config,
+            gpus,
+            self.timer,
+            self.limit,
+            self.pins,
+            wanted=wanted,
+            offload=self.offload,
+            exhaustive=exhaustive,
+        )
+
+    def predict(self, config: Config) -> tuple[Prediction, Memory]:
+        """Time and memory of a checked configuration."""
+        return predict(config, self.cluster, self.timer), fullest_rank(config)
+
+    def applied(self, choice: Choice) -> Config:
+        return choice.applied(self.config, self.pins)
+
+
+def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
+    """The question that the command line asks. files: in place of its own. Raises InputError for a bad one."""
+    config = load(args.files if files is None else files, args.overrides)
+    device = config.run.device
+    if config.run.device == "auto":  # a cluster's, whatever this machine has
+        config = replace(config, run=replace(config.run, device="cuda"))
+    pinned = {override.partition("=")[0] for override in args.overrides}
+    whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
+    if whole:
+        raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
+    pins = {key: value for key, value in _values(config).items() if key in pinned and value != "auto"}
+    cluster = load_cluster(args.cluster or USUAL)
+    limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
+    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device)
+
+
+def as_is(asked: Asked, gpus: int | None) -> Config:
+    """The configuration with its own layout, checked. Raises InputError for one that cannot be."""
+    if asked.config.batch.micro == "auto":
+        rule = "is looked for by a search; megalite plan --as-is needs a number"
+        raise InputError(f"batch.micro = auto: {rule}: batch.micro=1, for example")
+    return check(asked.config, gpus)
+
+
+def _values(config: Config) -> dict[str, Any]:
+    parallel = config.parallel
+    shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else 1
+    micro = config.batch.micro if isinstance(config.batch.micro, int) else 1
+    plain = replace(
+        config, parallel=replace(parallel, dp_shard=shard), batch=replace(config.batch, micro=micro, memory=None)
+    )
+    choice = choice_of(plain)
+    return {
+        "parallel.tp": choice.tp,
+        "parallel.cp": choice.cp,
+        "parallel.context.method": choice.method,
+        "parallel.pp": choice.pp,
+        "parallel.pipeline.schedule": choice.schedule,
+        "parallel.pipeline.virtual_stages": choice.virtual,
+        "parallel.pipeline.split": parallel.pipeline.split,
+        "parallel.dp_replicate": choice.replicas,
+        "parallel.dp_shard": parallel.dp_shard,
+        "parallel.data.mode": choice.mode,
+        "batch.micro": config.batch.micro,
+        "train.recompute": choice.recompute,
+        "train.offload_activations": choice.offload_activations,
+        "optim.offload": choice.offload_optimizer,
+    }
+
+
+def amount(text: str) -> float:
+    """A number with a unit of thousands, millions, billions or trillions: `15T`, `300B`, `2.5e12`."""
+    match = AMOUNT.fullmatch(text.strip())
+    value = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
+    if not 0 < value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0, as in 300B or 15T")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0")
+    return value
+
+
+def gpu_counts(text: str) -> range:
+    """`64`, or `8-512` for a range whose ends a step doubles."""
+    match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most <= MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of GPUs, as in 64, or a range, as in 8-512")
+    return range(least, most + 1)
+
+
+def doubled(counts: range) -> list[int]:
+    """The numbers of a range that doubling its first one gives, and its last one."""
+    found, each = [], counts.start
+    while each < counts.stop - 1:
+        found.append(each)
+        each *= 2
+    return [*found, counts.stop - 1]

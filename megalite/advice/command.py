@@ -1,0 +1,204 @@
+"""`megalite plan`: the fastest layouts of a model on a cluster, without torch, a GPU or a launcher."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from megalite.advice.asked import Asked, as_is, ask, doubled
+from megalite.advice.compare import comparison
+from megalite.advice.explain import explained
+from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text
+from megalite.config.errors import InputError
+from megalite.config.files import check_output, exists, write_whole
+from megalite.config.load import dump
+from megalite.exit_codes import ExitCode
+from megalite.plan.fit import GIB
+from megalite.planner.goodput import run_of
+from megalite.planner.predict import Prediction
+from megalite.planner.search import Found, Result
+from megalite.planner.space import choice_of
+from megalite.terminal import console, sections
+
+Parts = list[tuple[str, RenderableType]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a ranked table, an explanation, a comparison or a front; writes what was asked for.
+
+    args: those of `megalite plan`. Raises InputError for a bad question, and where no layout fits.
+    """
+    for path, ends in ((args.write, (".yaml", ".yml")), (args.html, (".html",))):
+        _check_file(path, ends)
+    if args.compare:
+        parts = _compared(args)
+    elif args.as_is:
+        parts = _own_layout(args)
+    elif args.gpus is not None and len(args.gpus) > 1:
+        parts = _front(args)
+    else:
+        parts = _ranked(args)
+    sections(console(), parts)
+    return ExitCode.DONE
+
+
+def _check_file(path: str | None, ends: tuple[str, ...]) -> None:
+    if path is None:
+        return
+    option = "--html" if ends == (".html",) else "--write"
+    if not path.endswith(ends):
+        raise InputError(f"{option} {path}: must end in {ends[0]}; CONFIG goes before {option}")
+    if exists(path):
+        raise InputError(f"{option} {path}: there is such a file already; give another name")
+    check_output(Path(path))
+
+
+def _ranked(args: argparse.Namespace) -> Parts:
+    asked, gpus = ask(args), _one_count(args)
+    with Console(stderr=True).status(f"Planning for {gpus:,} GPUs ..."):
+        found = asked.search(gpus, args.top, args.exhaustive)
+    if not found.results:
+        raise InputError(_nothing_fits(asked, gpus, found))
+    best = found.results[0]
+    parts: Parts = [(_heading(asked, gpus), ranking(asked, found)), ("How it was found", Text(_told(asked, found)))]
+    if args.explain:
+        config = best.prediction.config
+        parts += explained(asked, config, *asked.predict(config))
+    _write(args, asked, best.prediction)
+    return parts
+
+
+def _own_layout(args: argparse.Namespace) -> Parts:
+    asked = ask(args)
+    config = as_is(asked, None if args.gpus is None else _one_count(args))
+    prediction, memory = asked.predict(config)
+    result = Result(choice_of(config), prediction, memory.total)
+    parts: Parts = [
+        (_heading(asked, prediction.gpus), ranking(asked, Found([result]))),
+        ("Does it fit?", fits_text(memory.total, asked.limit)),
+    ]
+    if args.explain or memory.total > asked.limit:
+        parts += explained(asked, config, prediction, memory)
+    _write(args, asked, prediction)
+    return parts
+
+
+def _compared(args: argparse.Namespace) -> Parts:
+    if len(args.files) < 2:
+        raise InputError("--compare: needs at least two configurations, as in megalite plan --compare A.yaml B.yaml")
+    given = None if args.gpus is None else _one_count(args)
+    asked = [ask(args, [file]) for file in args.files]
+    configs = [as_is(each, given) for each in asked]
+    return comparison(asked, args.files, [one.predict(config) for one, config in zip(asked, configs, strict=True)])
+
+
+def _front(args: argparse.Namespace) -> Parts:
+    asked, best = ask(args), []
+    counts = doubled(args.gpus)
+    with Console(stderr=True).status("Planning ...") as status:
+        for gpus in counts:
+            status.update(f"Planning for {gpus:,} GPUs ...")
+            if results := asked.search(gpus, 1).results:
+                best.append((gpus, results[0]))
+    if not best:
+        raise InputError(_nothing_fits(asked, counts[-1], asked.search(counts[-1], 1)))
+    parts: Parts = [(f"{_model(asked)}, by number of {asked.cluster.gpu.name}", front(asked, best))]
+    if asked.tokens:
+        parts.append(("Which one?", Text(_advice(asked, best))))
+    chosen = _within(asked, best)
+    _write(args, asked, (chosen or best)[0][1].prediction)
+    return parts
+
+
+def _within(asked: Asked, best: list[tuple[int, Result]]) -> list[tuple[int, Result]]:
+    """Those that keep the limits of days and budget, the cheapest first."""
+    if asked.tokens is None:
+        return []
+    runs = [(run_of(result.prediction, asked.tokens), gpus, result) for gpus, result in best]
+    kept = [
+        (run.cost, gpus, result)
+        for run, gpus, result in runs
+        if (asked.days is None or run.days <= asked.days) and (asked.budget is None or run.cost <= asked.budget)
+    ]
+    return [(gpus, result) for _, gpus, result in sorted(kept, key=lambda entry: entry[:2])]
+
+
+def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
+    kept = _within(asked, best)
+    if asked.days is None and asked.budget is None:
+        return (
+            "* marks numbers of GPUs that no other beats in both time and cost. --days and --budget choose among them."
+        )
+    if not kept:
+        return "No number of GPUs here keeps the limits."
+    gpus, result = kept[0]
+    assert asked.tokens is not None
+    run = run_of(result.prediction, asked.tokens)
+    return f"{gpus:,} GPUs are the cheapest that keep the limits: {run.days:,.1f} days, ${run.cost:,.0f}."
+
+
+def _one_count(args: argparse.Namespace) -> int:
+    if args.gpus is None:
+        raise InputError("--gpus: is needed for a search: a number of GPUs, as in --gpus 64, or a range, as in 8-512")
+    if len(args.gpus) > 1:
+        raise InputError("--gpus: must be one number here, not a range")
+    count: int = args.gpus[0]
+    return count
+
+
+def _model(asked: Asked) -> str:
+    model, batch = asked.config.model, asked.config.batch
+    return (
+        f"{model.layers} layers of width {model.width:,}, {batch.global_:,} sequences of "
+        f"{model.sequence_length:,} tokens a step"
+    )
+
+
+def _heading(asked: Asked, gpus: int) -> str:
+    return f"{_model(asked)}, on {gpus:,} × {asked.cluster.gpu.name} ({asked.cluster.name})"
+
+
+def _told(asked: Asked, found: Found) -> str:
+    spread = asked.timer.constants.spread
+    text = (
+        f"{found.layouts:,} layouts had a bound, {found.timed:,} were simulated, the memory of {found.walked:,} was "
+        f"walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. Intervals are ±{spread:.0%}; "
+        "docs/planner.md tells how predictions compare with published runs."
+    )
+    if found.unproven:
+        text += (
+            f" The first layout is the fastest; layouts that were not simulated may rank below it, from "
+            f"{seconds_text(found.unproven)} on."
+        )
+    return text
+
+
+def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
+    batch, model = asked.config.batch, asked.config.model
+    if found.tightest is None:
+        return (
+            f"--gpus {gpus}: no layout is possible with batch.global = {batch.global_:,}: data-parallel ranks must "
+            f"divide it, and tp, cp and pp must divide the GPUs, model.heads = {model.heads}, model.kv_heads = "
+            f"{model.kv_heads} and so on; use a multiple of the GPUs as batch.global, or pin fewer keys"
+        )
+    needed, choice = found.tightest
+    over = (needed - asked.limit) / GIB
+    return (
+        f"--gpus {gpus}: no layout fits into the {asked.limit / GIB:.1f} GiB that tensors may take of a GPU; the "
+        f"nearest is {layout_text(choice)}, which needs {needed / GIB:.1f} GiB, {over:.1f} too many; use more GPUs, "
+        "--offload, a shorter model.sequence_length, or pin fewer keys"
+    )
+
+
+def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> None:
+    """Write the chosen layout as a configuration."""
+    if args.write is None:
+        return
+    config = replace(prediction.config, run=replace(prediction.config.run, device=asked.device))
+    header = (
+        f"# {layout_text(choice_of(prediction.config))}, planned for {prediction.gpus} × {asked.cluster.name}:\n"
+        f"# {seconds_text(prediction.seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s/GPU\n"
+    )
+    write_whole(Path(args.write), header + dump(config))

@@ -1,0 +1,141 @@
+"""Predictions as tables for people."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from megalite.advice.asked import Asked
+from megalite.config.schema import SCHEDULES
+from megalite.plan.fit import GIB
+from megalite.planner.goodput import DAY, Run, goodput, run_of
+from megalite.planner.predict import Prediction
+from megalite.planner.search import Found, Result
+from megalite.planner.space import Choice
+from megalite.terminal import scaled, table
+
+
+def layout_text(choice: Choice) -> str:
+    """A layout in words: `tp 8 · pp 16 interleaved_1f1b v 4 · dp 128 zero1 · micro 1 · selective`."""
+    parts = []
+    if choice.tp > 1:
+        parts.append(f"tp {choice.tp}")
+    if choice.cp > 1:
+        parts.append(f"cp {choice.cp} {choice.method}")
+    if choice.pp > 1:
+        virtual = choice.virtual or SCHEDULES.get(choice.schedule, 1)
+        stages = f" v {virtual}" if choice.schedule == "interleaved_1f1b" else ""
+        parts.append(f"pp {choice.pp} {choice.schedule}{stages}")
+    replicas = f"{choice.replicas} × " if choice.replicas > 1 else ""
+    if choice.replicas * choice.shards > 1:
+        parts.append(f"dp {replicas}{choice.shards} {choice.mode}")
+    parts.append(f"micro {choice.micro}")
+    if choice.recompute != "none":
+        parts.append(f"recompute {choice.recompute}")
+    parts += ["activations on host"] * choice.offload_activations + ["optimizer on host"] * choice.offload_optimizer
+    return " · ".join(parts)
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.23 s`, `45.6 ms`, or hours and days."""
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:,.1f} days"
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} hours"
+    return scaled(float(seconds), "s") if seconds >= 1 else f"{seconds * 1e3:#.3g} ms"
+
+
+def step_text(prediction: Prediction) -> str:
+    """The time of a step with its interval."""
+    low, high = seconds_text(prediction.low), seconds_text(prediction.high)
+    return f"{seconds_text(prediction.seconds)} ({low} – {high})"
+
+
+def money(dollars: float) -> str:
+    """`$1,234`, or `$12.3 M`."""
+    return f"${dollars / 1e6:,.2f} M" if dollars >= 1e6 else f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"
+
+
+def ranking(asked: Asked, found: Found) -> Table:
+    """The layouts that a search found, the fastest first."""
+    columns = ["", "layout", "step", "tokens/s/GPU", "MFU", "MFU full", "memory", "bubble", "exposed", "tokens/day"]
+    run = ["days", "GPU-hours", "cost", "energy"] if asked.tokens else []
+    shown = table(*columns, *run, text=("layout",))
+    for number, result in enumerate(found.results, 1):
+        of = result.prediction
+        share, _ = goodput(of)
+        cells = [
+            str(number),
+            layout_text(result.choice),
+            step_text(of),
+            f"{of.tokens_per_second:,.0f}",
+            f"{of.mfu:.1%}",
+            f"{of.mfu_full:.1%}",
+            f"{result.memory / GIB:.1f} GiB",
+            f"{of.bubble:.1%}",
+            f"{of.exposed:.1%}",
+            scaled(of.tokens_per_second * of.gpus * DAY * share, ""),
+        ]
+        shown.add_row(*cells, *(_run_cells(run_of(of, asked.tokens)) if asked.tokens else []))
+    return shown
+
+
+def _run_cells(run: Run) -> list[str]:
+    return [f"{run.days:,.1f}", f"{run.gpu_hours:,.0f}", money(run.cost), scaled(run.energy, "Wh")]
+
+
+def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
+    """By number of GPUs: the fastest layout, and what a run takes. `*` marks those that nothing beats in both."""
+    columns = ["GPUs", "layout", "step", "tokens/s/GPU", "MFU", "memory", "goodput"]
+    run = ["days", "GPU-hours", "cost", "energy", "front"] if asked.tokens else ["speed-up", "efficiency"]
+    shown = table(*columns, *run, text=("layout", "front"))
+    optimal = pareto([(run_of(result.prediction, asked.tokens or 1e9)) for _, result in best])
+    first = best[0][1].prediction
+    for (gpus, result), on_front in zip(best, optimal, strict=True):
+        of = result.prediction
+        cells = [
+            f"{gpus:,}",
+            layout_text(result.choice),
+            step_text(of),
+            f"{of.tokens_per_second:,.0f}",
+            f"{of.mfu:.1%}",
+            f"{result.memory / GIB:.1f} GiB",
+            f"{goodput(of)[0]:.1%}",
+        ]
+        if asked.tokens:
+            whole = run_of(of, asked.tokens)
+            cells += [*_run_cells(whole), "*" * on_front + _limits(asked, whole)]
+        else:
+            faster = first.seconds / of.seconds
+            cells += [f"{faster:.2f}×", f"{faster * first.gpus / gpus:.0%}"]
+        shown.add_row(*cells)
+    return shown
+
+
+def _limits(asked: Asked, run: Run) -> str:
+    """Which of the limits a run breaks."""
+    late = asked.days is not None and run.days > asked.days
+    dear = asked.budget is not None and run.cost > asked.budget
+    return " too late" * late + " too expensive" * dear
+
+
+def pareto(runs: Sequence[Run]) -> list[bool]:
+    """Of each run, whether no other takes less time and no more money, or less money and no more time."""
+    return [
+        not any(
+            other.seconds <= run.seconds
+            and other.cost <= run.cost
+            and (other.seconds < run.seconds or other.cost < run.cost)
+            for other in runs
+        )
+        for run in runs
+    ]
+
+
+def fits_text(needed: float, limit: float) -> Text:
+    """Whether bytes fit, with both numbers."""
+    if needed <= limit:
+        return Text(f"fits: {needed / GIB:.1f} GiB of {limit / GIB:.1f} GiB for tensors", style="green")
+    over = (needed - limit) / GIB
+    return Text(f"does not fit: {needed / GIB:.1f} GiB, {over:.1f} GiB more than the {limit / GIB:.1f} GiB for tensors",
+                style="bold red")  # fmt: skip

@@ -21,11 +21,11 @@ class Constants:
 
     sustained: float = 1.078
     throttle: float = 0.224
-    memory: float = 0.818
-    node: float = 0.612
+    memory: float = 0.753
+    node: float = 0.622
     network: float = 0.891
-    launch: float = 53e-6
-    hop: float = 0.452
+    launch: float = 54e-6
+    hop: float = 0.443
     overlap: float = 0.497
     spread: float = 0.13
 

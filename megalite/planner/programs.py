@@ -8,6 +8,8 @@ each of its elements.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megalite.planner import kept as keeps
+
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "cudnn"]
 
 
@@ -25,7 +27,8 @@ class Program:
     forward pass; backward takes HOST_BACKWARD times as long. scatters: tensor-parallel ranks send a part of a tensor
     each to the next stage. rings: whether collectives use all network adapters of a node, or one. pieces: collectives
     in which the gradients of a layer are reduced. reduces_beside: gradients are reduced while the last backward goes
-    on. fp8: share of an fp8 product's rate that is left beside the casts of its inputs.
+    on. fp8: share of an fp8 product's rate that is left beside the casts of its inputs. weighs_stages: pipeline ranks
+    get layers so that the output layer's parameters are shared out too. kept: what it keeps in memory.
     """
 
     name: str
@@ -47,12 +50,14 @@ class Program:
     pieces: int = 1
     reduces_beside: bool = False
     fp8: float = 0.83
+    weighs_stages: bool = False
+    kept: keeps.Kept = keeps.MEGATRON_2025
 
 
 HOST_BACKWARD = 1.9
 ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
-    ("flash1", "A100"): (0.40, 0.33),
-    ("flash1", "H100"): (0.22, 0.17),
+    ("flash1", "A100"): (0.36, 0.30),
+    ("flash1", "H100"): (0.20, 0.155),
     ("flash2", "A100"): (0.62, 0.53),
     ("flash2", "H100"): (0.34, 0.29),
     ("flash3", "H100"): (0.67, 0.55),
@@ -61,7 +66,7 @@ ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward
     ("cudnn", "B200"): (0.55, 0.45),
 }
 OTHER_GPUS = (0.34, 0.29)
-NARROW = 0.75  # share of these rates for heads of fewer than WIDE elements
+NARROW = 0.75  # share of these rates for heads of fewer than WIDE elements; FlashAttention 1 has one rate for both
 WIDE = 128
 
 
@@ -70,13 +75,14 @@ def attention_shares(program: Program, gpu: str, head_size: int) -> tuple[float,
     kind = next((kind for kind in ("A100", "H100", "H200", "B200", "GB200", "GB300") if kind in gpu), "")
     kind = {"H200": "H100", "GB200": "B200", "GB300": "B200"}.get(kind, kind)
     shares = ATTENTION.get((program.attention, kind), OTHER_GPUS)
-    narrow = NARROW if head_size < WIDE else 1.0
+    narrow = NARROW if head_size < WIDE and program.attention != "flash1" else 1.0
     return shares[0] * narrow, shares[1] * narrow
 
 
 # Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not.
 MEGATRON_2021 = Program(
     "Megatron-LM 2021",
+    kept=keeps.MEGATRON_2021,
     attention="unfused",
     forward=32,
     backward=32,
@@ -90,6 +96,7 @@ MEGATRON_2021 = Program(
 )
 TORCHTITAN = Program(
     "torchtitan",
+    kept=keeps.TORCHTITAN,
     attention="flash2",
     forward=60,
     backward=70,
@@ -118,16 +125,33 @@ MEGALITE = Program(
     scatters=True,
     reduces_beside=True,
 )
+MEGATRON_2025 = Program(
+    "Megatron-LM with Transformer Engine",
+    attention="cudnn",
+    forward=26,
+    backward=34,
+    forward_ffn=6,
+    backward_ffn=10,
+    logit=10,
+    sequence_parallel=True,
+    gathers_again=True,
+    scatters=True,
+)
 PROGRAMS = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
-    "megatron_deepspeed": replace(MEGATRON_2021, name="Megatron-DeepSpeed", host=0.00088, scatters=False),
-    "deepspeed_zero3": replace(MEGATRON_2021, name="DeepSpeed ZeRO-3 of 2021", rings=False),
+    "megatron_deepspeed": replace(  # it sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned
+        MEGATRON_2021, name="Megatron-DeepSpeed", kept=keeps.MEGATRON_DEEPSPEED, host=0.00088
+    ),
+    "deepspeed_zero3": replace(
+        MEGATRON_2021, name="DeepSpeed ZeRO-3 of 2021", kept=keeps.MEGATRON_DEEPSPEED, rings=False
+    ),
     "llm_foundry": Program(
         "llm-foundry",
+        kept=keeps.LLM_FOUNDRY,
         attention="flash1",
-        forward=32,
-        backward=40,
+        forward=40,  # the residual stream stays in float32: llmfoundry/models/layers/norm.py casts it for every norm
+        backward=56,
         forward_ffn=4,
         backward_ffn=6,
         logit=24,
@@ -138,10 +162,17 @@ PROGRAMS = {
     ),
     "torchtitan": TORCHTITAN,
     "torchtitan_compiled": replace(
-        TORCHTITAN, name="torchtitan with torch.compile", forward=24, backward=30, forward_ffn=8, backward_ffn=12
+        TORCHTITAN,
+        name="torchtitan with torch.compile",
+        kept=keeps.TORCHTITAN_COMPILED,
+        forward=24,
+        backward=30,
+        forward_ffn=8,
+        backward_ffn=12,
     ),
     "nanotron": Program(
         "nanotron",
+        kept=keeps.NANOTRON,
         attention="flash2",
         pieces=9,
         forward=36,
@@ -150,19 +181,10 @@ PROGRAMS = {
         backward_ffn=8,
         logit=16,
         reduces_beside=True,
+        weighs_stages=True,  # src/nanotron/models/base.py: get_block_compute_costs
         sequence_parallel=True,
         gathers_again=True,
     ),
-    "megatron_2025": Program(
-        "Megatron-LM with Transformer Engine",
-        attention="cudnn",
-        forward=26,
-        backward=34,
-        forward_ffn=6,
-        backward_ffn=10,
-        logit=10,
-        sequence_parallel=True,
-        gathers_again=True,
-        scatters=True,
-    ),
+    "megatron_2025": MEGATRON_2025,
+    "nemo": replace(MEGATRON_2025, name="NeMo", kept=keeps.NEMO, gradient=2),
 }

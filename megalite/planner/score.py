@@ -3,32 +3,50 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log
+from typing import TypeVar
 
 from megalite.planner.constants import BOUNDS, FITTED, Constants
+from megalite.planner.memory import SPREADS, counted, fits
 from megalite.planner.published import Row, batches_of
 from megalite.planner.step import StepModel
+from megalite.planner.work import Work
+
+TOP = 3  # of a group's layouts, as predicted, among which the best measured one should be
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A row with a published speed, and the seconds of its step as predicted."""
+class Compared:
+    """A row's figure, predicted and measured. spread: half the width of the interval, relative to the prediction."""
 
     row: Row
     predicted: float
-
-    @property
-    def measured(self) -> float:
-        assert self.row.seconds is not None
-        return self.row.seconds
+    measured: float
+    spread: float
 
     @property
     def error(self) -> float:
-        """Relative; above 0 where the prediction is too slow."""
+        """Relative; above 0 where too much is predicted."""
         return self.predicted / self.measured - 1
 
-    def inside(self, spread: float) -> bool:
-        """Whether the measured time lies within the interval around the predicted one."""
-        return self.predicted / (1 + spread) <= self.measured <= self.predicted * (1 + spread)
+    @property
+    def inside(self) -> bool:
+        """Whether what was measured lies within the interval around the prediction."""
+        return self.predicted / (1 + self.spread) <= self.measured <= self.predicted * (1 + self.spread)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Whether a row is predicted to fit into its GPUs."""
+
+    row: Row
+    fits: bool
+
+    @property
+    def right(self) -> bool:
+        return self.fits == self.row.fits
+
+
+Told = TypeVar("Told", Compared, Judged)
 
 
 @dataclass(frozen=True)
@@ -42,33 +60,88 @@ class Score:
     inside_interval: float
 
 
-def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Timed]:
-    """Predictions for all rows that ran and have a speed. Where micro-batches are unknown, the fastest is taken."""
-    found = []
-    for row in rows:
-        if row.seconds is not None and row.fits:
-            steps = [StepModel(work, row.program, row.cluster, constants).step().total for work in batches_of(row)]
-            found.append(Timed(row, min(steps)))
-    return found
+@dataclass(frozen=True)
+class Ranking:
+    """How often the best measured layout of a group is among the TOP predicted ones.
+
+    groups: of at least two layouts of one model on as many GPUs. contested: groups of more than TOP, where it means
+    something.
+    """
+
+    groups: int
+    right: int
+    contested: int
+    contested_right: int
 
 
-def score(found: Sequence[Timed], constants: Constants = FITTED) -> Score | None:
+def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
+    """What the row does, and the seconds of its step; of micro-batches that are unknown, the fastest that fit."""
+    works = list(batches_of(row))
+    works = [work for work in works if fits(work, row.program, row.cluster.gpu.memory)] or works
+    steps = ((work, StepModel(work, row.program, row.cluster, constants).step().total) for work in works)
+    return min(steps, key=lambda step: step[1])
+
+
+def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
+    """Step times of all rows that ran and have a speed."""
+    return [
+        Compared(row, chosen(row, constants)[1], row.seconds, constants.spread)
+        for row in rows
+        if row.seconds is not None and row.fits
+    ]
+
+
+def weighed(rows: Iterable[Row]) -> list[Compared]:
+    """Memory of all rows that have it, counted as their sources do."""
+    return [
+        Compared(row, counted(chosen(row)[0], row.program, row.counts), row.memory, SPREADS[row.counts])
+        for row in rows
+        if row.memory is not None
+    ]
+
+
+def judged(rows: Iterable[Row]) -> list[Judged]:
+    """Whether rows fit: with some micro-batches, where their size is unknown."""
+    return [
+        Judged(row, any(fits(work, row.program, row.cluster.gpu.memory) for work in batches_of(row))) for row in rows
+    ]
+
+
+def score(found: Sequence[Compared]) -> Score | None:
     """None for no rows."""
     if not found:
         return None
     errors = sorted(abs(each.error) for each in found)
-    inside = sum(each.inside(constants.spread) for each in found)
     return Score(
         len(found),
         sum(errors) / len(errors),
         errors[ceil(0.9 * len(errors)) - 1],
         sum(each.error for each in found) / len(found),
-        inside / len(found),
+        sum(each.inside for each in found) / len(found),
     )
 
 
-def by_source(found: Iterable[Timed]) -> dict[str, list[Timed]]:
-    groups: dict[str, list[Timed]] = {}
+def ranking(found: Iterable[Compared]) -> Ranking:
+    """Of step times. Rows of a group may have batches of different sizes, so tokens per second are compared."""
+    groups: dict[object, dict[object, Compared]] = {}
+    for each in found:
+        layouts = groups.setdefault(each.row.group, {})
+        layout = each.row.work, each.row.program
+        if layout not in layouts or each.measured < layouts[layout].measured:
+            layouts[layout] = each
+    several = [list(layouts.values()) for layouts in groups.values() if len(layouts) > 1]
+    right = [_near_the_top(layouts) for layouts in several]
+    contested = [hit for hit, layouts in zip(right, several, strict=True) if len(layouts) > TOP]
+    return Ranking(len(right), sum(right), len(contested), sum(contested))
+
+
+def _near_the_top(layouts: Sequence[Compared]) -> bool:
+    best = min(layouts, key=lambda each: each.measured / each.row.batch)
+    return best in sorted(layouts, key=lambda each: each.predicted / each.row.batch)[:TOP]
+
+
+def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
+    groups: dict[str, list[Told]] = {}
     for each in found:
         groups.setdefault(each.row.source, []).append(each)
     return groups

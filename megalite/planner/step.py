@@ -7,6 +7,7 @@ of layers; of other modes it follows the last micro-batch.
 
 from dataclasses import dataclass
 
+from megalite.planner.balance import stage_layers
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.layer import LayerModel, LayerTime
@@ -58,7 +59,7 @@ class StepModel:
             per_layer, data = self._sharded(layer)
         elif work.dp * work.cp > 1:
             data = self._reduced(work.layers / work.pp * layer.backward.total)
-        stages = [work.layers / work.pp * per_layer] * work.pp
+        stages = [layers * per_layer for layers in stage_layers(work, self.program)]
         stages[0] += embedding
         stages[-1] += head[0] + head[1]
         slowest, m = max(stages), work.micro_batches

@@ -1,5 +1,5 @@
-"""Compare the planner's step times with published runs. A row of a CSV file is
-one run; docs/planner.md explains the columns.
+"""Compare the planner's step times and memory with published runs. A row of a CSV
+file is one run; docs/planner.md explains the columns.
 """
 
 import argparse
@@ -14,11 +14,12 @@ from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.published import Row, read_rows
-from megalite.planner.score import Timed, by_source, fit, score, timed
+from megalite.planner.score import TOP, Compared, Judged, by_source, fit, judged, ranking, score, timed, weighed
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-validate-planner"
 WORST = 10  # rows shown with --worst
+GIB = 2**30
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,11 +32,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("files", nargs="+", metavar="CSV", help="published runs")
     add("--json", metavar="FILE", help="write the errors to FILE too, with those of every row")
-    add("--worst", action="store_true", help=f"show the {WORST} rows that are predicted worst")
+    add("--worst", action="store_true", help=f"show the {WORST} rows that are predicted worst, of time and of memory")
     add(
         "--leave-out",
         action="store_true",
-        help="predict every source with constants that are fitted anew on all others (minutes)",
+        help="predict the times of every source with constants that are fitted anew on all others (minutes)",
     )
     return parser
 
@@ -49,57 +50,156 @@ def _run(options: argparse.Namespace) -> int:
         found, skipped = read_rows(Path(file))
         rows += found
         left_out += skipped
-    found = _without(rows) if options.leave_out else timed(rows)
-    _show(terminal, found)
-    if options.worst:
-        _show_worst(terminal, found)
+    times = _without(rows) if options.leave_out else timed(rows)
+    memory, verdicts = weighed(rows), judged(rows)
+    _show(terminal, times, memory, verdicts)
+    if options.worst and verdicts:
+        _show_worst(terminal, times, memory)
     if left_out:
         terminal.line(f"{len(left_out)} rows cannot be predicted, the first: {left_out[0]}")
     if options.json:
-        write_object(Path(options.json), _report(found, left_out))
+        write_object(Path(options.json), _report(times, memory, verdicts, left_out))
     return ExitCode.DONE
 
 
-def _without(rows: Sequence[Row]) -> list[Timed]:
-    """Predictions of every source with constants that were fitted without it."""
-    found: list[Timed] = []
+def _without(rows: Sequence[Row]) -> list[Compared]:
+    """Step times of every source with constants that were fitted without it."""
+    found: list[Compared] = []
     for source in sorted({row.source for row in rows}):
-        others = [row for row in rows if row.source != source]
+        others = [row for row in rows if row.source != source and row.seconds is not None and row.fits]
         constants = fit(others, Constants()) if others else FITTED
         found += timed([row for row in rows if row.source == source], constants)
     return found
 
 
-def _show(terminal: Terminal, found: list[Timed]) -> None:
-    table = []
-    for source, group in [*sorted(by_source(found).items()), ("all", found)]:
-        if of := score(group):
-            inside = f"{of.inside_interval:.0%}"
-            table.append((source, f"{of.rows}", f"{of.mean_abs_error:.1%}", f"{of.p90:.1%}", f"{of.bias:+.1%}", inside))
-    terminal.table(("step time of:", "rows", "mean error", "p90", "bias", "in interval"), table)
-
-
-def _show_worst(terminal: Terminal, found: list[Timed]) -> None:
-    worst = sorted(found, key=lambda each: -abs(each.error))[:WORST]
+def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], verdicts: list[Judged]) -> None:
+    if not verdicts:
+        terminal.line("There is no row that can be predicted.")
+        return
+    columns = ("rows", "mean error", "p90", "bias", "in interval")
+    if times:
+        terminal.table(
+            ("step time of:", *columns),
+            [(source, *_errors(group)) for source, group in [*sorted(by_source(times).items()), ("all", times)]],
+        )
+    if memory:
+        kinds = sorted({(each.row.source, each.row.counts) for each in memory})
+        parts = [
+            (source, counts, [each for each in memory if (each.row.source, each.row.counts) == (source, counts)])
+            for source, counts in kinds
+        ]
+        terminal.table(
+            ("memory of:", "counted:", *columns),
+            [(source, counts, *_errors(group)) for source, counts, group in [*parts, ("all", "", memory)]],
+        )
     terminal.table(
-        ("row:", "predicted", "measured", "error"),
-        [(each.row.place, f"{each.predicted:.4g} s", f"{each.measured:.4g} s", f"{each.error:+.1%}") for each in worst],
-    )
-
-
-def _report(found: list[Timed], left_out: list[str]) -> dict[str, Any]:
-    def told(group: list[Timed]) -> dict[str, Any] | None:
-        of = score(group)
-        return None if of is None else asdict(of)
-
-    return {
-        "time": told(found),
-        "by_source": {source: {"time": told(group)} for source, group in sorted(by_source(found).items())},
-        "rows": [
-            {"row": each.row.place, "predicted_s": each.predicted, "measured_s": each.measured, "error": each.error}
-            for each in found
+        ("rows that:", "rows", "predicted so"),
+        [
+            (name, f"{len(group)}", f"{sum(each.right for each in group)}")
+            for name, group in (("ran out of memory", _ran_out(verdicts)), ("fitted", _ran(verdicts)))
         ],
+    )
+    of = ranking(times)
+    if of.groups:
+        terminal.line(
+            f"The best measured layout is among the {TOP} best predicted ones in {of.right} of {of.groups} groups of "
+            f"layouts; of groups with more than {TOP}, in {of.contested_right} of {of.contested}."
+        )
+
+
+def _errors(group: Sequence[Compared]) -> tuple[str, ...]:
+    of = score(group)
+    assert of is not None
+    return f"{of.rows}", f"{of.mean_abs_error:.1%}", f"{of.p90:.1%}", f"{of.bias:+.1%}", f"{of.inside_interval:.0%}"
+
+
+def _ran_out(verdicts: Sequence[Judged]) -> list[Judged]:
+    return [each for each in verdicts if not each.row.fits]
+
+
+def _ran(verdicts: Sequence[Judged]) -> list[Judged]:
+    return [each for each in verdicts if each.row.fits]
+
+
+def _show_worst(terminal: Terminal, times: list[Compared], memory: list[Compared]) -> None:
+    for name, found, unit, size in (("time", times, "s", 1.0), ("memory", memory, "GiB", GIB)):
+        worst = sorted(found, key=lambda each: -abs(each.error))[:WORST]
+        terminal.table(
+            (f"{name} of row:", "predicted", "measured", "error"),
+            [
+                (
+                    each.row.place,
+                    f"{each.predicted / size:.4g} {unit}",
+                    f"{each.measured / size:.4g} {unit}",
+                    f"{each.error:+.1%}",
+                )
+                for each in worst
+            ],
+        )
+
+
+def _report(
+    times: list[Compared], memory: list[Compared], verdicts: list[Judged], left_out: list[str]
+) -> dict[str, Any]:
+    time_of, memory_of, verdicts_of = by_source(times), by_source(memory), by_source(verdicts)
+    return {
+        **_told(times, memory, verdicts),
+        "by_source": {
+            source: _told(time_of.get(source, []), memory_of.get(source, []), group)
+            for source, group in sorted(verdicts_of.items())
+        },
+        "rows": _rows(times, memory, verdicts),
         "left_out": left_out,
+    }
+
+
+def _told(times: list[Compared], memory: list[Compared], verdicts: list[Judged]) -> dict[str, Any]:
+    """Errors and verdicts of some rows. `memory` is of all rows that have any; it is told by what they count too."""
+    kinds = sorted({each.row.counts for each in memory})
+    return {
+        "time": _score(times),
+        "memory": _score(memory),
+        "memory_counted": {kind: _score([each for each in memory if each.row.counts == kind]) for kind in kinds},
+        "oom": _right(_ran_out(verdicts)),
+        "fits": _right(_ran(verdicts)),
+        "ranking": asdict(ranking(times)),
+    }
+
+
+def _score(group: Sequence[Compared]) -> dict[str, Any] | None:
+    of = score(group)
+    return None if of is None else asdict(of)
+
+
+def _right(verdicts: Sequence[Judged]) -> dict[str, int]:
+    return {"rows": len(verdicts), "right": sum(each.right for each in verdicts)}
+
+
+def _rows(times: list[Compared], memory: list[Compared], verdicts: list[Judged]) -> list[dict[str, Any]]:
+    """One object for every row: what was predicted of it, and what was measured. Seconds, and bytes of memory."""
+    time_of, memory_of = ({id(each.row): each for each in found} for found in (times, memory))
+    return [
+        {
+            "row": verdict.row.place,
+            "source": verdict.row.source,
+            "fits": {"predicted": verdict.fits, "published": verdict.row.fits},
+            "time": _compared(time_of.get(id(verdict.row))),
+            "memory": _compared(memory_of.get(id(verdict.row))),
+            "memory_counted": verdict.row.counts if verdict.row.memory is not None else None,
+        }
+        for verdict in verdicts
+    ]
+
+
+def _compared(each: Compared | None) -> dict[str, float] | None:
+    if each is None:
+        return None
+    return {
+        "predicted": each.predicted,
+        "measured": each.measured,
+        "error": each.error,
+        "least": each.predicted / (1 + each.spread),
+        "most": each.predicted * (1 + each.spread),
     }
 
 

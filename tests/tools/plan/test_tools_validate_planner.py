@@ -11,17 +11,28 @@ from megalite_tools.plan.validate_planner import main
 FOLDER = Path(__file__).parents[2] / "planner" / "published"
 
 
-def test_errors_by_source_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_by_source_as_tables_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [FOLDER / f"{name}.csv" for name in ("korthikanti22", "simumax_b200")]
     code, out, _ = in_process(main, capsys)(*files, "--json", tmp_path / "errors.json", "--worst")
     assert code == 0
-    assert "Korthikanti22 T5" in out
+    for part in ("Korthikanti22 T5", "formula", "allocated", "ran out of memory", "memory of row", "groups of layouts"):
+        assert part in out
     assert "6 rows cannot be predicted, the first: " in out
     report = json.loads((tmp_path / "errors.json").read_text())
-    assert report["time"]["rows"] == len(report["rows"]) == 21
-    assert sum(of["time"]["rows"] for of in report["by_source"].values()) == 21
-    errors = [abs(row["error"]) for row in report["rows"]]
-    assert report["time"]["mean_abs_error"] == pytest.approx(sum(errors) / len(errors))
+    rows = report["rows"]
+    assert len(rows) == report["oom"]["rows"] + report["fits"]["rows"] == 29
+    for key, count in (("time", 21), ("memory", 20)):
+        found = [row[key] for row in rows if row[key]]
+        assert report[key]["rows"] == len(found) == count
+        assert report[key]["mean_abs_error"] == pytest.approx(sum(abs(each["error"]) for each in found) / count)
+        inside = sum(each["least"] <= each["measured"] <= each["most"] for each in found)
+        assert report[key]["inside_interval"] == pytest.approx(inside / count)
+        of = [each[key]["rows"] for each in report["by_source"].values() if each[key]]
+        assert sum(of) == count
+    assert report["oom"] == {"rows": 4, "right": 4}
+    assert {kind: of["rows"] for kind, of in report["memory_counted"].items()} == {"allocated": 12, "formula": 8}
+    assert report["by_source"]["Korthikanti22 T5"]["memory"] is None
+    assert report["ranking"]["groups"] == report["ranking"]["right"] > 0
     assert len(report["left_out"]) == 6
 
 
@@ -32,6 +43,17 @@ def test_a_source_can_be_predicted_from_the_others(tmp_path: Path, capsys: pytes
     fitted_without = json.loads(report.read_text())["time"]["mean_abs_error"]
     assert in_process(main, capsys)(*files, "--json", report)[0] == 0
     assert fitted_without > json.loads(report.read_text())["time"]["mean_abs_error"]
+
+
+def test_a_file_without_rows_that_can_be_predicted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs.csv").write_text((FOLDER / "torchtitan.csv").read_text().replace("H100-SXM", "TPU"))
+    report = tmp_path / "errors.json"
+    code, out, _ = in_process(main, capsys)(tmp_path / "runs.csv", "--json", report, "--worst")
+    assert code == 0
+    assert "There is no row that can be predicted.\n" in out
+    assert "11 rows cannot be predicted, the first: " in out
+    told = json.loads(report.read_text())
+    assert (told["time"], told["memory"], told["fits"]) == (None, None, {"rows": 0, "right": 0})
 
 
 @pytest.mark.parametrize(

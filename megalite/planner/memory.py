@@ -1,0 +1,132 @@
+"""Bytes that a program holds on the fullest GPU of a step. Imports no torch.
+
+megalite's own memory is walked through action by action (`plan.memory`). Of other programs less is known, so this adds
+up what follows from their code: weights, gradients and optimizer states by how they are sharded; what layers keep for
+backward, times the micro-batches that a pipeline rank holds; and what lives for a moment only.
+"""
+
+from dataclasses import dataclass, replace
+
+from megalite.planner.balance import stage_layers
+from megalite.planner.kept import Counted
+from megalite.planner.programs import Program
+from megalite.planner.work import Work
+
+HALF, FLOAT = 2, 4  # bytes of an element in 16 bits, and in float32
+ADAM = 8  # bytes of AdamW's two moments of a parameter
+RESERVED = 1.13  # bytes that PyTorch's allocator takes from the GPU for one that tensors have at their fullest
+OUTSIDE = 4.6 * 2**30  # bytes of a GPU that belong to no tensor: CUDA's context, NCCL's buffers, kernels
+USABLE = 0.9  # share of a GPU's memory that tensors can have before a step fails
+SPREADS: dict[Counted, float] = {  # half the width of the interval, relative to the estimate, by what is counted
+    "allocated": 0.03,
+    "formula": 0.03,
+    "reserved": 0.08,
+    "device": 0.08,
+    "unsaid": 0.10,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors on a pipeline rank at its fullest moment.
+
+    gathered: weights and gradients of layers that zero3 has whole for a while. activations: what layers keep for
+    backward. moment: the logits and their gradient, or what one layer's backward needs besides. buffers: of the
+    program.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    moment: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def memory(work: Work, program: Program) -> Memory:
+    """Of the fullest pipeline rank: the first, the last, or the first of those that have more layers."""
+    layers = stage_layers(work, program)
+    ranks = {0, work.pp - 1, layers.index(max(layers))}
+    return max((_rank(work, program, rank, layers[rank]) for rank in ranks), key=lambda found: found.total)
+
+
+def counted(work: Work, program: Program, what: Counted) -> float:
+    """The same in the bytes that a source publishes.
+
+    allocated: of tensors. reserved: of PyTorch's allocator. device: what nvidia-smi shows. formula: of layers alone,
+    as papers add them up. Where a source does not say, tensors are meant.
+    """
+    if what == "formula":
+        found = memory(replace(work, vocab=0), program)
+        return found.total - found.moment - found.buffers
+    total = memory(work, program).total
+    if what == "device":
+        return RESERVED * total + OUTSIDE
+    return RESERVED * total if what == "reserved" else total
+
+
+def fits(work: Work, program: Program, size: float) -> bool:
+    """Whether a step runs on GPUs of so many bytes. What the allocator has cached it gives back before it fails."""
+    return memory(work, program).total <= USABLE * size
+
+
+def _rank(work: Work, program: Program, rank: int, layers: int) -> Memory:
+    kept = program.kept
+    first, last = rank == 0, rank == work.pp - 1
+    layer = work.layer_parameters / work.tp
+    ends = work.vocab * work.width / work.tp * (2 if first and last and not work.tied else first or last)
+    parameters = layers * layer + ends
+    shards = work.dp * work.cp
+    weights, gradients, gathered = HALF * parameters, kept.gradient * parameters, 0.0
+    optimizer = (FLOAT + ADAM) * parameters / (1 if work.mode == "ddp" else shards)
+    if work.mode == "zero3":  # the float32 weights of the optimizer are the weights
+        weights, gradients, optimizer = (each * parameters / shards for each in (FLOAT, FLOAT, ADAM))
+        if shards > 1:
+            gathered = kept.whole * layer + HALF * ends
+        if work.pp > 1 and kept.accumulates:
+            gathered = (HALF + FLOAT) * parameters
+    elif work.mode == "zero2":
+        gradients = FLOAT * parameters / shards + HALF * layer
+    elif shards > 1:
+        gradients += kept.bucket * parameters
+    stream = HALF * work.tokens * work.width / (work.tp if program.sequence_parallel else 1)
+    each = stream if work.recompute == "full" else layer_kept(work, program)
+    held = _held(work, rank)
+    activations = held * (layers * each + (stream if kept.outputs and not last else 0))
+    logits = kept.logit * work.tokens * work.vocab / work.tp if last else 0.0
+    moment = max(logits, _backward(work, program))
+    return Memory(weights, gradients, optimizer, gathered, activations, moment, kept.buffers)
+
+
+def _held(work: Work, rank: int) -> float:
+    """Micro-batches whose activations a rank has at most, for all of its layers: 1F1B, interleaved with several stages.
+
+    Of the first rank these are (v + 1) p - 1 of v stages: 1 + (p - 1) / (p v) times the p without (arXiv 2205.05198).
+    """
+    after = work.pp - rank - 1
+    if work.virtual == 1:
+        return min(work.micro_batches, after + 1)
+    return min(work.micro_batches * work.virtual, 2 * after + (work.virtual - 1) * work.pp + 1) / work.virtual
+
+
+def layer_kept(work: Work, program: Program) -> float:
+    """Bytes that a layer keeps of a micro-batch on one rank, unless all of it is recomputed."""
+    kept, selective = program.kept, work.recompute == "selective"
+    if selective and kept.selective:
+        kept = kept.selective
+    split = work.tp if program.sequence_parallel else 1
+    mlp = (kept.gated if work.gated else kept.plain) * work.ffn
+    scores = kept.score * work.heads * work.sequence if program.attention == "unfused" and not selective else 0.0
+    inside = kept.query * work.q + kept.key * work.k + mlp + scores
+    return work.tokens * (work.width * (kept.stream / split + kept.gathered) + inside / work.tp)
+
+
+def _backward(work: Work, program: Program) -> float:
+    """Bytes that a layer's backward has besides what layers keep: the layer, if it was recomputed, and gradients."""
+    again = layer_kept(work, program) if work.recompute == "full" else 0.0
+    return again + HALF * work.tokens * (3 if work.gated else 2) * work.ffn / work.tp

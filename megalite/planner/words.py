@@ -1,0 +1,142 @@
+"""What the free text of a published row tells: its GPUs and their network, its program, and what its memory counts.
+
+Imports no torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+from megalite.planner.hardware import Cluster, Level, Link, load_cluster
+from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM, Counted
+from megalite.planner.programs import PROGRAMS, Program
+from megalite.planner.work import DataMode
+
+FAMILIES = (  # of GPUs: what a row's text must hold, and the cluster
+    (r"GB300", "gb300"),
+    (r"GB200", "gb200"),
+    (r"B200", "b200"),
+    (r"H200", "h200"),
+    (r"H100.*PCIe", "h100_pcie"),
+    (r"H100.*NVL\b", "h100_nvl"),
+    (r"H100", "h100_sxm"),
+    (r"A100.*40 ?GB", "a100_40gb"),
+    (r"A100", "a100_80gb"),
+    (r"MI300", "mi300x"),
+    (r"L40S", "l40s"),
+    (r"5090", "rtx5090"),
+    (r"4090", "rtx4090"),
+)
+# Its nodes have two boards of four GPUs, in each of which all are connected: README of bigscience-workshop/bigscience,
+# "Using NVLink 4 inter-gpu connects, 4 OmniPath links". A ring among four uses two of the three links of a GPU: a third
+# ring would need links of the first two.
+JEAN_ZAY = Level(4, Link(200e9, 6e-6)), Level(8, Link(25e9, 6e-6))
+NAMED = 0.99  # of the memory that a GPU is sold with, in GiB, programs see: 79.3 of 80, 95.0 of 96
+SAME = 0.08  # a size in words that is nearer to the measured one of the cluster's file tells nothing new
+ROWWISE = 0.55  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
+FLOAT32_SUM = r"fp32 (grad )?acc"  # gradients that are added up in float32
+WORDS = {  # in a source, and the program that it is of
+    "simumax": "megatron_2025",
+    "vtrain": "megatron_deepspeed",
+    "bigscience": "megatron_deepspeed",
+    "bloom": "megatron_deepspeed",
+    "korthikanti": "megatron_2021",
+    "sc21": "megatron_2021",
+    "foundry": "llm_foundry",
+    "mosaic": "llm_foundry",
+    "playbook": "nanotron",
+    "nanotron": "nanotron",
+    "fsdp": "torchtitan_compiled",
+    "nemo": "nemo",
+    "megatron": "megatron_2025",
+}
+MODES: tuple[tuple[str, DataMode], ...] = (  # by how the words begin, without dashes and blanks
+    (r"zero3|full|shard|fsdp|hsdp|3", "zero3"),
+    (r"zero2|2", "zero2"),
+    (r"zero1|dist|1", "zero1"),
+)
+COUNTED: tuple[tuple[str, Counted], ...] = (  # in notes, and which bytes the memory counts
+    (r"formula|not measured", "formula"),
+    (r"nvidia-smi|cuda context", "device"),
+    (r"reserved", "reserved"),
+    (r"allocated", "allocated"),
+)
+
+
+def found(pattern: str, text: str) -> str | None:
+    """The first group of the first place in `text` that matches, if there is one."""
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def program_of(fields: Mapping[str, str]) -> Program:
+    """The profile of the program that a row is of, by its source, precision and notes."""
+    source, notes, precision = (fields[key].lower() for key in ("source", "notes", "precision"))
+    sharded = mode_of(fields["fsdp_zero"]) == "zero3"
+    if "torchtitan" in source:
+        program = PROGRAMS["torchtitan_compiled" if "compile" in notes else "torchtitan"]
+        program = replace(program, fp8=ROWWISE) if "rowwise" in precision else program
+        return replace(program, hidden=0.5) if re.search(r"async ?tp", notes) else program
+    for word, name in WORDS.items():
+        if word in source:
+            if name == "megatron_2021" and sharded:
+                return PROGRAMS["deepspeed_zero3"]
+            if name == "megatron_2021" and "SP" in fields["recompute"]:
+                return PROGRAMS["megatron_2022"]
+            if name == "megatron_deepspeed" and re.search(FLOAT32_SUM, precision):
+                return replace(PROGRAMS[name], kept=DEEPSPEED_FLOAT32_SUM)
+            return PROGRAMS[name]
+    return PROGRAMS["torchtitan" if sharded else "megatron_2025"]
+
+
+def mode_of(text: str) -> DataMode:
+    """How data-parallel ranks share their states."""
+    plain = re.sub(r"[^a-z0-9]", "", text.lower())
+    return next((mode for pattern, mode in MODES if re.match(pattern, plain)), "ddp")
+
+
+def counted_in(fields: Mapping[str, str], program: Program) -> Counted:
+    """Which bytes a row's memory counts: as its notes say, or else as its program reports."""
+    notes = fields["notes"].lower()
+    return next((what for pattern, what in COUNTED if re.search(pattern, notes)), program.kept.counts)
+
+
+def cluster_of(text: str) -> Cluster:
+    """The cluster of a row's GPUs, with the network, the power and the memory that the text tells.
+
+    Raises ValueError for GPUs of no known kind.
+    """
+    name = next((name for pattern, name in FAMILIES if re.search(pattern, text, re.IGNORECASE)), None)
+    if name is None:
+        raise ValueError(f"gpu = {text!r:.100}: is of no kind that the planner knows")
+    cluster = _shipped(name)
+    if network := _network(text, cluster.gpus_per_node):
+        cluster = replace(cluster, network=replace(cluster.network, bandwidth=network))
+    gpu = cluster.gpu
+    if watts := found(r"\b([1-9]\d{2,3}) ?W\b", text):
+        gpu = replace(gpu, power=float(watts))
+    if rate := found(r"\b([1-9]\d?\.?\d{0,3}) ?TB/s", text):
+        gpu = replace(gpu, bandwidth=float(rate) * 1e12)
+    if size := found(r"(?<!\d)([1-9]\d|[12]\d\d) ?Gi?B\b(?!/s)", text):
+        named = NAMED * float(size) * 2**30
+        gpu = replace(gpu, memory=named) if abs(named / gpu.memory - 1) > SAME else gpu
+    cluster = replace(cluster, gpu=gpu)
+    return replace(cluster, levels=JEAN_ZAY) if "Jean Zay" in text else cluster
+
+
+@cache
+def _shipped(name: str) -> Cluster:
+    """A cluster that megalite comes with; rows name few of them."""
+    return load_cluster(name)
+
+
+def _network(text: str, gpus: int) -> float | None:
+    """Bytes/s of one GPU between nodes, where the text tells it in Gb/s: of an adapter, of a GPU, or of a node."""
+    if match := re.search(r"\b([1-9]\d?) ?x ?([1-9]\d{0,3}) ?Gb", text):
+        return int(match[1]) * int(match[2]) / 8 * 1e9 / gpus
+    if rate := found(r"\b([1-9]\d{0,4}) ?Gb(?:ps|/s)[^,]*per GPU", text):
+        return int(rate) / 8 * 1e9
+    if rate := found(r"\b([1-9]\d{0,4}) ?Gb(?:ps|/s)[^,]*per node", text):
+        return int(rate) / 8 * 1e9 / gpus
+    return None

@@ -1,0 +1,42 @@
+"""Layers of pipeline ranks."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.planner.balance import stage_layers
+from megalite.planner.programs import PROGRAMS
+from megalite.planner.work import Work
+
+SMALL = Work(
+    layers=16, width=2048, heads=32, kv_heads=32, head_size=64, ffn=8192, vocab=131072, sequence=4096, mode="zero1"
+)
+
+
+@given(st.integers(1, 200), st.integers(1, 64), st.sampled_from(sorted(PROGRAMS)))
+def test_every_layer_has_one_rank(layers: int, pp: int, program: str) -> None:
+    pp = min(pp, layers)
+    found = stage_layers(replace(SMALL, layers=layers, pp=pp), PROGRAMS[program])
+    assert len(found) == pp
+    assert sum(found) == layers
+    assert min(found) >= 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "expected"),
+    [
+        (96, 8, [12] * 8),
+        (126, 16, [7, *[8] * 14, 7]),  # Llama 3: one layer less on both ends
+        (78, 12, [7] * 6 + [6] * 6),
+    ],
+)
+def test_layers_are_divided_evenly_or_the_ends_have_less(layers: int, pp: int, expected: list[int]) -> None:
+    assert stage_layers(replace(SMALL, layers=layers, pp=pp), PROGRAMS["megatron_2025"]) == expected
+
+
+def test_weighed_stages_give_the_last_rank_less_for_its_output_layer() -> None:
+    """The output layer has as many parameters as four layers; the block that goes beyond the share belongs to it."""
+    assert stage_layers(replace(SMALL, pp=2), PROGRAMS["nanotron"]) == [11, 5]
+    assert stage_layers(replace(SMALL, pp=2, vocab=128), PROGRAMS["nanotron"]) == [9, 7]

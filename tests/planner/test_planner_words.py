@@ -1,0 +1,73 @@
+"""What free text of published rows tells."""
+
+import pytest
+
+from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM
+from megalite.planner.words import cluster_of, mode_of, program_of
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "network", "power", "bandwidth", "memory"),
+    [
+        ("A100-80GB (Selene DGX, 8x200Gb HDR IB)", 25e9, 400, 2039e9, 80),
+        ("A100-80GB, 8/node, 800 Gbps IB per node", 12.5e9, 400, 2039e9, 80),
+        ("H100-SXM 96GB HBM2e 500W, 2.4TB/s, 400Gb/s RDMA per GPU", 50e9, 500, 2.4e12, 95.04),
+        ("a100_40gb / 1600 Gbps RoCE per node", 25e9, 400, 1555e9, 40),
+        ("B200-SXM 180GB, single node NVLink5", 50e9, 1000, 7700e9, 179.1),
+        ("H100 with NVLink of 900 GB/s", 50e9, 700, 3350e9, 79.65),
+    ],
+)
+def test_a_cluster_is_told_in_words(text: str, network: float, power: float, bandwidth: float, memory: float) -> None:
+    cluster = cluster_of(text)
+    assert cluster.network.bandwidth == pytest.approx(network)
+    assert (cluster.gpu.power, cluster.gpu.bandwidth) == (power, bandwidth)
+    assert cluster.gpu.memory == pytest.approx(memory * GIB, rel=0.003)
+
+
+def test_nothing_impossible_is_taken_from_words() -> None:
+    assert cluster_of("H100 0 TB/s, 000W, 0x0Gb, 0GB, 0 Gbps per node") == cluster_of("H100")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("zero3(FSDP2)", "zero3"),
+        ("FULL_SHARD", "zero3"),
+        ("SHARD_GRAD_OP", "zero3"),
+        ("ZeRO-3", "zero3"),
+        ("zero2", "zero2"),
+        ("zero1", "zero1"),
+        ("distributed optimizer", "zero1"),
+        ("zero0", "ddp"),
+        ("0", "ddp"),
+        ("NO_SHARD", "ddp"),
+        ("", "ddp"),
+    ],
+)
+def test_sharding_is_told_in_words(text: str, mode: str) -> None:
+    assert mode_of(text) == mode
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"source": "torchtitan 2024-12", "notes": "eager"}, "torchtitan"),
+        ({"source": "torchtitan 2024-12", "notes": "compile + async TP"}, "torchtitan with torch.compile"),
+        ({"source": "Korthikanti22", "recompute": "selective+SP"}, "Megatron-LM 2022"),
+        ({"source": "Megatron SC21", "fsdp_zero": "zero3"}, "DeepSpeed ZeRO-3 of 2021"),
+        ({"source": "somebody", "fsdp_zero": "full"}, "torchtitan"),
+        ({"source": "NeMo 25.02"}, "NeMo"),
+        ({"source": "somebody"}, "Megatron-LM with Transformer Engine"),
+    ],
+)
+def test_a_program_is_told_in_words(fields: dict[str, str], name: str) -> None:
+    plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute"), "")
+    assert program_of(plain | fields).name == name
+
+
+def test_gradients_that_are_summed_in_float32_are_kept() -> None:
+    plain = {"source": "BLOOM", "notes": "", "fsdp_zero": "zero1", "recompute": "full"}
+    assert program_of({**plain, "precision": "bf16 + fp32 grad accum"}).kept == DEEPSPEED_FLOAT32_SUM
+    assert program_of({**plain, "precision": "fp16"}).kept.gradient == 2

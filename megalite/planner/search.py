@@ -105,7 +105,9 @@ def search(
                 heappush(heap, (bound, next(number), child))
         elif node.choice is not None:
             found.walked += 1
-            needed = _fullest_end(node.plan, limit) if found.results else fullest_rank(node.plan.config).total
+            needed = _fullest_end(node.plan, limit)
+            if needed <= limit and not found.results:  # the best is to be sure of
+                needed = fullest_rank(node.plan.config).total
             space.learn(node.choice, needed)
             if needed > limit:
                 found.too_large(needed, node.choice)

@@ -49,6 +49,7 @@ WORDS = {  # in a source, and the program that it is of
     "nanotron": "nanotron",
     "fsdp": "torchtitan_compiled",
     "nemo": "nemo",
+    "bridge": "nemo",
     "megatron": "megatron_2025",
 }
 MODES: tuple[tuple[str, DataMode], ...] = (  # by how the words begin, without dashes and blanks

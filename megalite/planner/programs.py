@@ -186,7 +186,7 @@ PROGRAMS = {
         gathers_again=True,
     ),
     "megatron_2025": MEGATRON_2025,
-    # NeMo's user guide, "Communication Overlap": tensor-parallel communication is pipelined with matrix products or runs
-    # beside them, gradients are reduced in bf16 beside backward. That four fifths are hidden is an assumption.
+    # NeMo's user guide, "Communication Overlap": tensor-parallel communication is pipelined with matrix products or is
+    # beside them; gradients are reduced in bf16 beside backward. That four fifths are hidden is an assumption.
     "nemo": replace(MEGATRON_2025, name="NeMo", kept=keeps.NEMO, gradient=2, hidden=0.8, reduces_beside=True),
 }

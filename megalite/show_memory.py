@@ -167,12 +167,13 @@ def memory_sections(
         note += REPEATED
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
+        ("Moment of the peak", Text(f"{most.instant}")),
         ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
         ("Conventions", Text(note + ON_CUDA * on_cuda + LATE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
     if len(memories) > 1:
         name, unit = _unit(most.total)
-        sections.insert(1, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
+        sections.insert(2, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
     return sections
 
 

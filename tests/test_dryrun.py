@@ -14,7 +14,7 @@ from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
 from megalite.verify import random_batch
 
-TOLERANCE = 0.02
+TOLERANCE = 0.01
 
 
 def device_total(found: dict[str, int]) -> int:

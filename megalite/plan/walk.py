@@ -165,7 +165,7 @@ class Walk:
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
-        waiting = parts[0].backward[0].weights if parts[0].with_stage and not parts[0].copy else 0
+        waiting = parts[0].backward[-1].weights if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
@@ -176,11 +176,16 @@ class Walk:
                 self._fetch(action, index, part.times)
                 self._fetch(action, index - 1, 1)
             made = 0
+            # Until the last layer has added to it, the gradient of its output is the received one, held anyway.
+            given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
-                self._see(moment.temporaries + made + again + beside + summed, self._gathered(part), moment.name)
+                taken = moment.temporaries - given
+                self._see(taken + made + again + beside + summed, self._gathered(part), moment.name)
+                if moment.name == "gate and up":
+                    given = 0
                 self._release(part, moment, puts_off)
                 if puts_off and moment.weights:
                     put_off = PutOff(key, moment, part.put_off[moment.name])

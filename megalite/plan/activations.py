@@ -60,7 +60,7 @@ class Activations:
     def embedding(self, with_head: bool) -> Part:
         """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
         ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
-        # The gathered gradient is copied to mask tokens of other ranks. Only the copy is left for the weight's gradient.
+        # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
         masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
         moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * self._matrix))
         tied = self.config.model.tie_embeddings and with_head

@@ -1,4 +1,4 @@
-"""The memory of one rank's training step, counted while the real code runs, without its device or the other ranks.
+"""The memory and transfers of one rank's step, counted while the real code runs, without its device or other ranks.
 
 Collectives go to a process group that answers at once, and tensors have shapes but no data (torch's FakeTensor), so
 a rank of any world runs on any machine. Kernels are the CPU's.
@@ -7,9 +7,10 @@ a rank of any world runs on any machine. Kernels are the CPU's.
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 
 import torch
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.checkpoint.save import local_parts
@@ -26,6 +28,7 @@ from megalite.config.errors import InputError
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.counted import CountedTransfers, axes_of
 from megalite.data.loader import Micros
 from megalite.dist.mesh import Mesh
 from megalite.dist.signals import die_with_launcher
@@ -33,35 +36,46 @@ from megalite.exit_codes import ExitCode
 from megalite.live_bytes import LiveBytes
 from megalite.optim.build import build_optimizer
 from megalite.plan.activations import Activations
+from megalite.plan.dry import as_counted, busiest_rank
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import enough_micro_batches, rank_memory
 from megalite.plan.resolved import Plan, resolve
+from megalite.plan.transfers import Transfer
 from megalite.plan.walk import HOST
-from megalite.plan.window import busiest
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 
 CPU = torch.device("cpu")
 
 
-def dry_run(config: Config, pp: int) -> dict[str, int]:
-    """Bytes of every kind at the peak of a training step on pipeline rank `pp`; see `count_step`.
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run has counted."""
 
-    Of the context-parallel ranks, the one that exchanges most keys and values is taken. The dry run computes only as
-    many micro-batches as reach the peak, but counts the inputs of all. It opens and closes the default process group.
+    bytes: dict[str, int]  # by kind, at the peak
+    doing: str  # what the rank was doing then
+    transfers: Counter[Transfer]  # of a step of `micro_batches`
+    micro_batches: int
+
+
+def dry_run(config: Config, pp: int) -> DryRun:
+    """Bytes of every kind at the peak of a training step on pipeline rank `pp`, see `count_step`, and its transfers.
+
+    Of the ranks with this pp coordinate, that of `busiest_rank` is taken. The dry run computes only as many
+    micro-batches as reach the peak, but counts the inputs of all. It opens and closes the default process group.
     """
-    layout, full = config.parallel.layout, rank_memory(config, pp).micro_batches
-    config = replace(config, train=replace(config.train, compile=False), kernels="torch")
+    config = as_counted(config)
+    full = rank_memory(config, pp).micro_batches
     plan = resolve(config)  # nothing can be measured here, so costs of layers are estimated
     m = enough_micro_batches(plan, pp, full)
     length = config.model.sequence_length
-    rank = layout.rank(pp=pp, cp=busiest(layout.cp, length, config.model.attention.window))
-    with dry_job(plan, rank) as (job, fake):
+    with dry_job(plan, busiest_rank(config, pp)) as (job, fake):
         tokens = torch.zeros(m, config.batch.micro_size, length + 1, dtype=torch.int64)
         # Each sample is one document: masks and positions take as many bytes as with several.
-        found = count_step(job, Micros.cut_at(tokens, None), fake)
+        with CountedTransfers(axes_of(job.mesh)) as counted:
+            found, doing = count_step(job, Micros.cut_at(tokens, None), fake)
     found["activations"] += (full - m) * Activations(config).inputs
-    return found
+    return DryRun(found, doing, counted.found, m)
 
 
 @contextmanager
@@ -72,7 +86,7 @@ def dry_job(plan: Plan, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
     """
     config, layout = plan.config, plan.config.parallel.layout
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_world(rank, layout.world_size):
+    with fake_world(rank, layout.world_size):
         mesh = build_mesh(config, CPU)
         assert mesh is not None
         job = build(plan, replace(mesh, device=torch.device("meta")))  # a mesh cannot be sliced in fake mode
@@ -80,8 +94,10 @@ def dry_job(plan: Plan, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
             yield _materialized(job, mesh), fake
 
 
-def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> dict[str, int]:
+def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> tuple[dict[str, int], str]:
     """Bytes of every kind of `plan.memory.KINDS` that a training step holds at its peak, with optimizer states.
+
+    Also what the rank was doing at the peak.
 
     Host memory is counted at its own peak, with the copy that `checkpoint.async` keeps.
 
@@ -90,7 +106,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     params = [param for _, param in job.named_parameters()]
     # States that do not exist yet are made now: without them, the first step of a run peaks lower than all others.
     states = [state for param in params for state in job.optimizer.states_of(param).values()]
-    live = LiveBytes(fake)
+    live = LiveBytes(fake, lambda: job.activity.now[0])
     live.add(params, "parameters")
     kept_in = HOST if job.config.optim.offload else "optimizer states"
     live.add(states, kept_in)
@@ -117,7 +133,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> d
     if job.config.checkpoint.async_:
         copied = local_parts(State(job.stages, job.optimizer).tensors()).values()
         found[HOST] = found.get(HOST, 0) + sum(part.nbytes for part in copied)
-    return found
+    return found, str(live.busy(apart=HOST))
 
 
 def _materialized(job: Job, mesh: Mesh) -> Job:
@@ -128,7 +144,7 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
 
 
 @contextmanager
-def _fake_world(rank: int, size: int) -> Iterator[None]:
+def fake_world(rank: int, size: int) -> Iterator[None]:
     """Make this process one rank of a world without the other ranks, in which all that is sent arrives at once."""
     # PyTorch offers no other way than to replace two of its functions. DTensor tries operations on global shapes in the
     # fake mode that it finds; in the job's own mode, these would be counted. And fake transfers would never complete.
@@ -142,6 +158,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor would take meshes of this world, with its groups, for those of the next
 
 
 @contextmanager
@@ -156,7 +173,7 @@ def _swapped(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command that `megalite show --memory --measure` runs: prints `dry_run`'s answer as JSON."""
+    """The command that `megalite show --memory --measure` and `megalite.selfcheck` run: prints a `DryRun` as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pp", type=int)
     parser.add_argument("--world-size", type=int)
@@ -164,7 +181,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         config = check(load(*files_and_overrides(args.inputs)), args.world_size)
-        print(json.dumps(dry_run(fit_micro(config), args.pp)))
+        found = dry_run(fit_micro(config), args.pp)
+        print(json.dumps(asdict(found) | {"transfers": [[*key, times] for key, times in found.transfers.items()]}))
     except InputError as error:
         print(error, file=sys.stderr)
         return ExitCode.BAD_INPUT

@@ -36,17 +36,18 @@ class Block:
 class LiveBytes(TorchDispatchMode):
     """Counts storages while active; `peak` returns the result afterwards.
 
-    fake: count the tensors of this mode, and no others; without it, count real tensors.
+    fake: count the tensors of this mode, and no others; without it, count real tensors. doing: called at every change,
+    says what the code is doing; `busy` tells what it was doing at the peak.
 
     A block has the kind that `add` gave it. Otherwise its life tells the kind: "activations" were made in forward and
     outlived it, "gradients" were made in a backward pass and outlived it, and all other blocks are "temporaries".
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None, doing: Callable[[], object] = lambda: "") -> None:
         super().__init__()
-        self._fake = fake
+        self._fake, self._doing = fake, doing
         self._blocks: dict[int, tuple[Block, weakref.ref[UntypedStorage]]] = {}  # by address of the storage
-        self._events: list[tuple[Block, int]] = []  # changes of a block's size
+        self._events: list[tuple[Block, int, object]] = []  # changes of a block's size, and what the code was doing
         self._phase, self._task = 0, -1
 
     def __enter__(self) -> "LiveBytes":
@@ -81,18 +82,27 @@ class LiveBytes(TorchDispatchMode):
         found = self._peak(lambda kind: kind != apart)
         return found | self._peak(lambda kind: kind == apart)
 
+    def busy(self, apart: str = "") -> object:
+        """What the code was doing when most bytes were alive, not counting the kind `apart`; "" if none ever were."""
+        events = self._until_peak(lambda kind: kind != apart)
+        return events[-1][2] if events else ""
+
     def _peak(self, counts: Callable[[str], bool]) -> dict[str, int]:
-        events = [(kind, change) for block, change in self._events if counts(kind := self._kind(block))]
-        totals = list(accumulate((change for _, change in events), initial=0))
         found: Counter[str] = Counter()
-        for kind, change in events[: totals.index(max(totals))]:
+        for kind, change, _ in self._until_peak(counts):
             found[kind] += change
         return {kind: size for kind, size in found.items() if size}
+
+    def _until_peak(self, counts: Callable[[str], bool]) -> list[tuple[str, int, object]]:
+        """The changes of the kinds for which `counts` is true, up to the one that makes the most bytes alive."""
+        events = [(kind, size, doing) for block, size, doing in self._events if counts(kind := self._kind(block))]
+        totals = list(accumulate((change for _, change, _ in events), initial=0))
+        return events[: totals.index(max(totals))]
 
     @property
     def live(self) -> int:
         """Bytes alive now."""
-        return sum(change for _, change in self._events)
+        return sum(change for _, change, _ in self._events)
 
     def _kind(self, block: Block) -> str:
         if block.kind:
@@ -117,7 +127,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _change(self, block: Block, size: int) -> None:
         if size != block.bytes:
-            self._events.append((block, size - block.bytes))
+            self._events.append((block, size - block.bytes, self._doing()))
             block.bytes = size
 
     def _freeing(self, address: int) -> Callable[[object], None]:

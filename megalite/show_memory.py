@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -56,12 +57,19 @@ def fullest(memories: Sequence[Memory]) -> Memory:
 
 
 def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[str, int]:
-    """Bytes by kind that a dry run of the rank of `memory` counts.
+    """Bytes by kind that a dry run of the rank of `memory` counts. Raises InputError as `dry_run`."""
+    found: dict[str, int] = dry_run(args, config, memory, "--measure", "--memory alone")["bytes"]
+    return found
 
-    The dry run has its own process, since this one imports no torch. Raises InputError for a dry run that
-    would take too long, or fails.
+
+def dry_run(args: argparse.Namespace, config: Config, memory: Memory, option: str, instead: str) -> dict[str, Any]:
+    """What a dry run of the rank of `memory` counts: the fields of `megalite.dryrun.DryRun`, as JSON has them.
+
+    args: `files`, `overrides` and `world_size`, of which `config` is made. option: that which asks for the dry run, for
+    messages, and what to use `instead` of it. The dry run has its own process, since this one imports no torch. Raises
+    InputError for a dry run that would take too long, or fails.
     """
-    _refuse_endless(config, memory)
+    _refuse_endless(config, memory, option, instead)
     pp = memory.pp
     with Console(stderr=True).status(f"Dry run of pipeline rank {pp} ..."):
         environment = {**os.environ, LAUNCHER: str(os.getpid())}  # it dies with this process
@@ -71,12 +79,12 @@ def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[st
         said = child.stderr.strip()
         if child.returncode != ExitCode.BAD_INPUT:
             said = said.rpartition("\n")[2]  # the last line of a traceback
-        raise InputError(f"--measure: the dry run failed: {said or f'exit code {child.returncode}'}")
-    found: dict[str, int] = json.loads(child.stdout)
+        raise InputError(f"{option}: the dry run failed: {said or f'exit code {child.returncode}'}")
+    found: dict[str, Any] = json.loads(child.stdout)
     return found
 
 
-def _refuse_endless(config: Config, memory: Memory) -> None:
+def _refuse_endless(config: Config, memory: Memory, option: str, instead: str) -> None:
     owned = zip(placement(config), split_of(config), strict=True)
     layers, m = sum(count for rank, count in owned if rank == memory.pp), as_full(config, memory.micro_batches)
     ranks, passes = config.parallel.layout.world_size, layers * m
@@ -84,20 +92,20 @@ def _refuse_endless(config: Config, memory: Memory) -> None:
         tokens = m * config.batch.micro * config.model.sequence_length // config.parallel.cp
         if passes <= MOST_PASSES and tokens > (most := (MOST_PASSES - passes) * TOKENS):
             raise InputError(
-                f"--measure: the dry run of pipeline rank {memory.pp} would take the loss of {tokens:,} tokens, more "
-                f"than the {most:,} that take minutes beside its layers; use fewer or shorter sequences, or --memory "
-                "alone"
+                f"{option}: the dry run of pipeline rank {memory.pp} would take the loss of {tokens:,} tokens, more "
+                f"than the {most:,} that take minutes beside its layers; use fewer or shorter sequences, or "
+                f"{instead}"
             )
     if passes > MOST_PASSES:
         raise InputError(
-            f"--measure: the dry run of pipeline rank {memory.pp} would take {counted(layers, 'layer')} forward and "
+            f"{option}: the dry run of pipeline rank {memory.pp} would take {counted(layers, 'layer')} forward and "
             f"backward for up to {counted(m, 'micro-batch', 'micro-batches')}, {passes:,} passes, more than the "
-            f"{MOST_PASSES:,} that take minutes; use fewer of either, or --memory alone"
+            f"{MOST_PASSES:,} that take minutes; use fewer of either, or {instead}"
         )
     if ranks > MOST_RANKS:
         raise InputError(
-            f"--measure: the dry run would make process groups of {ranks:,} ranks, more than the {MOST_RANKS:,} that "
-            "take minutes; use a smaller layout, or --memory alone"
+            f"{option}: the dry run would make process groups of {ranks:,} ranks, more than the {MOST_RANKS:,} that "
+            "take minutes; use a smaller layout, or {instead}"
         )
 
 
@@ -154,17 +162,18 @@ def memory_sections(
     which = f" of pipeline rank {most.pp}, the fullest of {len(memories)}" if len(memories) > 1 else ""
     on_cuda = config.run.device != "cpu"
     note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
-    told = "" if measured is None else _simplified(config) + _split_otherwise(most, measured)
+    told = "" if measured is None else _simplified(config) + split_otherwise(most, measured)
     if config.run.device == "auto" and Activations(replace(config, run=replace(config.run, device="cuda"))).repeats:
         note += REPEATED
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
+        ("Moment of the peak", Text(f"{most.instant}")),
         ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
         ("Conventions", Text(note + ON_CUDA * on_cuda + LATE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
     if len(memories) > 1:
         name, unit = _unit(most.total)
-        sections.insert(1, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
+        sections.insert(2, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
     return sections
 
 
@@ -180,7 +189,7 @@ def _simplified(config: Config) -> str:
     return f"\nMeasured with {listing(apart, 'and')}." if apart else ""
 
 
-def _split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
+def split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
     """A note if kinds differ but totals agree: of two nearly equal peaks, each side may have found another; else ""."""
     total, apart = sum(measured.get(kind, 0) for kind in KINDS), []
     for kind in KINDS:

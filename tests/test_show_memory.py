@@ -86,7 +86,7 @@ def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_dry_run_knows_the_command_that_it_ends_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = f"import os; assert os.environ['{LAUNCHER}'] == str(os.getppid()); print('{{}}')"
+    program = f"import os; assert os.environ['{LAUNCHER}'] == str(os.getppid()); print('{{\"bytes\": {{}}}}')"
     monkeypatch.setattr(show_memory, "dry_run_command", lambda *_: [sys.executable, "-c", program])
     assert main(["show", "--memory", "--measure"]) == 0
 
@@ -98,7 +98,7 @@ def test_a_dry_run_does_not_outlive_the_command() -> None:
 
 
 def test_what_a_dry_run_leaves_out_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    command, program = show_memory.dry_run_command, "print('{}')"
+    command, program = show_memory.dry_run_command, """print('{"bytes": {}}')"""
     monkeypatch.setattr(show_memory, "dry_run_command", lambda *args: [command(*args)[0], "-c", program])
     unlike = ["data.mask_documents=true", "data.end_of_document=1", "train.compile=true"]
     for arguments, expected in (

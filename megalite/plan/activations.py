@@ -60,11 +60,13 @@ class Activations:
     def embedding(self, with_head: bool) -> Part:
         """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
         ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
-        moment = Moment("lookup", self.stream + 2 * self.gathered, self.w * self._matrix)
+        # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
+        masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
+        moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * self._matrix))
         tied = self.config.model.tie_embeddings and with_head
         kept = (Kept("embedding", ids, "lookup"),)
         weights = self._weights([embedding(self.config.model)])
-        return Part("embedding", weights, self._matrix, kept, 2 * self.gathered, (moment,), with_stage=tied)
+        return Part("embedding", weights, self._matrix, kept, 2 * self.gathered, moments, with_stage=tied)
 
     def tied_copy(self) -> Part:
         """The last stage's copy of the embedding, which the head uses."""

@@ -34,6 +34,7 @@ from itertools import pairwise
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
+from megalite.plan.instant import Instant
 from megalite.plan.parts import Item
 from megalite.plan.pipeline import actions, as_full, fullest_steps
 from megalite.plan.resolved import Plan, resolve
@@ -49,6 +50,7 @@ class Memory:
     pp: int
     bytes: dict[Item, int]
     micro_batches: int  # of that step
+    instant: Instant  # of the peak
 
     @property
     def total(self) -> int:
@@ -87,12 +89,12 @@ def actions_of_peaks(config: Config) -> int:
 def enough_micro_batches(plan: Plan, pp: int, full: int) -> int:
     """A small number of micro-batches with the same peak on pipeline rank `pp` as a step of `full` micro-batches."""
     p = plan.config.parallel.pp
-    wanted = _peak(plan, pp, full)
+    wanted, _ = _peak(plan, pp, full)
     for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
         if m >= full:
             break
         try:
-            if _peak(plan, pp, m) == wanted:
+            if _peak(plan, pp, m)[0] == wanted:
                 return m
         except InputError:  # the schedule cannot have so few
             continue
@@ -103,26 +105,29 @@ def _fullest(plan: Plan, pp: int) -> Memory:
     inputs = Activations(plan.config).inputs
     steps = []
     for m in fullest_steps(plan.config):
-        peak = _peak(plan, pp, m)
-        steps.append(Memory(pp, peak | {("activations", "inputs"): m * inputs}, m))
+        peak, instant = _peak(plan, pp, m)
+        steps.append(Memory(pp, peak | {("activations", "inputs"): m * inputs}, m, instant))
     return max(steps, key=lambda memory: memory.total)
 
 
-def _peak(plan: Plan, pp: int, m: int) -> dict[Item, int]:
-    """Bytes that a rank holds at the peak of a step of `m` micro-batches, without the inputs of the step."""
+def _peak(plan: Plan, pp: int, m: int) -> tuple[dict[Item, int], Instant]:
+    """Bytes that a rank holds at the peak of a step of `m` micro-batches, without the inputs of the step, and when."""
     config = plan.config
 
-    def walk(m: int) -> Counter[Item]:
-        return Counter(Walk(plan, m, pp).run())
+    def walk(m: int) -> tuple[Counter[Item], Instant]:
+        walk = Walk(plan, m, pp)
+        return Counter(walk.run()), walk.instant
 
     if config.parallel.pipeline.schedule != "gpipe":
         return walk(as_full(config, m))
     few = 32
     while few < m:  # if one more micro-batch adds activations to the peak, every further one adds as many
-        steps = [walk(few - 2), walk(few - 1), walk(few)]
-        before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(steps))
+        *steps, (last, instant) = [walk(few - 2), walk(few - 1), walk(few)]
+        counts = [*(step for step, _ in steps), last]
+        before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(counts))
         grow = {kind == HOST for (kind, _), size in growth.items() if size > 0}
         if growth == before and grow == {False, config.train.offload_activations}:
-            return {item: size + (m - few) * growth[item] for item, size in steps[-1].items()}
+            grown = {item: size + (m - few) * growth[item] for item, size in last.items()}
+            return grown, instant.of_last(few, m)
         few *= 2
     return walk(m)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Model
+from megalite.config.schema import Config, Model
 from megalite.plan.resolved import Plan
 from megalite.plan.roles import Kind
 from megalite.plan.weights import layer_weights
@@ -309,9 +309,15 @@ def step_temporaries(plan: Plan, pp: int) -> int:
     ]
     if not matrices:
         return 0
-    wide = config.train.precision == "fp64"
-    itemsize = 8 if wide else 2 if config.run.device == "cuda" else 4
+    itemsize = working_bytes(config)
     if len(matrices) * replicas * shards * layout.tp <= MOST_PIECES:
-        return max(MuonPlan(matrices, itemsize).temporaries(8 if wide else 4))
+        return max(MuonPlan(matrices, itemsize).temporaries(8 if config.train.precision == "fp64" else 4))
     m, n = max(sorted(matrix.shape) for matrix in matrices)
     return 3 * BUCKET + itemsize * (3 * m * n + m * m)
+
+
+def working_bytes(config: Config) -> int:
+    """Bytes of an element on the network and in Newton–Schulz; `optim.newton_schulz.working_dtype` has the reasons."""
+    if config.train.precision == "fp64":
+        return 8
+    return 2 if config.run.device == "cuda" else 4

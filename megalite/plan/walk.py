@@ -8,6 +8,7 @@ from functools import cached_property
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations
 from megalite.plan.condense import parts_of
+from megalite.plan.instant import Instant
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts import Item, Moment, Part
 from megalite.plan.resolved import Plan
@@ -15,6 +16,7 @@ from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
 HOST = "host memory"
+ADDING, REDUCING = "adding up gradients", "reducing gradients"  # moments of a part
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
 
@@ -85,6 +87,9 @@ class Walk:
         self.reductions = reductions(self.table, pp)
         self.held: Counter[Item] = Counter()
         self.peak: Counter[Item] = Counter()
+        self.doing: Action | Exchange | str = "before the step"
+        self.at: PartKey | None = None  # the part that is being computed
+        self.peak_at: tuple[Action | Exchange | str, PartKey | None, str] = self.doing, None, ""
         self.total = self.most = 0  # bytes on the device
         self.on_host = self.most_on_host = 0
         self.host_peak: Counter[Item] = Counter()
@@ -107,6 +112,7 @@ class Walk:
         self._hold("activations", "attention", self.sizes.angles)
         self._see()
         for item in self.table.programs[self.pp]:
+            self.doing = item
             if isinstance(item, Exchange):
                 self._exchange(item)
                 continue
@@ -121,8 +127,22 @@ class Walk:
                     sign = 1 if item.kind is Kind.GATHER else -1
                     for part in self.parts[item.stage]:
                         self._hold_weights("gathered weights", part, sign * self.states.w)
+        self.doing = "update of the weights"
         self._see(step_temporaries(self.states.plan, self.pp))
         return {item: size for item, size in (self.peak | self.host_peak).items() if size}
+
+    @property
+    def instant(self) -> Instant:
+        """The moment at which `run` has found the peak."""
+        doing, key, what = self.peak_at
+        return Instant(doing, self._named(*key) if key is not None else "", what)
+
+    def _named(self, stage: int, index: int) -> str:
+        parts = self.parts[stage]
+        if parts[index].name != "layer":
+            return f"the {parts[index].name}"
+        before = sum(part.times for part in parts[:index] if part.name == "layer")
+        return f"layer {self.states.plan.layers[stage][before]}"
 
     def _forward(self, action: Action) -> None:
         self._hold("activations", "attention", self.sizes.turns)
@@ -145,7 +165,7 @@ class Walk:
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
-        waiting = parts[0].backward[0].weights if parts[0].with_stage and not parts[0].copy else 0
+        waiting = parts[0].backward[-1].weights if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
@@ -156,11 +176,16 @@ class Walk:
                 self._fetch(action, index, part.times)
                 self._fetch(action, index - 1, 1)
             made = 0
+            # Until the last layer has added to it, the gradient of its output is the received one, held anyway.
+            given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
-                self._see(moment.temporaries + made + again + beside + summed, self._gathered(part))
+                taken = moment.temporaries - given
+                self._see(taken + made + again + beside + summed, self._gathered(part), moment.name)
+                if moment.name == "gate and up":
+                    given = 0
                 self._release(part, moment, puts_off)
                 if puts_off and moment.weights:
                     put_off = PutOff(key, moment, part.put_off[moment.name])
@@ -189,14 +214,15 @@ class Walk:
         """Action W: make the weight gradients that the layers of a stage have put off, then reduce as FSDP2 does."""
         made: Counter[PartKey] = Counter()
         for put_off in self.put_off.pop((action.stage, action.micro), []):
+            self.at = put_off.key
             self.passing = self.parts[action.stage][put_off.key[1]].times > 1
             new = put_off.moment.weights
-            self._see(made.total() + new + put_off.moment.again)
+            self._see(made.total() + new + put_off.moment.again, what=put_off.moment.name)
             if not self._adds_at_once(put_off.key):
                 made[put_off.key] += new
             for (kind, component), size in put_off.held.items():
                 self._hold(kind, component, -size)
-        self.passing = False
+        self.at, self.passing = None, False
         self._see(made.total())
         for index, part in self._through(action.stage):
             if part.puts_off:
@@ -211,9 +237,9 @@ class Walk:
         """The parts of a stage and their indexes, one by one."""
         numbered = list(enumerate(self.parts[stage]))
         for index, part in reversed(numbered) if backwards else numbered:
-            self.passing = part.times > 1
+            self.at, self.passing = (stage, index), part.times > 1
             yield index, part
-        self.passing = False
+        self.at, self.passing = None, False
 
     def _gathered(self, part: Part) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
@@ -254,7 +280,7 @@ class Walk:
             self._hold_weights("gradients", part, states.r)
             self.whole.add(key)
         if states.r != states.w:
-            self._see((0 if summed else states.w * part.weights.total) + beside)
+            self._see((0 if summed else states.w * part.weights.total) + beside, what=ADDING)
 
     def _reduce_all(self, action: Action) -> None:
         """Reduce the gradients of all parts in the order of the model, as FSDP2 does at the end of a backward pass."""
@@ -269,7 +295,7 @@ class Walk:
         whole = states.r * part.weights.total
         self._release_reduced(action.stage)
         self._share(key, 0)
-        self._see(made + beside + whole)
+        self._see(made + beside + whole, what=REDUCING)
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
@@ -280,11 +306,12 @@ class Walk:
         else:  # without other ranks to reduce with, FSDP2 divides by 1, into a copy
             copy = whole
         reduced = whole // states.shards
-        self._see(beside + copy + reduced)
+        self._see(beside + copy + reduced, what=REDUCING)
         waits = states.replicas and not self.reductions[action].replicas
         held, each = self.sharded.get(key, 0), states.r if waits else states.p
         if states.r != each:
-            self._see(beside + copy + reduced + (each * part.weights.total // states.shards if held else 0))
+            more = each * part.weights.total // states.shards if held else 0
+            self._see(beside + copy + reduced + more, what=REDUCING)
         if held != each:
             self._hold_weights("gradients", part, each - held, states.shards)
             self.sharded[key] = each
@@ -352,11 +379,15 @@ class Walk:
             self.most_on_host = self.on_host
             self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST})
 
-    def _see(self, temporaries: int = 0, gathered: int = 0) -> None:
-        """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far."""
+    def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
+        """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far.
+
+        what: the moment in the part that is being computed.
+        """
         if not self.passing and self.total + temporaries + gathered > self.most:
             self.most = self.total + temporaries + gathered
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
             self.peak = self.held + Counter(now)
+            self.peak_at = self.doing, self.at, what
             for item in [item for item in self.peak if item[0] == HOST]:
                 del self.peak[item]

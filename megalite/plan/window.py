@@ -1,5 +1,8 @@
 """Positions that a sliding window reaches: pairs of queries and keys, and the halos that ranks of a ring exchange."""
 
+from collections.abc import Iterable
+from itertools import product
+
 
 def attended_pairs(length: int, window: int | None = None) -> int:
     """How many pairs of a query and a key that the query attends to are in a sequence of one document."""
@@ -22,6 +25,32 @@ def halo(cp: int, rank: int, length: int, window: int) -> tuple[int, int]:
     # The rank's first chunk is sent to first chunks after it, and to last chunks whose ranks do not have it yet.
     first = reach(cp - 1 - rank) + reach(last - rank) - reach(last - 2 * rank)
     return first + reach(rank), reach(rank) + reach(2 * (cp - 1 - rank))
+
+
+def halo_messages(cp: int, rank: int, length: int, window: int) -> tuple[list[int], list[int]]:
+    """How many positions' keys and values are in each message that a rank sends, and in each that it receives.
+
+    A rank sends at most one message to each other rank; see `halo` for the sums.
+    """
+    chunk = length // (2 * cp)
+    held = [
+        (range(i * chunk, (i + 1) * chunk), range((2 * cp - 1 - i) * chunk, (2 * cp - i) * chunk)) for i in range(cp)
+    ]
+    wanted = [
+        (
+            range(max(0, first.start - window + 1), first.start),
+            range(max(first.stop, last.start - window + 1), last.start),
+        )
+        for first, last in held
+    ]
+    gives = [_common(theirs, held[rank]) for theirs in wanted]
+    takes = [_common(wanted[rank], theirs) for theirs in held]
+    return [positions for positions in gives if positions], [positions for positions in takes if positions]
+
+
+def _common(wanted: Iterable[range], held: Iterable[range]) -> int:
+    """How many positions are in both."""
+    return sum(max(0, min(x.stop, y.stop) - max(x.start, y.start)) for x, y in product(wanted, held))
 
 
 def busiest(cp: int, length: int, window: int | None) -> int:

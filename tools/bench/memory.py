@@ -143,7 +143,7 @@ def _serve(rank: int, size: int, meeting: str, config: Config, pipe: Connection 
     mesh = build_mesh(config, torch.device("cpu"))
     assert mesh is not None
     job = build(plan_for(config, mesh), mesh)
-    found = count_step(job, random_batch(job, 0))
+    found, _ = count_step(job, random_batch(job, 0))
     dist.barrier()
     dist.destroy_process_group()
     if pipe is not None:

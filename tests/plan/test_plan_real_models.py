@@ -1,0 +1,42 @@
+"""Parameters and FLOPs of every model preset, beside the real model: its first layers, run on the meta device.
+
+test_plan_size.py has the numbers of whole models.
+"""
+
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from toy_jobs import CPU, one_rank
+
+from megalite.config.layout import Layout
+from megalite.config.load import load
+from megalite.dist.mesh import Mesh
+from megalite.model.decoder import Decoder
+from megalite.parallel.parameter import parameters
+from megalite.plan.size import flops_per_token, model_parameters
+
+LAYERS = 4  # after which the kinds of layers repeat in every preset
+PRESETS = sorted((Path(__file__).parents[2] / "configs/model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_parameters_and_flops_are_those_of_the_real_model(preset: Path) -> None:
+    model = replace(load([str(preset)]).model, layers=LAYERS)
+    # A window saves FLOPs only where blocks are left out; test_plan_size.py counts the pairs that it leaves.
+    whole = replace(model, attention=replace(model.attention, window=None, full_every=None))
+    with one_rank():
+        mesh = Mesh.build(Layout(), CPU)
+        assert mesh is not None
+        decoder = Decoder(whole, mesh.tp, range(model.layers)).to("meta")
+        found = Counter[str]()
+        for _, value, role in parameters(decoder):
+            found[role.component] += value.numel()
+        tokens = torch.zeros(model.sequence_length, 1, dtype=torch.int64, device="meta")
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            decoder(tokens)
+    assert {name: count for name, count in asdict(model_parameters(model)).items() if count} == found
+    assert flops_per_token(whole, "full") * model.sequence_length == 3 * counted.get_total_flops()

@@ -1,0 +1,116 @@
+"""Layouts whose traffic is predicted and counted: every axis, data mode, schedule, method and feature."""
+
+from typing import Any
+
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+
+SIZES = {"layers": 2, "width": 64, "heads": 8, "kv_heads": 4, "ffn": 96, "vocab_size": 120, "sequence_length": 64}
+Overrides = dict[str, Any]
+
+
+def data(mode: str, **more: int) -> Overrides:
+    return {"parallel.data.mode": mode, **{f"parallel.{axis}": size for axis, size in more.items()}}
+
+
+def pipeline(schedule: str, pp: int = 2, layers: int = 4) -> Overrides:
+    return {"parallel.pipeline.schedule": schedule, "parallel.pp": pp, "model.layers": layers}
+
+
+def context(method: str, cp: int, **model: Any) -> Overrides:
+    features = {f"model.{key}": value for key, value in model.items()}
+    return {"parallel.context.method": method, "parallel.cp": cp, **features}
+
+
+FP32: Overrides = {"train.precision": "fp32"}
+FP64: Overrides = {"train.precision": "fp64"}
+NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
+TP: Overrides = {"parallel.tp": 2}
+TIED: Overrides = {"model.tie_embeddings": True}
+NORMED: Overrides = {"model.qk_norm": True, "model.qkv_bias": True}
+POST: Overrides = {"model.norm": "post", "model.qk_norm": True, "model.qk_norm_width": "all"}
+FULL: Overrides = {"train.recompute": "full"}
+SELECTIVE: Overrides = {"train.recompute": "selective"}
+MUON: Overrides = {"optim.name": "muon"}
+WINDOW: Overrides = {"model.attention.window": 20}
+DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
+
+CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and the coordinates of the rank
+    "one rank": ({}, {}),
+    "tp without fsdp": ({**TP, **FP32, **NORMED}, {"tp": 1}),
+    "tp, fp64": ({"parallel.tp": 4, **FP64}, {}),
+    "tp, zero3, uneven shards": ({**TP, **data("zero3", dp_shard=3)}, {"dp_shard": 2}),
+    "tp, zero2, norms and biases": ({**TP, **NORMED, **data("zero2", dp_shard=3)}, {}),
+    "zero1, replicas": (data("zero1", dp_shard=2, dp_replicate=2), {"dp_replicate": 1}),
+    "zero2, replicas, bf16 reduction, tp": ({**NARROW, **TP, **data("zero2", dp_shard=2, dp_replicate=2)}, {}),
+    "zero3, replicas, fp32": ({**FP32, **data("zero3", dp_shard=2, dp_replicate=3)}, {}),
+    "replicas alone": (data("zero3", dp_shard=1, dp_replicate=2), {}),
+    "ddp, tp": ({**TP, **data("ddp", dp_shard=2)}, {}),
+    "ddp, fp32, cp": ({**FP32, **data("ddp", dp_shard=2, cp=2)}, {}),
+    "selective recompute, tp": ({**SELECTIVE, **TP, **NORMED}, {}),
+    "full recompute, tp": ({**FULL, **TP, **data("zero3", dp_shard=2)}, {}),
+    "full recompute of every second layer, tp": ({**FULL, "train.recompute_every": 2, **TP, "model.layers": 3}, {}),
+    "norms after, tp": ({**POST, **TP, **FP32}, {}),
+    "norms after, full recompute, tp, cp": ({**POST, **FULL, **TP, **context("ring", 2)}, {}),
+    "norms after, selective recompute, tp": ({**POST, **SELECTIVE, **TP, **data("zero1", dp_shard=2)}, {}),
+    "offloaded": ({"train.offload_activations": True, "optim.offload": True, **FULL, **TP}, {}),
+    "tied, zero3": ({**TIED, **data("zero3", dp_shard=2)}, {}),
+    "tied, first stage, uneven shards": ({**TIED, **pipeline("1f1b"), **data("zero2", dp_shard=7)}, {"dp_shard": 6}),
+    "tied, last stage, tp": ({**TIED, **TP, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, {"pp": 1}),
+    "tied, between the ends": ({**TIED, **pipeline("1f1b", pp=3)}, {"pp": 1}),
+    "ring, tp": ({**context("ring", 2), **TP}, {"cp": 1}),
+    "ring, window": ({**context("ring", 4), **WINDOW}, {"cp": 1}),
+    "ring, windows of some layers, full recompute": (
+        {**context("ring", 2), **WINDOW, **FULL, "model.attention.full_every": 2},
+        {},
+    ),
+    "ring, documents, capped": ({**context("ring", 2), **DOCUMENTS, "model.attention.softcap": 30.0}, {}),
+    "ring, window of one token": ({**context("ring", 2), "model.attention.window": 1}, {}),
+    "all_gather, fp64": ({**context("all_gather", 4), **FP64}, {"cp": 3}),
+    "all_gather, window, dp": ({**context("all_gather", 2), **WINDOW, **data("zero2", dp_shard=2)}, {"cp": 1}),
+    "ulysses, tp": ({**context("ulysses", 2), **TP}, {}),
+    "ulysses, copied heads, window, recompute": ({**context("ulysses", 8, kv_heads=2), **WINDOW, **FULL}, {"cp": 5}),
+    "gpipe": (pipeline("gpipe"), {"pp": 1}),
+    "1f1b, middle of 3": ({**pipeline("1f1b", pp=3), **data("zero3", dp_shard=2)}, {"pp": 1}),
+    "interleaved_1f1b, zero3": ({**pipeline("interleaved_1f1b"), **data("zero3", dp_shard=2)}, {}),
+    "interleaved_1f1b, zero1, tied": ({**pipeline("interleaved_1f1b"), **TIED, **data("zero1", dp_shard=2)}, {"pp": 1}),
+    "zb_h1, tp, zero3": ({**pipeline("zb_h1"), **TP, **NORMED, **data("zero3", dp_shard=2)}, {}),
+    "zb_h1, tied, last stage": ({**pipeline("zb_h1"), **TIED, **data("zero3", dp_shard=2)}, {"pp": 1}),
+    "zb_h2, full recompute, replicas": (
+        {**pipeline("zb_h2"), **FULL, **data("zero2", dp_shard=2, dp_replicate=2)},
+        {"pp": 1},
+    ),
+    "zbv, tied, zero2": ({**pipeline("zbv"), **TIED, **data("zero2", dp_shard=2)}, {}),
+    "dualpipev, zero3, tp": ({**pipeline("dualpipev"), **TP, **data("zero3", dp_shard=2)}, {"pp": 1}),
+    "muon, tp, uneven shards": ({**MUON, **TP, **data("zero3", dp_shard=3)}, {"dp_shard": 2, "tp": 1}),
+    "muon, shards of a stage": ({**MUON, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, {"pp": 1, "dp_shard": 1}),
+    "muon, all axes of a stage": (
+        {**MUON, **pipeline("1f1b"), **TP, **data("zero1", dp_shard=2, dp_replicate=2)},
+        {"dp_replicate": 1, "tp": 1},
+    ),
+    "muon, ddp, fp64": ({**MUON, **FP64, **data("ddp", dp_shard=2)}, {"dp_shard": 1}),
+    "head in chunks, tp": ({**TP, "batch.micro": 80, "batch.global": 160}, {}),
+    "all five axes": (
+        {
+            **pipeline("interleaved_1f1b"),
+            **TP,
+            **context("ring", 2),
+            **data("zero3", dp_shard=2, dp_replicate=2),
+            **POST,
+            **TIED,
+            **MUON,
+            **WINDOW,
+        },
+        {"pp": 1, "dp_replicate": 1, "cp": 1, "tp": 1},
+    ),
+}
+
+
+def configured(overrides: Overrides, steps: int = 2) -> Config:
+    """A small model, changed by `overrides`; a step has `steps` micro-batches for every stage, unless they say else."""
+    degrees = {key: overrides.get(f"parallel.{key}", 1) for key in ("pp", "dp_shard", "dp_replicate")}
+    batch = steps * degrees["pp"] * degrees["dp_shard"] * degrees["dp_replicate"]
+    values = {f"model.{key}": value for key, value in SIZES.items()}
+    values |= {"parallel.dp_shard": 1, "batch.global": batch, **overrides}
+    return check(load([], [f"{key}={value}" for key, value in values.items()]))

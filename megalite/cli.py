@@ -23,7 +23,7 @@ COMMANDS = {  # module and summary
 STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
 CODES = {
     ExitCode.DONE: "done",
-    ExitCode.FAILED: "verify: a difference above the tolerance",
+    ExitCode.FAILED: "verify, plan --dry-run: a difference above the tolerance",
     ExitCode.BAD_INPUT: "bad input, or a stdout that cannot be written to",
     ExitCode.STOPPED: "stopped by a signal; a run can be resumed",
     ExitCode.UNHEALTHY: "unhealthy training",
@@ -130,6 +130,7 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     add("--as-is", action="store_true", help="plan the layout that CONFIG has; no search")
     add("--explain", action="store_true", help="where time and memory go, and which single change would help most")
     add("--compare", action="store_true", help="the layouts of several CONFIGs beside each other; no search")
+    add("--dry-run", action="store_true", help="compare predictions with what dry runs of the real code count")
     add("--write", metavar="FILE", help="save the fastest layout as a configuration FILE")
     add("--html", metavar="FILE", help="save a page with pictures, which needs no network")
 

@@ -1,10 +1,12 @@
 """What `megalite plan` was asked: the model and batch, the cluster, and the limits."""
 
 import argparse
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
 from megalite.config.errors import InputError
@@ -16,7 +18,7 @@ from megalite.plan.memory import Memory
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.search import Found, fullest_rank, search
-from megalite.planner.space import SEARCHED, Choice, choice_of
+from megalite.planner.space import SEARCHED, Choice
 from megalite.planner.stages import Timer
 
 USUAL = "h100_sxm"  # the cluster where none is named
@@ -79,7 +81,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
     whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
-    pins = {key: value for key, value in _values(config).items() if key in pinned and value != "auto"}
+    pins = {key: value for key, value in layout_keys(config).items() if key in pinned and value != "auto"}
     cluster = load_cluster(args.cluster or USUAL)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
     return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device)
@@ -93,30 +95,16 @@ def as_is(asked: Asked, gpus: int | None) -> Config:
     return check(asked.config, gpus)
 
 
-def _values(config: Config) -> dict[str, Any]:
-    parallel = config.parallel
-    shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else 1
-    micro = config.batch.micro if isinstance(config.batch.micro, int) else 1
-    plain = replace(
-        config, parallel=replace(parallel, dp_shard=shard), batch=replace(config.batch, micro=micro, memory=None)
-    )
-    choice = choice_of(plain)
-    return {
-        "parallel.tp": choice.tp,
-        "parallel.cp": choice.cp,
-        "parallel.context.method": choice.method,
-        "parallel.pp": choice.pp,
-        "parallel.pipeline.schedule": choice.schedule,
-        "parallel.pipeline.virtual_stages": choice.virtual,
-        "parallel.pipeline.split": parallel.pipeline.split,
-        "parallel.dp_replicate": choice.replicas,
-        "parallel.dp_shard": parallel.dp_shard,
-        "parallel.data.mode": choice.mode,
-        "batch.micro": config.batch.micro,
-        "train.recompute": choice.recompute,
-        "train.offload_activations": choice.offload_activations,
-        "optim.offload": choice.offload_optimizer,
-    }
+def layout_keys(config: Config) -> dict[str, Any]:
+    """The keys that a search decides, with their values in `config`."""
+    return {key: attrgetter(key)(config) for key in SEARCHED}
+
+
+def as_overrides(config: Config) -> list[str]:
+    """The layout of `config` as arguments of a command line."""
+    kept = ("train.recompute_every", "train.recompute_budget", "batch.memory")
+    keys = layout_keys(config) | {key: attrgetter(key)(config) for key in kept}
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def amount(text: str) -> float:

@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from megalite.advice.asked import Asked, as_is, ask, doubled
+from megalite import selfcheck
+from megalite.advice.asked import Asked, as_is, as_overrides, ask, doubled
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
 from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """
     for path, ends in ((args.write, (".yaml", ".yml")), (args.html, (".html",))):
         _check_file(path, ends)
+    if args.dry_run:
+        return _self_check(args)
     if args.compare:
         parts = _compared(args)
     elif args.as_is:
@@ -42,6 +45,19 @@ def run(args: argparse.Namespace) -> int:
         parts = _ranked(args)
     sections(console(), parts)
     return ExitCode.DONE
+
+
+def _self_check(args: argparse.Namespace) -> int:
+    """Compare predictions of the fastest layout, or of the configuration's own, with dry runs of the real code."""
+    overrides, gpus = list(args.overrides), None if args.as_is and args.gpus is None else _one_count(args)
+    if not args.as_is:
+        asked = ask(args)
+        found = asked.search(_one_count(args), 1)
+        if not found.results:
+            raise InputError(_nothing_fits(asked, _one_count(args), found))
+        overrides += as_overrides(found.results[0].prediction.config)
+    given = argparse.Namespace(files=args.files, overrides=overrides, world_size=gpus)
+    return selfcheck.run(given)
 
 
 def _check_file(path: str | None, ends: tuple[str, ...]) -> None:

@@ -69,7 +69,7 @@ SOUND = [
         replace(configuration(pp=2), train=Train(steps=3, precision="fp64", recompute="budget", recompute_budget=1.0))
     ),
 ]
-ORDERED = [  # by `auto`: unequal stages; memory for a single micro-batch; a V
+ORDERED = [  # by `auto`: unequal stages; a V with memory for a single micro-batch
     shrink(
         replace(
             configuration(pp=2),
@@ -78,7 +78,7 @@ ORDERED = [  # by `auto`: unequal stages; memory for a single micro-batch; a V
             parallel=Parallel(2, dp_shard=1, pipeline=pipeline),
         )
     )
-    for pipeline in (Pipeline("auto", split=[1, 3]), Pipeline("auto", memory=2e-5), Pipeline("auto", 2))
+    for pipeline in (Pipeline("auto", split=[1, 3]), Pipeline("auto", 2, memory=2e-5))
 ]
 EVERYTHING = {"loss", "gradient norm", "gradients", "weights after 3 steps"}
 
@@ -127,7 +127,7 @@ def test_orders_that_were_searched_pass(ranks: Ranks) -> None:
     assert any(table_of(config).splits_backward for config in ORDERED)
     for config in ORDERED:
         assert table_of(config).name == "auto"
-        assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+        assert all(difference.passed for difference in ranks.run(compare, config, 1, 1e-10)[0])
 
 
 def test_a_budget_is_shrunk_to_one_that_mixes_modes(ranks: Ranks) -> None:

@@ -125,7 +125,8 @@ def costs_of(config: Config) -> list[StageCosts]:
     unit = sum(forward for forward, _, _ in times) / len(times)
     found = []
     for stage, parts in parts_of(sizes, layers, len(split)).items():
-        forward, back, weight = (max(1, round(GRAIN * flops / unit)) / GRAIN for flops in times[stage])
+        forward, back, weight = (round(GRAIN * flops / unit) / GRAIN for flops in times[stage])
+        forward, back = max(forward, 1 / GRAIN), max(back, 1 / GRAIN)  # no result is sent when its input arrives
         kept = sum(kept.bytes for part in parts for kept in part.kept) + sizes.turns
         waiting = sum(held.total() for part in parts if part.puts_off for held in part.retained.values())
         found.append(StageCosts(forward, back + weight, back, weight, kept, waiting))

@@ -108,17 +108,17 @@ def _times(value: Any, stages: int) -> Times | None:
         return None
     rows = value if isinstance(value, list) else []
     right = len(rows) == stages and all(isinstance(row, list) and len(row) == len(COMPUTE) for row in rows)
-    if not right or not all(_is_time(time) for row in rows for time in row):
+    if not right or not all(_is_time(time) and (time or at == 3) for row in rows for at, time in enumerate(row)):
         kinds = ", ".join(COMPUTE)
         raise InputError(
-            f"{TIMES} must be a list of {stages}, one for each stage, of the times of {kinds}, each above 0 "
-            f"and at most {LONGEST:g}"
+            f"{TIMES} must be a list of {stages}, one for each stage, of the times of {kinds}, of which only "
+            f"that of W may be 0, and at most {LONGEST:g} each"
         )
     return tuple((float(f), float(b), float(i), float(w)) for f, b, i, w in rows)
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LONGEST
 
 
 def _is_number(value: object) -> bool:

@@ -58,18 +58,21 @@ def _stages(problem: Problem, cells: Sequence[int]) -> set[int]:
 
 
 def fused(problem: Problem, orders: Sequence[Order]) -> list[Order]:
-    """The orders with a whole backward wherever a W follows its own I, if the backward takes no longer than both."""
+    """The orders with a whole backward wherever a W follows its own I, if the backward takes no longer than both.
+
+    Where a W takes no time at all, it is done with its I wherever it stands.
+    """
     cheap = [costs.backward <= (costs.input + costs.weight) * SLACK for costs in problem.stages]
+    free = [costs.backward <= costs.input for costs in problem.stages]
 
     def one(order: Order) -> Iterator[int]:
-        skip = False
+        done = -1  # the W that has been fused last
         for code, after in zip(order, [*order[1:], -1], strict=True):
-            if skip:
-                skip = False
-            elif code & 3 == I and after == code - I + W and cheap[(code >> 2) // problem.m]:
-                skip = True
+            stage, kind = (code >> 2) // problem.m, code & 3
+            if kind == I and (free[stage] or (cheap[stage] and after == code - I + W)):
+                done = code - I + W
                 yield code - I + B
-            else:
+            elif code != done and not (kind == W and free[stage]):
                 yield code
 
     return [list(one(order)) for order in orders]

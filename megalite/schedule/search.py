@@ -22,6 +22,7 @@ from megalite.schedule.problem import SLACK, Order, Problem, StageCosts, W
 
 EFFORT = 400_000  # actions that a search arranges or runs, all orders together; it sees about 500,000 in a second
 POLICIES = 2  # policies that are tried whatever the effort
+SWAPS = 40  # so many swaps are left effort for, or a quarter of it where they would take more
 GAPS = (1.0, 0.5, 0.0)
 FACTORS = (1.0, 1.5, 2.0)
 
@@ -163,7 +164,7 @@ def _try_policies(best: _Best) -> None:
         before = tried[now]
         for part, values in options.items():
             for value in values:
-                if best.left < best.size * 40 or best.is_perfect:  # the rest is for improvements
+                if best.left < min(SWAPS * best.size, EFFORT / 4) or best.is_perfect:  # the rest is for improvements
                     return
                 time_of(replace(now, **{part: value}))
             now = min(tried, key=tried.__getitem__)
@@ -177,10 +178,10 @@ def _improve(best: _Best) -> None:
     if problem.splits:
         for gap in GAPS:
             if not best.is_done:
-                _offer_fitting(best, refilled(problem, best.orders, gap))
+                best.offer(refilled(problem, best.orders, gap))
     tries = int(best.left // best.size)
     if tries > 0 and not best.is_perfect:
-        _offer_fitting(best, swapped(problem, best.orders, tries))
+        best.offer(swapped(problem, best.orders, tries))
 
 
 def _fuse(best: _Best) -> None:
@@ -192,11 +193,6 @@ def _fuse(best: _Best) -> None:
     for ranks in (range(best.problem.ranks), (first,)):
         orders = [whole[rank] if rank in ranks else order for rank, order in enumerate(best.orders)]
         makespan = best.problem.makespan(orders)
-        if makespan <= best.makespan and best.problem.fits(orders):
+        if makespan <= best.makespan:
             best.makespan, best.orders = makespan, orders
             return
-
-
-def _offer_fitting(best: _Best, orders: list[Order]) -> None:
-    if best.problem.fits(orders):
-        best.offer(orders)

@@ -43,11 +43,11 @@ def test_what_is_written_is_read(table: Table, name: str) -> None:
 
 
 def test_times_are_written_and_place_the_transfers() -> None:
-    text = GOOD + "times: [[1.0, 2.0, 1.0, 1.0], [0.5, 5.0, 2.5, 2.5]]\n"
+    text = GOOD + "times: [[1.0, 2.0, 1.0, 1.0], [0.5, 5.0, 2.5, 0.0]]\n"
     table = complete(parse(text))
-    assert table.times == ((1.0, 2.0, 1.0, 1.0), (0.5, 5.0, 2.5, 2.5))
+    assert table.times == ((1.0, 2.0, 1.0, 1.0), (0.5, 5.0, 2.5, 0.0))
     assert table.programs == communicate(table.orders, table.placement, table.times)
-    assert float(simulate(table).makespan) == 1 + 0.5 + 5 + 0.5 + 2.5 + 2.5
+    assert float(simulate(table).makespan) == 1 + 0.5 + 5 + 0.5 + 2.5 + 2
     assert write(table) == text
 
 
@@ -57,15 +57,17 @@ def test_times_are_written_and_place_the_transfers() -> None:
         "7",
         "[[1, 2, 1, 1]]",
         "[[1, 2, 1, 1], [1, 2, 1]]",
-        "[[1, 2, 1, 1], [1, 2, 1, 0]]",
+        "[[1, 2, 1, 1], [0, 2, 1, 1]]",
         "[[1, 2, 1, .inf], [1, 1, 1, 1]]",
+        "[[1, 2, 1, -1], [1, 1, 1, 1]]",
     ],
 )
 def test_times_that_are_none_are_told(times: str) -> None:
     with pytest.raises(InputError) as caught:
         complete(parse(f"{GOOD}times: {times}\n"))
     assert str(caught.value) == (
-        "times must be a list of 2, one for each stage, of the times of F, B, I, W, each above 0 and at most 1e+09"
+        "times must be a list of 2, one for each stage, of the times of F, B, I, W, of which only that of W may be 0, "
+        "and at most 1e+09 each"
     )
 
 

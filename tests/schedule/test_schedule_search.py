@@ -5,7 +5,6 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search_cases import Case, random_case
 
 from megalite.config.errors import InputError
 from megalite.schedule import search as searching
@@ -16,6 +15,7 @@ from megalite.schedule.generate import NAMES, build
 from megalite.schedule.problem import StageCosts
 from megalite.schedule.search import memory_of, search
 from megalite.schedule.simulate import simulate
+from megalite_tools.bench.pipelines import Case, random_case
 
 UNEQUAL = tuple(StageCosts(f, 2 * f, f, f, 1.0, 0.5) for f in (1.0, 0.8, 1.2, 1.5))
 ONE = (0, 1, 2, 3)
@@ -34,7 +34,7 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32).map(Random).map(lambda random: random_case(random, 5, 10)))
 def test_an_order_is_whole_within_memory_and_no_slower_than_any_named_one(case: Case) -> None:
-    found = search(*case.arguments)  # type: ignore[arg-type]
+    found = case.search()
     made = table(case, found.orders)
     assert check(made) == []
     assert float(simulate(made, transfer=case.transfer).makespan) == pytest.approx(found.makespan)
@@ -99,4 +99,4 @@ def test_too_little_memory_is_told() -> None:
 
 def test_the_same_order_is_found_every_time() -> None:
     case = random_case(Random(7), 4, 8)
-    assert search(*case.arguments).orders == search(*case.arguments).orders  # type: ignore[arg-type]
+    assert case.search().orders == case.search().orders

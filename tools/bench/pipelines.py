@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from random import Random
 
-from megalite.schedule.generate import AUTO, placement_of
+from megalite.schedule.generate import AUTO, build, placement_of
 from megalite.schedule.problem import StageCosts
-from megalite.schedule.search import least_memory
+from megalite.schedule.search import Found, least_memory, memory_of, search
 
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of `search`."""
+    """What `schedule.search` is asked."""
 
     placement: tuple[int, ...]
     m: int
@@ -19,20 +19,21 @@ class Case:
     transfer: float
     splits: bool
 
-    @property
-    def arguments(self) -> tuple[object, ...]:
-        return self.placement, self.m, self.stages, self.limits, self.transfer, self.splits
+    def search(self) -> Found:
+        """The order that is found."""
+        return search(self.placement, self.m, self.stages, self.limits, self.transfer, self.splits)
 
 
 def random_case(random: Random, ranks: int, micro_batches: int) -> Case:
-    """A pipeline of up to these sizes. Memory is between what one micro-batch takes and more than any order needs."""
+    """A pipeline of up to these sizes. A rank has 0.7 to 2.5 times what 1f1b or zbv take of the fullest."""
     p, v, m = random.randint(1, ranks), random.choice([1, 1, 2]), random.randint(1, micro_batches)
     stages = [_stage(random, last=stage == p * v - 1) for stage in range(p * v)]
     placement = placement_of(AUTO, p, v)
-    least = max(least_memory(placement, stages))
-    limits = [least * random.uniform(1, 2 * p) for _ in range(p)]
+    named = build("1f1b" if v == 1 else "zbv", p, m)
+    fullest = max(memory_of(named.orders, placement, m, stages))
+    limit = max(fullest * random.uniform(0.7, 2.5), *least_memory(placement, stages))
     transfer = random.choice([0.0, 0.05, 0.3])
-    return Case(placement, m, tuple(stages), tuple(limits), transfer, splits=random.random() < 0.8)
+    return Case(placement, m, tuple(stages), (limit,) * p, transfer, splits=random.random() < 0.8)
 
 
 def _stage(random: Random, last: bool) -> StageCosts:

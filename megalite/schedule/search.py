@@ -21,7 +21,7 @@ from megalite.schedule.orders import interleaved
 from megalite.schedule.problem import SLACK, Order, Problem, StageCosts, W
 
 EFFORT = 400_000  # actions that a search arranges or runs, all orders together; it sees about 500,000 in a second
-POLICIES = 2  # policies that are tried whatever the effort
+POLICIES = 4  # policies that are tried whatever the effort
 SWAPS = 40  # so many swaps are left effort for, or a quarter of it where they would take more
 GAPS = (1.0, 0.5, 0.0)
 FACTORS = (1.0, 1.5, 2.0)

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, default=1000, help="random pipelines to compare (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random pipelines (default: %(default)s)")
     parser.add_argument(
-        "--unit", type=float, default=30.0, metavar="MS", help="milliseconds of a sleep (default: %(default)s)"
+        "--unit", type=float, default=50.0, metavar="MS", help="milliseconds of a sleep (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of every order (default: %(default)s)")
     parser.add_argument(

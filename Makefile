@@ -46,6 +46,7 @@ bench: install
 	$(BIN)/megalite-bench-step
 	$(BIN)/megalite-bench-memory
 	$(BIN)/megalite-bench-pipeline
+	$(BIN)/megalite-bench-schedules
 	$(BIN)/megalite-bench-context
 	$(BIN)/megalite-bench-checkpoint
 	$(BIN)/megalite-bench-convert

@@ -21,6 +21,7 @@ from megalite.config.sources import split_kind
 from megalite.config.validate import check
 from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
+from megalite.plan import automatic
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import fit_micro
 from megalite.plan.memory import actions_of_peaks, memory_of_ranks
@@ -36,6 +37,7 @@ from megalite.plan.size import (
 from megalite.plan.split import layers_of, split_of, stage_costs
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
+from megalite.schedule.generate import AUTO
 from megalite.schedule.simulate import simulate
 from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, verdict
 from megalite.terminal import console, sections, table
@@ -205,11 +207,26 @@ def _batch(config: Config) -> str:
         start, tokens = batch.curriculum.start, batch.curriculum.tokens
         lines.append(f"Sequences grow over the first {tokens:,} tokens, from {start:,} to {length:,} tokens.")
     if config.parallel.pp > 1 and batch.micro != "auto":
-        schedule = config.parallel.pipeline.schedule
-        lines.append(f"The bubble of {schedule} is {bubble(config):.1%} of a step where all stages take equally long.")
+        lines.append(_bubble(config))
     steps, tokens = config.train.steps, samples_after(config, config.train.steps) * length
     lines.append(f"{counted(steps, 'step')} see{'s' * (steps == 1)} {tokens:,} tokens.")
     return "\n".join(lines)
+
+
+def _bubble(config: Config) -> str:
+    """The share of a step in which ranks idle; for `auto`, beside the best named schedule."""
+    schedule, m = config.parallel.pipeline.schedule, micro_batches(config)
+    if schedule != AUTO:
+        return f"The bubble of {schedule} is {bubble(config):.1%} of a step where all stages take equally long."
+    if actions(config, m) > AT_ONCE:
+        return f"The order of {schedule} is not searched here: one of {actions(config, m):,} actions takes a while."
+    order = automatic.found(automatic.wanted(config, m))
+    told = f"The bubble of {schedule} is {bubble(config):.1%} of a step, where stages take the time of their FLOPs."
+    if order.best_named is None:
+        return f"{told} No named schedule of such stages keeps to its memory."
+    longer = order.named[order.best_named] / order.makespan - 1
+    than = f"takes {longer:.1%} longer" if longer > 0 else "takes as long"
+    return f"{told} Of the named schedules in its memory, the fastest is {order.best_named}, which {than}."
 
 
 def _span(numbers: range) -> str:

@@ -33,12 +33,14 @@ from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.exit_codes import ExitCode
 from megalite.plan.activations import Activations
+from megalite.plan.automatic import as_tight
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
 from megalite.plan.pipeline import table_of, tables_of
 from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs, resolve
 from megalite.plan.split import split_of
+from megalite.schedule.generate import AUTO
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections, table
 from megalite.train.build import Job, build, build_mesh
@@ -240,6 +242,8 @@ def shrink(config: Config) -> Config:
     )
     if config.train.recompute == "budget":
         small.train.recompute_budget = _mixing_budget(small)
+    if parallel.pipeline.memory is not None:
+        small.parallel.pipeline.memory = as_tight(config, small)
     return small
 
 
@@ -318,6 +322,9 @@ def not_compared(config: Config, steps: int) -> list[str]:
         f"optim.lr {config.optim.lr:g} as {small.optim.lr:g}": config.optim.lr != small.optim.lr,
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
+        "the order that auto finds at full size, which --schedule FILE.yaml of megalite show writes": (
+            config.parallel.pipeline.schedule == AUTO
+        ),
         "bfloat16 in Newton–Schulz": config.optim.name == "muon" and config.run.device != "cpu",
         "apex": apex,
         "CUDA's kernels, streams and NCCL": config.run.device != "cpu",

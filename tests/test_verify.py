@@ -37,6 +37,7 @@ from megalite.config.schema import (
 from megalite.config.validate import check, validate
 from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
+from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
 from megalite.verify import Difference, Part, Trace, _differences, _distance, compare, not_compared, show, shrink
 
@@ -67,6 +68,17 @@ SOUND = [
     MIXED := shrink(
         replace(configuration(pp=2), train=Train(steps=3, precision="fp64", recompute="budget", recompute_budget=1.0))
     ),
+]
+ORDERED = [  # by `auto`: unequal stages; a V with memory for a single micro-batch
+    shrink(
+        replace(
+            configuration(pp=2),
+            model=replace(STAGES.model, layers=4),
+            batch=Batch(1, 5),
+            parallel=Parallel(2, dp_shard=1, pipeline=pipeline),
+        )
+    )
+    for pipeline in (Pipeline("auto", split=[1, 3]), Pipeline("auto", 2, memory=2e-5))
 ]
 EVERYTHING = {"loss", "gradient norm", "gradients", "weights after 3 steps"}
 
@@ -109,6 +121,13 @@ def test_a_planted_fault_is_found(
 def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
     for config in SOUND:
         assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+
+
+def test_orders_that_were_searched_pass(ranks: Ranks) -> None:
+    assert any(table_of(config).splits_backward for config in ORDERED)
+    for config in ORDERED:
+        assert table_of(config).name == "auto"
+        assert all(difference.passed for difference in ranks.run(compare, config, 1, 1e-10)[0])
 
 
 def test_a_budget_is_shrunk_to_one_that_mixes_modes(ranks: Ranks) -> None:

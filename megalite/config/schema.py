@@ -80,6 +80,7 @@ class Model:
 class Pipeline:
     schedule: str = "1f1b"  # a name of SCHEDULES, or the path of a schedule file
     virtual_stages: int | None = None  # stages per rank; null: what a named schedule has, of a file 1
+    memory: float | None = None  # auto: GiB of activations that a rank may hold; null: as many as 1f1b holds
     split: list[int] | None = None  # layers per stage; null: balanced by cost, embedding and head included
 
     @property
@@ -96,6 +97,7 @@ SCHEDULES = {  # name -> stages per rank
     "zb_h2": 1,
     "zbv": 2,
     "dualpipev": 2,
+    "auto": 1,  # or 2, placed in a V
 }
 
 

@@ -112,8 +112,7 @@ class Activations:
         """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
         model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
         columns = model.vocab_size // self.t
-        chunk = min(chunk_tokens(self.tokens, model.width, self.w, self.t), self.tokens)
-        several = chunk < self.tokens
+        chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
         block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
         copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several else 0
@@ -131,6 +130,16 @@ class Activations:
         forward = max(block, copies) + (logits if several and self.t > 1 else 0)
         weights = self._weights([final_norm(model), *([] if tied else [head(model)])])
         return Part("head", weights, model.width if tied else self._matrix, tuple(kept), forward, backward)
+
+    @property
+    def chunks_head(self) -> bool:
+        """Whether the head makes logits in several chunks; it then makes its gradients in F."""
+        return self._chunk < self.tokens
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens that the head makes logits of at a time."""
+        return min(chunk_tokens(self.tokens, self.config.model.width, self.w, self.t), self.tokens)
 
     @property
     def angles(self) -> int:

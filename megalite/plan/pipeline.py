@@ -5,11 +5,13 @@ from pathlib import Path
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import SCHEDULES, Config
+from megalite.plan import automatic
+from megalite.plan.automatic import Wanted, check_limit, wanted
 from megalite.plan.batches import batch_sizes
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.check import check
 from megalite.schedule.communication import add_sharding
-from megalite.schedule.generate import SPLITTING, actions_of, bubble_of, build, placement_of
+from megalite.schedule.generate import AUTO, SPLITTING, actions_of, bubble_of, build, placement_of
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.simulate import simulate
 
@@ -27,10 +29,12 @@ def fullest_steps(config: Config) -> list[int]:
 
     A step with more micro-batches holds at least as much as one with fewer, so the largest step is enough. Under
     interleaved_1f1b this holds only among steps whose first rounds are equally large: there the largest step of each
-    such group counts.
+    such group counts. Under auto every step has an order of its own.
     """
     alone = config.batch.micro_size * config.parallel.layout.dp
     sizes = batch_sizes(config)
+    if config.parallel.pipeline.schedule == AUTO:
+        return [size // alone for size in sizes]
     if config.parallel.pipeline.schedule != "interleaved_1f1b":
         return [sizes[-1] // alone]
     return list({first_rounds(config.parallel.pp, size // alone): size // alone for size in sizes}.values())
@@ -42,8 +46,8 @@ def as_full(config: Config, m: int) -> int:
     A rank holds most when the pipeline is full. From then on the rank repeats the same actions.
     """
     p, pipeline = config.parallel.pp, config.parallel.pipeline
-    if pipeline.schedule not in SCHEDULES or pipeline.schedule == "gpipe":  # a file is for one m; gpipe holds all m
-        return m
+    if pipeline.schedule not in SCHEDULES or pipeline.schedule in ("gpipe", AUTO):
+        return m  # a file, and an order that was searched, are for one m; gpipe holds all m
     if pipeline.schedule != "interleaved_1f1b":
         return min(m, 3 * p + MIDDLE)
     rounds = first_rounds(p, m)
@@ -55,19 +59,18 @@ def table_of(config: Config, m: int | None = None) -> Table:
     """The checked schedule of a training step, with sharding actions if FSDP2 is used.
 
     m: micro-batches; None: those of `batch.global`. Raises InputError for a schedule that does not fit the layout, that
-    would deadlock or leave work undone, that is too long to be planned, or that splits backward passes
-    although torch.compile makes them whole.
+    would deadlock or leave work undone, that is too long to be planned, that splits backward passes although
+    torch.compile makes them whole, or for which memory is too small.
     """
-    pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
-    _refuse_endless(config, m or micro_batches(config))
-    table = _checked(
-        pipeline.schedule,
-        config.parallel.pp,
-        m or micro_batches(config),
-        pipeline.stages_per_rank,
-        mode if uses_fsdp(config) else None,
-        None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule)),
-    )
+    pipeline, p = config.parallel.pipeline, config.parallel.pp
+    m = m or micro_batches(config)
+    mode = config.parallel.data.mode if uses_fsdp(config) else None
+    _refuse_endless(config, m)
+    if pipeline.schedule == AUTO:
+        table = _searched(wanted(config, m), mode)
+    else:
+        version = None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule))
+        table = _checked(pipeline.schedule, p, m, pipeline.stages_per_rank, mode, version)
     if table.splits_backward:
         _refuse_compiled(config)
     return table
@@ -93,10 +96,10 @@ def placement(config: Config) -> tuple[int, ...]:
 def bubble(config: Config) -> float:
     """The share of a step of `batch.global` in which ranks idle, if all stages take equally long.
 
-    Raises InputError for a bad schedule file.
+    Where a schedule has times of its own, stages take these. Raises InputError for a bad schedule file.
     """
     pipeline = config.parallel.pipeline
-    if pipeline.schedule not in SCHEDULES:
+    if pipeline.schedule not in SCHEDULES or pipeline.schedule == AUTO:
         return float(simulate(table_of(config)).bubble)
     p, v = config.parallel.pp, pipeline.stages_per_rank
     return float(bubble_of(pipeline.schedule, p, micro_batches(config), v))
@@ -108,6 +111,8 @@ def check_schedule(config: Config) -> None:
     _refuse_endless(config, micro_batches(config))
     if pipeline.schedule not in SCHEDULES:
         table_of(config)
+    elif pipeline.schedule == AUTO:
+        check_limit(config)
     elif pipeline.schedule in SPLITTING:
         _refuse_compiled(config)
 
@@ -146,7 +151,17 @@ def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: t
 
     mode: of data parallelism; None without FSDP2. version: of a schedule file, so that a changed file is read again.
     """
-    table = build(schedule, p, m, v)
+    return _ready(build(schedule, p, m, v), schedule, mode)
+
+
+@lru_cache(maxsize=8)
+def _searched(wanted: Wanted, mode: str | None) -> Table:
+    """The table of `auto`, cached likewise."""
+    return _ready(automatic.build(wanted), AUTO, mode)
+
+
+def _ready(table: Table, schedule: str, mode: str | None) -> Table:
+    """The table, checked, with the sharding of `mode`; None: without FSDP2."""
     if problems := check(table):
         raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
     if mode is None:

@@ -8,12 +8,10 @@ from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.pipeline import placement, table_of, tables_of, uses_fsdp
-from megalite.plan.recompute_modes import Cost, Costs, Mode, modes_by_stage
+from megalite.plan.recompute_modes import FORWARDS, Cost, Costs, Mode, modes_by_stage
 from megalite.plan.size import layer_forward_flops
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
-
-FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # a layer's time, in its forward passes
 
 
 @dataclass(frozen=True)

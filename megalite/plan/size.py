@@ -93,8 +93,13 @@ def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "c
     scores = 4 * model.heads * model.head_size * n
     if attention == "causal":
         scores = scores * (2 * s - n) // (2 * s)
+    return layer_matrix_flops(model, kind) + scores
+
+
+def layer_matrix_flops(model: Model, kind: LayerKind) -> int:
+    """Floating-point operations per token of the matrix products with weights in one layer's forward pass."""
     matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is Kind.MATRIX)
-    return 2 * sum(weight.elements for weight in matrices) + scores
+    return 2 * sum(weight.elements for weight in matrices)
 
 
 def head_forward_flops(model: Model) -> int:

@@ -148,6 +148,7 @@ class Exchange:
 
 Program = tuple[Action | Exchange, ...]
 Orders = tuple[tuple[Action, ...], ...]  # the compute actions of every rank
+Times = tuple[tuple[float, float, float, float], ...]  # by stage: how long F, B, I and W take
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Table:
     micro_batches: int
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     programs: tuple[Program, ...]  # one for every pipeline rank
+    times: Times | None = None  # that it is made for, and by which transfers are placed; None: UNIT of `simulate`
 
     @property
     def ranks(self) -> int:

@@ -5,20 +5,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from megalite.schedule.actions import SENT_BY, Action, Exchange, Kind, Program, Table
-from megalite.schedule.simulate import UNIT, Time, execute
+from megalite.schedule.actions import SENT_BY, Action, Exchange, Kind, Program, Table, Times
+from megalite.schedule.simulate import Time, cost_of, execute
 
 
-def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> tuple[Program, ...]:
+def communicate(
+    orders: Sequence[Sequence[Action]], placement: Sequence[int], times: Times | None = None
+) -> tuple[Program, ...]:
     """Programs of the compute `orders`, with the transfers between ranks that they need.
 
-    The orders run on a clock: compute takes its UNIT of time, a transfer takes none, and a result is sent when it is
-    ready. All that a rank sends or receives at one time is one exchange. So all ranks meet in exchanges in the order of
-    one clock, and cannot deadlock even if every exchange blocks until its last transfer is done. If the clock is right,
-    no exchange that is ready waits for one that is not. Raises InputError if the orders themselves cannot make
-    progress.
+    The orders run on a clock: compute takes its time of `times`, or else its UNIT, a transfer takes none, and a result
+    is sent when it is ready. All that a rank sends or receives at one time is one exchange. So all ranks meet in
+    exchanges in the order of one clock, and cannot deadlock even if every exchange blocks until its last transfer is
+    done. If the clock is right, no exchange that is ready waits for one that is not. Raises InputError if the orders
+    themselves cannot make progress.
     """
-    spans = execute(orders, placement, cost=lambda action: UNIT[action.kind])
+    spans = execute(orders, placement, cost_of(times))
     transfers: list[defaultdict[Time, list[Action]]] = [defaultdict(list) for _ in orders]
     for sender, lane in enumerate(spans):
         for action, _, end in lane:

@@ -52,6 +52,7 @@ WIDTH, UNIT_MAX = 1100, 26  # of all lanes where numbers have room in that, and 
 TICK, SWATCH, LINE = 2, 16, 22  # communication that takes no time; a colour of the legend; the height of its lines
 FONT, FONT_MIN, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
 PADDING = 3  # of a number in its box
+SPREAD = 16  # compute that is this many times shorter than the longest has no room of its own
 
 Shade = tuple[Kind, int]  # kind of compute, and which of its rank's stages it is on, counted from 0
 
@@ -139,7 +140,8 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
             shade = kind, local[stage]
             yield _box(x, top, length, BOX, _fill(shade), f'stroke="{WHITE}" stroke-width="0.8"')
             how = f'text-anchor="middle" font-size="{font:.1f}"'
-            yield _label(x + length / 2, top + BOX / 2 + font / 3, str(micro), _ink(shade), how)
+            if length >= font * DIGIT:
+                yield _label(x + length / 2, top + BOX / 2 + font / 3, str(micro), _ink(shade), how)
         else:
             half = STRIP / 2 if action.is_transfer else STRIP
             below = half if action.is_transfer and kind not in SENT_BY.values() else 0
@@ -244,9 +246,9 @@ def _tooltip(span: Span) -> str:
 
 
 def _shortest(timeline: Timeline) -> Time:
-    """The length of the shortest compute that takes time."""
+    """The length of the shortest compute that is to be seen: what takes next to no time is left out."""
     lengths = [span.end - span.start for rank in range(len(timeline.spans)) for span in _compute(timeline, rank)]
-    return min((length for length in lengths if length > 0), default=1)
+    return min((length for length in lengths if SPREAD * length >= max(lengths) > 0), default=1)
 
 
 def _fill(shade: Shade) -> str:

@@ -6,6 +6,7 @@ placement: [0, 1]        # stage -> the pipeline rank that owns it
 ranks:                   # of each rank KIND STAGE.MICRO-BATCH, the kinds F, and B or I and W
   - F0.0 F0.1 B0.0 B0.1
   - F1.0 B1.0 F1.1 I1.1 W1.1
+times: [[1, 2, 1, 1], [1.5, 3, 1.5, 1.5]]  # optional: of each stage the times of F, B, I and W, to place transfers by
 """
 
 import math
@@ -19,7 +20,7 @@ import yaml
 
 from megalite.config.errors import InputError
 from megalite.config.yaml import read_mapping
-from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table
+from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table, Times
 from megalite.schedule.check import malformed, uncomputed
 from megalite.schedule.communication import communicate
 
@@ -30,8 +31,10 @@ KEYS = {
     "placement": "a list of ranks",
     "ranks": "a list of texts",
 }
+TIMES = "times"  # the only key that may be left out
 ACTION = re.compile(rf"([{''.join(COMPUTE)}])([0-9]{{1,6}})\.([0-9]{{1,6}})")
 MOST_BYTES = 16 << 20  # as many as the longest schedule that can be planned
+LONGEST = 1e9  # time of an action; sums of longer ones lose what short ones add
 SHOWN = 8  # problems told of one file
 
 
@@ -66,6 +69,7 @@ def complete(content: dict[str, Any]) -> Table:
         * (count > MOST_ACTIONS)
     )
     orders = tuple(tuple(action for word in order if (action := actions[word])) for order in words)
+    times = _times(content.get(TIMES), len(placement))
     table = Table(name, m, placement, orders)
     beyond = sorted({rank for rank in placement if not 0 <= rank < table.ranks})
     _refuse(
@@ -73,7 +77,7 @@ def complete(content: dict[str, Any]) -> Table:
     )
     idle = [f"rank {rank} has no stage in placement" for rank in range(table.ranks) if rank not in placement]
     _refuse(idle or malformed(table) or uncomputed(table))
-    return Table(name, m, placement, communicate(orders, placement))
+    return Table(name, m, placement, communicate(orders, placement, times), times)
 
 
 def write(table: Table) -> str:
@@ -81,13 +85,14 @@ def write(table: Table) -> str:
     name = yaml.safe_dump(table.name, default_style='"', width=math.inf)  # in quotes whatever it looks like: 1e5, null
     head = f"name: {name}micro_batches: {table.micro_batches}\n"
     ranks = [" ".join(f"{a.kind}{a.stage}.{a.micro}" for a in order) for order in table.orders]
-    return f"{head}placement: {list(table.placement)}\nranks:\n" + "".join(f"  - {rank}\n" for rank in ranks)
+    times = "" if table.times is None else f"{TIMES}: {list(map(list, table.times))}\n"
+    return f"{head}placement: {list(table.placement)}\nranks:\n" + "".join(f"  - {rank}\n" for rank in ranks) + times
 
 
 def _check_keys(content: dict[str, Any]) -> None:
     """Raises InputError unless the keys of the file are there, each of its type."""
-    if content.keys() != KEYS.keys():
-        raise InputError(f"must have the keys {', '.join(KEYS)} and no others")
+    if content.keys() - {TIMES} != KEYS.keys():
+        raise InputError(f"must have the keys {', '.join(KEYS)}, may have {TIMES}, and no others")
     right = {
         "name": isinstance(content["name"], str),
         "micro_batches": _is_number(content["micro_batches"]) and content["micro_batches"] > 0,
@@ -95,6 +100,25 @@ def _check_keys(content: dict[str, Any]) -> None:
         "ranks": isinstance(content["ranks"], list) and all(isinstance(order, str) for order in content["ranks"]),
     }
     _refuse(f"{key} must be {KEYS[key]}, not {content[key]!r:.80}" for key, fine in right.items() if not fine)
+
+
+def _times(value: Any, stages: int) -> Times | None:
+    """The key `times`. Raises InputError unless it has four times above 0 for every stage, or is left out."""
+    if value is None:
+        return None
+    rows = value if isinstance(value, list) else []
+    right = len(rows) == stages and all(isinstance(row, list) and len(row) == len(COMPUTE) for row in rows)
+    if not right or not all(_is_time(time) and (time or at == 3) for row in rows for at, time in enumerate(row)):
+        kinds = ", ".join(COMPUTE)
+        raise InputError(
+            f"{TIMES} must be a list of {stages}, one for each stage, of the times of {kinds}, of which only "
+            f"that of W may be 0, and at most {LONGEST:g} each"
+        )
+    return tuple((float(f), float(b), float(i), float(w)) for f, b, i, w in rows)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LONGEST
 
 
 def _is_number(value: object) -> bool:

@@ -19,6 +19,7 @@ ONE_STAGE: dict[str, Callable[[int, int], Orders]] = {
 }
 V_SHAPED: dict[str, Callable[[int, int], Orders]] = {"zbv": zbv, "dualpipev": dualpipev}
 SPLITTING = ("zb_h1", "zb_h2", "zbv", "dualpipev")  # backward into the two halves, I and W
+AUTO = "auto"  # not one of NAMES: `search` makes it for given costs, and places stages as these do
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev")
 
 
@@ -61,16 +62,23 @@ def orders_of(name: str, p: int, m: int, v: int | None = None) -> tuple[tuple[in
 
 
 def placement_of(name: str, p: int, v: int) -> tuple[int, ...]:
-    """By stage: the rank that owns it under the schedule `name`, one of NAMES, with v stages per rank."""
-    return (*range(p), *reversed(range(p))) if name in V_SHAPED else tuple(range(p)) * v
+    """By stage: the rank that owns it under the schedule `name`, one of NAMES or AUTO, with v stages per rank."""
+    return (*range(p), *reversed(range(p))) if _is_v(name, v) else tuple(range(p)) * v
 
 
 def actions_of(name: str, p: int, m: int, v: int) -> int:
-    """The number of actions of the schedule `name`, one of NAMES, without sharding; an upper bound for dualpipev."""
+    """The number of actions of the schedule `name`, one of NAMES or AUTO, without sharding.
+
+    For dualpipev and AUTO it is an upper bound, as they may leave some backwards whole.
+    """
     stages = p * v
-    turn = 1 if name in V_SHAPED else 0  # of a V, where a result stays on its rank
+    turn = 1 if _is_v(name, v) else 0  # of a V, where a result stays on its rank
     moved = 0 if p == 1 else stages - 1 - turn
-    return m * (stages * (3 if name in SPLITTING else 2) + 4 * moved)
+    return m * (stages * (3 if name in (*SPLITTING, AUTO) else 2) + 4 * moved)
+
+
+def _is_v(name: str, v: int) -> bool:
+    return name in V_SHAPED or (name == AUTO and v == 2)
 
 
 def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:

@@ -12,12 +12,13 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from megalite.config.errors import InputError
-from megalite.schedule.actions import SENT_BY, SHARDING, Action, Exchange, Kind, Name, Table
+from megalite.schedule.actions import COMPUTE, SENT_BY, SHARDING, Action, Exchange, Kind, Name, Table, Times
 
 Time = float | Fraction
 Cost = Callable[[Action], Time]
 
 UNIT: Mapping[Kind, Time] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # both halves of backward cost a forward
+COLUMN = {kind: number for number, kind in enumerate(COMPUTE)}  # of Times
 LIVE = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
 
 
@@ -90,15 +91,22 @@ class Timeline:
         )
 
 
-def simulate(table: Table, cost: Mapping[Kind, Time] | Cost = UNIT, transfer: Time = 0) -> Timeline:
+def cost_of(times: Times | None) -> Cost:
+    """The time of compute: by stage where `times` are given, else UNIT. Sharding is free."""
+    if times is None:
+        return lambda action: UNIT.get(action.kind, 0)
+    return lambda action: times[action.stage][COLUMN[action.kind]] if action.kind in COLUMN else 0
+
+
+def simulate(table: Table, cost: Mapping[Kind, Time] | Cost | None = None, transfer: Time = 0) -> Timeline:
     """Runs `table` on ranks that compute without waiting for their own transfers.
 
     cost: time of an action, by kind or by a function of the action (where stages differ). By kind, sharding is
-        free unless it is given.
+        free unless it is given. None: the times that the table is made for.
     transfer: time from the end of an action until its result is on another rank; overlaps with compute.
     Raises InputError if the order of compute actions cannot make progress.
     """
-    costs = cost if callable(cost) else {**dict.fromkeys(SHARDING, 0), **cost}
+    costs = {**dict.fromkeys(SHARDING, 0), **cost} if isinstance(cost, Mapping) else cost or cost_of(table.times)
     orders = [[item for item in program if isinstance(item, Action)] for program in table.programs]
     of = costs if callable(costs) else lambda action: costs[action.kind]
     return Timeline(

@@ -159,12 +159,41 @@ def test_the_defaults_are_valid() -> None:
         (
             ["parallel.pipeline.schedule=2f2b"],
             'parallel.pipeline.schedule = "2f2b": is not a schedule; use gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, '
-            "zbv or dualpipev, or the path of a file that ends in .yaml or .yml",
+            "zbv, dualpipev or auto, or the path of a file that ends in .yaml or .yml",
         ),
         (
             ["parallel.pipeline.schedule=zb_h1", "parallel.pipeline.virtual_stages=2"],
             "parallel.pipeline.virtual_stages = 2: must be 1 for parallel.pipeline.schedule = zb_h1; "
             "use null, or interleaved_1f1b, which has as many as you like",
+        ),
+        (
+            ["parallel.pipeline.schedule=auto", "parallel.pipeline.virtual_stages=3", "model.layers=12"],
+            "parallel.pipeline.virtual_stages = 3: must be 1 or 2 for parallel.pipeline.schedule = auto; "
+            "use null, or interleaved_1f1b, which has as many as you like",
+        ),
+        (
+            ["parallel.pipeline.memory=1.5"],
+            "parallel.pipeline.memory = 1.5: has no meaning with parallel.pipeline.schedule = 1f1b, which holds what "
+            "it holds; use null, or parallel.pipeline.schedule=auto",
+        ),
+        (
+            [
+                "parallel.pipeline={schedule: auto, memory: 1}",
+                "train.recompute=budget",
+                "train.recompute_budget=1",
+            ],
+            "parallel.pipeline.memory = 1.0: cannot be kept with train.recompute = budget, which fits what layers keep "
+            "to a schedule that is there; use null, or train.recompute none, selective or full",
+        ),
+        (
+            ["parallel.pipeline={schedule: auto, memory: 1}", "batch.micro=auto"],
+            "parallel.pipeline.memory = 1.0: needs batch.micro as a number: how many micro-batches fit depends on "
+            "their size; use null, or give batch.micro",
+        ),
+        (
+            ["parallel.pipeline.schedule=auto", "batch.rampup={start: 1, tokens: 100}", "batch.global=40"],
+            "batch.rampup: makes 40 batch sizes, and parallel.pipeline.schedule = auto searches an order for each of "
+            "them, 32 at most; use a larger increment, or a schedule by name",
         ),
         (
             ["parallel.data.reduce_precision=bf16", "train.precision=fp32"],
@@ -233,12 +262,12 @@ def test_the_defaults_are_valid() -> None:
         (
             ["batch.micro=auto", "parallel.pipeline.schedule=a.yaml"],
             'batch.micro = "auto": needs a schedule by name: the file of parallel.pipeline.schedule is for one number '
-            "of micro-batches; use a number, or gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv or dualpipev",
+            "of micro-batches; use a number, or gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv, dualpipev or auto",
         ),
         (
             ["batch.rampup.tokens=1", "parallel.pipeline.schedule=a.yaml"],
             "batch.rampup: needs a schedule by name: the file of parallel.pipeline.schedule is for one number "
-            "of micro-batches; use null, or gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv or dualpipev",
+            "of micro-batches; use null, or gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv, dualpipev or auto",
         ),
         (["batch.curriculum={}"], "batch.curriculum.tokens = 0: must be at least 1"),
         (

@@ -14,6 +14,7 @@ from megalite.schedule.actions import Table
 from megalite.schedule.check import check
 from megalite.schedule.communication import communicate
 from megalite.schedule.file import MOST_BYTES, complete, read, write
+from megalite.schedule.simulate import simulate
 
 GOOD = """\
 name: "mine"
@@ -41,6 +42,35 @@ def test_what_is_written_is_read(table: Table, name: str) -> None:
     assert check(again) == []
 
 
+def test_times_are_written_and_place_the_transfers() -> None:
+    text = GOOD + "times: [[1.0, 2.0, 1.0, 1.0], [0.5, 5.0, 2.5, 0.0]]\n"
+    table = complete(parse(text))
+    assert table.times == ((1.0, 2.0, 1.0, 1.0), (0.5, 5.0, 2.5, 0.0))
+    assert table.programs == communicate(table.orders, table.placement, table.times)
+    assert float(simulate(table).makespan) == 1 + 0.5 + 5 + 0.5 + 2.5 + 2
+    assert write(table) == text
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        "7",
+        "[[1, 2, 1, 1]]",
+        "[[1, 2, 1, 1], [1, 2, 1]]",
+        "[[1, 2, 1, 1], [0, 2, 1, 1]]",
+        "[[1, 2, 1, .inf], [1, 1, 1, 1]]",
+        "[[1, 2, 1, -1], [1, 1, 1, 1]]",
+    ],
+)
+def test_times_that_are_none_are_told(times: str) -> None:
+    with pytest.raises(InputError) as caught:
+        complete(parse(f"{GOOD}times: {times}\n"))
+    assert str(caught.value) == (
+        "times must be a list of 2, one for each stage, of the times of F, B, I, W, of which only that of W may be 0, "
+        "and at most 1e+09 each"
+    )
+
+
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD.replace("[0, 1]", "[0, 1]  # a comment"))
@@ -66,7 +96,11 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         ("batches: 2", "batches: 0", "micro_batches must be a whole number above 0, not 0"),
         ("batches: 2", "batches: 999999999", "micro_batches is more than all actions of the ranks"),
         ('"mine"', "7", "name must be a text, not 7"),
-        ('name: "mine"\n', "", "must have the keys name, micro_batches, placement, ranks and no others"),
+        (
+            'name: "mine"\n',
+            "",
+            "must have the keys name, micro_batches, placement, ranks, may have times, and no others",
+        ),
         ('"mine"', "[mine", "is not valid YAML: line 2, column 14: expected ',' or ']', but got ':'"),
         (
             '"mine"',

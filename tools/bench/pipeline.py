@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,22 +102,31 @@ def _weight_gradient(weight: nn.Parameter, x: Tensor, grad: Tensor, seconds: flo
     weight.grad = made if weight.grad is None else weight.grad + made
 
 
+@dataclass(frozen=True)
+class Sleeps:
+    """Seconds that a stage sleeps in a forward, and in each half of a backward."""
+
+    forward: float
+    input: float
+    weight: float
+
+
 class Stage(nn.Module):
     """A sleeping stage. gradients: given for our runner; None for torch's runner, which splits backward by autograd."""
 
-    def __init__(self, unit: float, gradients: WeightGradients | None) -> None:
+    def __init__(self, sleeps: Sleeps, gradients: WeightGradients | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(1.001))
-        self.unit, self.gradients = unit, gradients
+        self.sleeps, self.gradients = sleeps, gradients
 
     def forward(self, x: Tensor, positions: object = None, targets: Tensor | None = None) -> Tensor:
         if not x.requires_grad:  # tokens; torch needs a gradient to send back
             x = x.detach().requires_grad_()
-        x = _Sleep.apply(x, self.unit, self.unit)
+        x = _Sleep.apply(x, self.sleeps.forward, self.sleeps.input)
         if self.gradients is None:
-            x = x * _Sleep.apply(self.weight, 0.0, self.unit)
+            x = x * _Sleep.apply(self.weight, 0.0, self.sleeps.weight)
         else:
-            x = _Weighted.apply(x, self.weight, self.gradients, self.unit)
+            x = _Weighted.apply(x, self.weight, self.gradients, self.sleeps.weight)
         return x if targets is None else self.loss(x, targets)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -182,9 +192,9 @@ def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str,
     mesh = Mesh.build(Layout(pp=RANKS), CPU)
     assert mesh is not None
     unit = options.unit / 1000
-    costs = {kind: _average(_length(unit), mesh) for kind in (Kind.F, Kind.I, Kind.W)}
+    costs = {kind: length_of_sleep(unit, mesh) for kind in (Kind.F, Kind.I, Kind.W)}
     costs[Kind.B] = costs[Kind.I] + costs[Kind.W]
-    transfer = _average(_transfer(mesh), mesh)
+    transfer = length_of_transfer(mesh)
     rows = []
     for name in NAMES:
         table = build(name, RANKS, options.micro_batches)
@@ -204,16 +214,19 @@ def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str,
         write_object(Path(options.out), report)
 
 
-def _length(unit: float) -> float:
-    """The real length of a sleep of `unit` seconds."""
+def length_of_sleep(unit: float, mesh: Mesh) -> float:
+    """The real length of a sleep of `unit` seconds, on average over the ranks."""
     began = time.perf_counter()
     for _ in range(20):
         time.sleep(unit)
-    return (time.perf_counter() - began) / 20
+    return _average((time.perf_counter() - began) / 20, mesh)
 
 
-def _transfer(mesh: Mesh) -> float:
-    """The seconds to send an activation to a neighbour: half of a round trip, run by pairs of neighbours at once."""
+def length_of_transfer(mesh: Mesh) -> float:
+    """The seconds to send an activation to a neighbour, on average over the ranks.
+
+    It is half of a round trip, run by pairs of neighbours at once.
+    """
     group, rank = mesh.group("pp"), mesh.rank
     buffer, lengths = torch.zeros(SIZE), []
     for _ in range(50):
@@ -221,7 +234,7 @@ def _transfer(mesh: Mesh) -> float:
         for send in (True, False) if rank % 2 == 0 else (False, True):
             (dist.send if send else dist.recv)(buffer, rank ^ 1, group=group)
         lengths.append((time.perf_counter() - began) / 2)
-    return statistics.median(lengths)
+    return _average(statistics.median(lengths), mesh)
 
 
 def _average(value: float, mesh: Mesh) -> float:
@@ -232,14 +245,15 @@ def _average(value: float, mesh: Mesh) -> float:
 
 def _compare(table: Table, mesh: Mesh, unit: float, steps: int) -> dict[str, Any]:
     """Seconds per step of our runner and, if it has the schedule, of torch's. They take turns, in alternating order."""
-    ours, weights = _ours(table, mesh, unit)
+    sleeps = [Sleeps(unit, unit, unit)] * table.stages
+    ours, weights = runner(table, mesh, sleeps)
     runs = {"megalite": ours}
     if table.name in TORCH:
-        runs["torch"], others = _torch(table, mesh, unit)
+        runs["torch"], others = _torch(table, mesh, sleeps)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(-1, steps):  # the first warms up
         for name in list(runs)[:: 1 if step % 2 else -1]:
-            taken = _time(runs[name], mesh)
+            taken = timed(runs[name], mesh)
             if step >= 0:
                 seconds[name].append(taken)
         if step < 0 and "torch" in runs:
@@ -249,7 +263,7 @@ def _compare(table: Table, mesh: Mesh, unit: float, steps: int) -> dict[str, Any
     return {"seconds": seconds, "time_ratio": statistics.median(ratios) if ratios else None}
 
 
-def _time(run: Run, mesh: Mesh) -> float:
+def timed(run: Run, mesh: Mesh) -> float:
     """The seconds from when all ranks are ready until the last rank has finished."""
     dist.barrier(group=mesh.world)
     began = time.perf_counter()
@@ -258,9 +272,10 @@ def _time(run: Run, mesh: Mesh) -> float:
     return time.perf_counter() - began
 
 
-def _ours(table: Table, mesh: Mesh, unit: float) -> tuple[Run, list[nn.Parameter]]:
+def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, list[nn.Parameter]]:
+    """What runs a step of `table` with our runner, and the weights of this rank's stages. sleeps: by stage."""
     gradients = {number: WeightGradients() for number in table.stages_of(mesh.rank)}
-    stages = {number: Stage(unit, owner) for number, owner in gradients.items()}
+    stages = {number: Stage(sleeps[number], owner) for number, owner in gradients.items()}
     activation = Activation(SIZE, torch.float32, CPU)
     pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3", Activity())
     m = table.micro_batches
@@ -268,8 +283,8 @@ def _ours(table: Table, mesh: Mesh, unit: float) -> tuple[Run, list[nn.Parameter
     return lambda: _discard(pipeline.run(step)), [stage.weight for stage in stages.values()]
 
 
-def _torch(table: Table, mesh: Mesh, unit: float) -> tuple[Run, list[nn.Parameter]]:
-    toys = {number: Stage(unit, None) for number in table.stages_of(mesh.rank)}
+def _torch(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, list[nn.Parameter]]:
+    toys = {number: Stage(sleeps[number], None) for number in table.stages_of(mesh.rank)}
     example = torch.empty(SIZE, requires_grad=True)
     arguments = {"input_args": example, "output_args": example, "group": mesh.group("pp")}
     stages = [PipelineStage(toy, number, table.stages, CPU, **arguments) for number, toy in toys.items()]

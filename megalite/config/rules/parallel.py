@@ -8,6 +8,7 @@ from megalite.config.rules.ranges import RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
 
 SCHEDULE_FILES = (".yaml", ".yml")
+SEARCHED = 32  # batch sizes that `auto` searches orders for; each takes up to seconds
 
 
 def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -16,6 +17,8 @@ def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
     yield from _sequence(config.model, config.parallel)
     yield from _pipeline(config.model.layers, config.parallel)
     yield from _schedule_file(config)
+    yield from _memory_of_auto(config)
+    yield from _batches_of_auto(config)
     yield from _data_parallel(config)
     yield from _world(config.parallel, world_size)
 
@@ -81,9 +84,39 @@ def _pipeline_schedule(pipeline: Pipeline) -> Iterator[Problem]:
         yield Problem("parallel.pipeline.schedule", "is not a schedule", fix, name)
     if virtual is None or virtual < 1:
         return
-    if name in SCHEDULES and name != "interleaved_1f1b" and virtual != SCHEDULES[name]:
-        rule = f"must be {SCHEDULES[name]} for parallel.pipeline.schedule = {name}"
+    allowed = (1, 2) if name == "auto" else (SCHEDULES.get(name),)
+    if name in SCHEDULES and name != "interleaved_1f1b" and virtual not in allowed:
+        rule = f"must be {listing(allowed)} for parallel.pipeline.schedule = {name}"
         yield Problem(key, rule, "use null, or interleaved_1f1b, which has as many as you like", virtual)
+
+
+def _memory_of_auto(config: Config) -> Iterator[Problem]:
+    pipeline, key = config.parallel.pipeline, "parallel.pipeline.memory"
+    if pipeline.memory is None:
+        return
+    if pipeline.schedule != "auto":
+        rule = f"has no meaning with parallel.pipeline.schedule = {pipeline.schedule}, which holds what it holds"
+        yield Problem(key, rule, "use null, or parallel.pipeline.schedule=auto", pipeline.memory)
+    elif config.train.recompute == "budget":
+        rule = "cannot be kept with train.recompute = budget, which fits what layers keep to a schedule that is there"
+        yield Problem(key, rule, "use null, or train.recompute none, selective or full", pipeline.memory)
+    elif config.batch.micro == "auto":
+        rule = "needs batch.micro as a number: how many micro-batches fit depends on their size"
+        yield Problem(key, rule, "use null, or give batch.micro", pipeline.memory)
+
+
+def _batches_of_auto(config: Config) -> Iterator[Problem]:
+    rampup, full = config.batch.rampup, config.batch.global_
+    if rampup is None or config.parallel.pipeline.schedule != "auto":
+        return
+    increment = rampup.start if rampup.increment is None else rampup.increment
+    sizes = (full - rampup.start) // increment + 1 if increment >= 1 else 0
+    if sizes > SEARCHED:
+        rule = (
+            f"makes {sizes:,} batch sizes, and parallel.pipeline.schedule = auto searches an order for each of them, "
+            f"{SEARCHED} at most"
+        )
+        yield Problem("batch.rampup", rule, "use a larger increment, or a schedule by name")
 
 
 def _schedule_file(config: Config) -> Iterator[Problem]:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from ranks import Ranks
 
 from megalite.schedule.generate import NAMES
 from megalite_tools.bench import checkpoint as bench_checkpoint
 from megalite_tools.bench import context as bench_context
 from megalite_tools.bench import pipeline as bench_pipeline
 from megalite_tools.bench import ranks as bench_ranks
+from megalite_tools.bench import schedules as bench_schedules
 
 
 def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +44,43 @@ def test_a_schedule_that_is_too_slow_is_told(
     assert "1.030 of the time of torch's runner" in told[1]
     out.write_text(json.dumps({"schedules": rows[:1]}))
     assert bench_pipeline.main(["--out", str(out)]) == 0
+
+
+def test_searched_orders_are_measured_beside_named_ones(ranks: Ranks) -> None:
+    rows = ranks.run(bench_schedules.measure, 0.001, 1)[0]["measured"]
+    assert [set(row["seconds"]) for row in rows] == [
+        {"1f1b", "zb_h1", "auto"},
+        {"1f1b", "auto"},
+        {"1f1b", "zbv", "auto"},
+    ]
+    for row in rows:
+        assert set(row["simulated_seconds"]) == set(row["time_ratios"]) == set(row["seconds"])
+        assert min(map(min, row["seconds"].values())) > 0.036, "twelve forwards and backwards"
+        assert row["simulated_seconds"]["auto"] > 0.036
+
+
+def test_random_pipelines_are_compared_in_simulation() -> None:
+    found = bench_schedules.compare_in_simulation(3, seed=0)
+    assert (found["compared"], found["worse"]) == (3, 0)
+    assert 0 <= found["mean_gain"] <= found["largest_gain"] < 1
+
+
+def test_an_order_that_is_too_slow_is_told() -> None:
+    def row(ours: float, ratio: float) -> dict[str, object]:
+        return {
+            "pipeline": "p",
+            "simulated_seconds": {"auto": 1.0},
+            "seconds": {"auto": [ours]},
+            "time_ratios": {"1f1b": ratio},
+        }
+
+    fine = {"worse": 0, "compared": 9}
+    assert bench_schedules.wrong_in([row(1.04, 0.9)], fine) == []
+    assert len(bench_schedules.wrong_in([row(1.06, 0.9)], fine)) == 1
+    assert len(bench_schedules.wrong_in([row(1.04, 1.01)], fine)) == 1
+    assert bench_schedules.wrong_in([], {"worse": 2, "compared": 9}) == [
+        "2 of 9 orders take longer than a named schedule"
+    ]
 
 
 def test_ranks_that_fail_are_not_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +118,7 @@ def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
     [
         (bench_pipeline.main, "--micro-batches=7"),
         (bench_pipeline.main, "--unit=0"),
+        (bench_schedules.main, "--cases=0"),
         (bench_context.main, "--cp=3"),
         (bench_checkpoint.main, "--width=100"),
     ],

@@ -1,0 +1,159 @@
+"""What `parallel.pipeline.schedule: auto` searches an order for: the costs of stages and the memory of ranks.
+
+Times follow from FLOPs, as nothing is measured yet. Per token, with M those of a layer's matrices and S those of its
+attention scores and values:
+
+    F       M + S
+    I       M + 2S, and what recompute runs again
+    W       M
+    B       I + W
+    head    M in F and 2M in I, none in W; with logits in chunks, all 3M in F
+
+Transfers count as free. Memory is what `plan.activations` says that stages keep of a micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from megalite.config.errors import InputError, Problem
+from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.schema import Config, Model
+from megalite.plan.activations import Activations
+from megalite.plan.condense import parts_of
+from megalite.plan.recompute_modes import FORWARDS, GIB, Mode, every_nth
+from megalite.plan.size import by_stage, head_forward_flops, layer_forward_flops, layer_matrix_flops
+from megalite.plan.split import split_of
+from megalite.schedule.actions import Table
+from megalite.schedule.communication import communicate
+from megalite.schedule.generate import AUTO, placement_of
+from megalite.schedule.problem import StageCosts
+from megalite.schedule.search import Found, least_memory, search
+
+Flops = tuple[float, float, float]  # per token, of F, I and W
+GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exactly and equal moments are found equal
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an order is searched for. Configurations that want the same get the same order."""
+
+    placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
+    m: int
+    costs: tuple[StageCosts, ...]
+    limit: float  # bytes of activations on every rank
+    splits: bool  # backward may be split
+
+
+def wanted(config: Config, m: int) -> Wanted:
+    """For a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`."""
+    check_limit(config)
+    return Wanted(placement(config), m, tuple(costs_of(config)), limit_of(config, m), not config.train.compile)
+
+
+@lru_cache(maxsize=64)  # a search takes up to seconds, and commands ask for the same one several times
+def found(wanted: Wanted) -> Found:
+    """The result of the search."""
+    limits = (wanted.limit,) * (max(wanted.placement) + 1)
+    return search(wanted.placement, wanted.m, wanted.costs, limits, splits=wanted.splits)
+
+
+def build(wanted: Wanted) -> Table:
+    """The order that is found, with its transfers."""
+    order, times = found(wanted), tuple(costs.times for costs in wanted.costs)
+    name = AUTO if order.name == AUTO else f"{AUTO} ({order.name})"
+    return Table(name, wanted.m, wanted.placement, communicate(order.orders, wanted.placement, times), times)
+
+
+def check_limit(config: Config) -> None:
+    """Raises InputError if `parallel.pipeline.memory` is less than one micro-batch takes."""
+    memory = config.parallel.pipeline.memory
+    if memory is None:
+        return
+    least = least_memory(placement(config), costs_of(config))
+    if max(least) > memory * GIB:
+        rule = (
+            f"is less than the {max(least) / GIB:.4f} GiB of activations of one micro-batch on pipeline rank "
+            f"{least.index(max(least))}"
+        )
+        fix = "use more, null, a smaller batch.micro, or train.recompute=selective or full"
+        raise InputError([Problem("parallel.pipeline.memory", rule, fix, memory)])
+
+
+def limit_of(config: Config, m: int) -> float:
+    """Bytes of activations that a rank may hold: as configured, or else as much as 1f1b holds on its fullest rank.
+
+    With two stages on a rank, 1f1b is that on half as many stages, each of two neighbours. Where even one micro-batch
+    takes more in the V, so much is allowed.
+    """
+    memory, p = config.parallel.pipeline.memory, config.parallel.pp
+    if memory is not None:
+        return memory * GIB
+    costs, v = costs_of(config), config.parallel.pipeline.stages_per_rank
+    kept = [sum(stage.kept for stage in costs[v * rank : v * (rank + 1)]) for rank in range(p)]
+    return max(*(min(m, p - rank) * size for rank, size in enumerate(kept)), *least_memory(placement(config), costs))
+
+
+def as_tight(config: Config, small: Config) -> float:
+    """The `parallel.pipeline.memory` of `small`, in GiB, that limits its order as that of `config` does there.
+
+    It is the same share of what 1f1b holds, and at least what one micro-batch takes.
+    """
+
+    def of_1f1b(config: Config) -> float:
+        pipeline = replace(config.parallel.pipeline, memory=None)
+        config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+        return limit_of(config, config.batch.global_ // (config.batch.micro_size * config.parallel.layout.dp)) / GIB
+
+    assert config.parallel.pipeline.memory is not None
+    least = max(least_memory(placement(small), costs_of(small))) / GIB
+    return max(least, config.parallel.pipeline.memory * of_1f1b(small) / of_1f1b(config))
+
+
+def costs_of(config: Config) -> list[StageCosts]:
+    """By stage: the times of its actions, in forwards of an average stage, and the bytes that it keeps.
+
+    With `train.recompute: budget`, layers count as if they recomputed nothing: what they do follows from the order.
+    """
+    train, split, kinds = config.train, split_of(config), layer_kinds(config.model)
+    recompute: Mode = "none" if train.recompute == "budget" else train.recompute
+    modes = [every_nth(recompute, train.recompute_every, count) for count in split]
+    layers = {stage: list(zip(own, modes[stage], strict=True)) for stage, own in enumerate(by_stage(kinds, split))}
+    sizes = Activations(config)
+    times = [_flops(config.model, layers[stage]) for stage in layers]
+    times[-1] = _with_head(times[-1], head_forward_flops(config.model), sizes.chunks_head)
+    unit = sum(forward for forward, _, _ in times) / len(times)
+    found = []
+    for stage, parts in parts_of(sizes, layers, len(split)).items():
+        forward, back, weight = (round(GRAIN * flops / unit) / GRAIN for flops in times[stage])
+        forward, back = max(forward, 1 / GRAIN), max(back, 1 / GRAIN)  # no result is sent when its input arrives
+        kept = sum(kept.bytes for part in parts for kept in part.kept) + sizes.turns
+        waiting = sum(held.total() for part in parts if part.puts_off for held in part.retained.values())
+        found.append(StageCosts(forward, back + weight, back, weight, kept, waiting))
+    return found
+
+
+def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
+    """Of the layers of a stage."""
+
+    @cache
+    def one(kind: LayerKind, mode: Mode) -> Flops:
+        whole, matrices = layer_forward_flops(model, kind), layer_matrix_flops(model, kind)
+        again = (FORWARDS[mode] - FORWARDS["none"]) * whole
+        return whole, matrices + 2 * (whole - matrices) + again, matrices
+
+    each = [one(*layer) for layer in layers]
+    forward, back, weight = (sum(column) for column in zip(*each, strict=True)) if each else (0.0, 0.0, 0.0)
+    return forward, back, weight
+
+
+def _with_head(stage: Flops, head: float, chunks: bool) -> Flops:
+    """Of the last stage, with the head. chunks: it makes its gradients in F, chunk by chunk."""
+    forward, back, weight = stage
+    return (forward + 3 * head, back, weight) if chunks else (forward + head, back + 2 * head, weight)
+
+
+def placement(config: Config) -> tuple[int, ...]:
+    """By stage, the pipeline rank that owns it."""
+    pipeline = config.parallel.pipeline
+    return placement_of(AUTO, config.parallel.pp, pipeline.stages_per_rank)

@@ -1,0 +1,179 @@
+"""What a search for a pipeline order is given, and the time and memory of an order under it.
+
+A search tries thousands of orders. So actions are whole numbers here: `4 · (stage · m + micro) + kind`, with the kinds
+0 to 3 for F, B, I and W. `simulate` and `check` know only Actions; a search hands its result over as such.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.schedule.actions import COMPUTE, Action, Orders, Times
+from megalite.schedule.simulate import COLUMN
+
+F, B, I, W = range(4)  # noqa: E741 - the kinds of coded actions, in the order of COMPUTE
+
+SLACK = 1 + 1e-9  # sums of floats in another order may differ by so much
+Order = list[int]  # of one rank: coded actions
+Spans = list[list[tuple[float, float]]]  # by rank: start and end of every action of its order
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times of one stage for one micro-batch, in any unit, and the memory that it holds, in any other unit.
+
+    Memory is counted between actions: what an action needs only while it runs is not in it.
+    """
+
+    forward: float  # time of F
+    backward: float  # of B
+    input: float  # of I
+    weight: float  # of W
+    kept: float = 0.0  # memory from F until B or I
+    waiting: float = 0.0  # memory from I until W
+
+    @property
+    def times(self) -> tuple[float, float, float, float]:
+        """Of F, B, I and W."""
+        return self.forward, self.backward, self.input, self.weight
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pipeline of `m` micro-batches, whose order is to be found.
+
+    placement: stage -> the rank that owns it. limits: by rank, the memory that it may hold. transfer: time from the end
+    of an action until its result is on another rank. splits: whether backward may be split into I and W.
+    """
+
+    placement: tuple[int, ...]
+    m: int
+    stages: tuple[StageCosts, ...]
+    limits: tuple[float, ...]
+    transfer: float
+    splits: bool
+
+    @cached_property
+    def ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def owned(self) -> list[list[int]]:
+        """By rank: its stages, ascending."""
+        return [[s for s, owner in enumerate(self.placement) if owner == rank] for rank in range(self.ranks)]
+
+    @cached_property
+    def times(self) -> Times:
+        """By stage: the times of F, B, I and W."""
+        return tuple(costs.times for costs in self.stages)
+
+    @cached_property
+    def changes(self) -> list[tuple[float, float, float, float]]:
+        """By stage: how F, B, I and W change the memory that its rank holds."""
+        return [(c.kept, -c.kept, c.waiting - c.kept, -c.waiting) for c in self.stages]
+
+    @cached_property
+    def delay_forward(self) -> list[float]:
+        """By stage: how long the output of the stage before it travels."""
+        return [0.0, *(self.transfer * (a != b) for a, b in zip(self.placement, self.placement[1:], strict=False))]
+
+    @cached_property
+    def delay_backward(self) -> list[float]:
+        """By stage: how long the gradient from the stage after it travels."""
+        return [*self.delay_forward[1:], 0.0]
+
+    @cached_property
+    def least(self) -> list[float]:
+        """By rank: the least memory with which any order runs, that of one micro-batch after the other."""
+        return [sum(self.stages[stage].kept for stage in owned) for owned in self.owned]
+
+    @cached_property
+    def bound(self) -> float:
+        """A time that no order falls below: ranks wait for their first input, and compute all of their work.
+
+        Nor does a step take less than one micro-batch on its way through all stages and back.
+        """
+        way = self.transfer * sum(a != b for a, b in zip(self.placement, self.placement[1:], strict=False))
+        back = [min(costs.backward, costs.input) if self.splits else costs.backward for costs in self.stages]
+        longest = sum(costs.forward for costs in self.stages) + sum(back) + 2 * way
+        for stages in self.owned:
+            head = sum(self.stages[s].forward + self.delay_forward[s + 1] for s in range(stages[0]))
+            tail = 0.0 if self.splits else sum(back[s] + self.delay_backward[s] for s in range(stages[0]))
+            longest = max(longest, head + self.m * sum(map(self._work, stages)) + tail)
+        return longest
+
+    def _work(self, stage: int) -> float:
+        costs = self.stages[stage]
+        whole = costs.backward
+        return costs.forward + (min(whole, costs.input + costs.weight) if self.splits else whole)
+
+    def peaks(self, orders: Iterable[Order]) -> list[float]:
+        """By rank: the most memory held at once."""
+        return [max(self._held(order), default=0.0) for order in orders]
+
+    def fits(self, orders: Iterable[Order]) -> bool:
+        """Whether no rank holds more than its limit."""
+        return all(peak <= limit * SLACK for peak, limit in zip(self.peaks(orders), self.limits, strict=True))
+
+    def _held(self, order: Order) -> Iterator[float]:
+        held, m, changes = 0.0, self.m, self.changes
+        for code in order:
+            held += changes[(code >> 2) // m][code & 3]
+            yield held
+
+    def spans(self, orders: Sequence[Order]) -> Spans | None:
+        """When each action runs, if every rank starts it as soon as it can; None if ranks wait for each other."""
+        m, last, placement, times = self.m, len(self.stages) - 1, self.placement, self.times
+        delay_forward, delay_backward = self.delay_forward, self.delay_backward
+        cells = m * len(self.stages)
+        ended: list[list[float]] = [[-1.0] * cells, [-1.0] * cells]  # of F, and of B or I
+        spans: Spans = [[] for _ in orders]
+        clock = [0.0] * len(orders)
+        blocked: dict[int, int] = {}  # coded F or B -> the rank that waits for it
+        ready = list(range(len(orders)))
+        while ready:
+            rank = ready.pop()
+            now, own, order = clock[rank], spans[rank], orders[rank]
+            for at in range(len(own), len(order)):
+                code = order[at]
+                kind, cell = code & 3, code >> 2
+                stage = cell // m
+                if kind == F:
+                    if stage:
+                        there = ended[0][cell - m]
+                        if there < 0:
+                            blocked[(cell - m) << 2] = rank
+                            break
+                        now = max(now, there + delay_forward[stage])
+                elif kind != W and stage < last:
+                    there = ended[1][cell + m]
+                    if there < 0:
+                        blocked[(cell + m) << 2 | B] = rank
+                        break
+                    now = max(now, there + delay_backward[stage])
+                start, now = now, now + times[stage][kind]
+                own.append((start, now))
+                if kind == F:
+                    ended[0][cell] = now
+                    if stage < last and placement[stage + 1] != rank and code in blocked:
+                        ready.append(blocked.pop(code))
+                elif kind != W:
+                    ended[1][cell] = now
+                    if stage and placement[stage - 1] != rank and (cell << 2 | B) in blocked:
+                        ready.append(blocked.pop(cell << 2 | B))
+            clock[rank] = now
+        return spans if all(len(own) == len(order) for own, order in zip(spans, orders, strict=True)) else None
+
+    def makespan(self, orders: Sequence[Order]) -> float:
+        """The end of the last action; infinite if ranks wait for each other."""
+        spans = self.spans(orders)
+        return math.inf if spans is None else max(own[-1][1] for own in spans)
+
+    def coded(self, orders: Orders) -> list[Order]:
+        """Orders of Actions as whole numbers."""
+        return [[4 * (a.stage * self.m + a.micro) + COLUMN[a.kind] for a in order] for order in orders]
+
+    def decoded(self, orders: Sequence[Order]) -> Orders:
+        """Orders of whole numbers as Actions."""
+        return tuple(tuple(Action(COMPUTE[code & 3], *divmod(code >> 2, self.m)) for code in order) for order in orders)

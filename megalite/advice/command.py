@@ -11,7 +11,8 @@ from megalite import selfcheck
 from megalite.advice.asked import Asked, as_is, as_overrides, ask, doubled
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
-from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text
+from megalite.advice.order import best_order
+from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text, step_text
 from megalite.config.errors import InputError
 from megalite.config.files import check_output, exists, write_whole
 from megalite.config.load import dump
@@ -21,6 +22,8 @@ from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
 from megalite.planner.space import choice_of
+from megalite.schedule.file import SUFFIXES
+from megalite.schedule.file import write as write_order
 from megalite.terminal import console, sections
 
 Parts = list[tuple[str, RenderableType]]
@@ -31,8 +34,13 @@ def run(args: argparse.Namespace) -> int:
 
     args: those of `megalite plan`. Raises InputError for a bad question, and where no layout fits.
     """
-    for path, ends in ((args.write, (".yaml", ".yml")), (args.html, (".html",))):
-        _check_file(path, ends)
+    files = (
+        ("--write", args.write, SUFFIXES),
+        ("--schedule", args.schedule, SUFFIXES),
+        ("--html", args.html, (".html",)),
+    )
+    for option, path, ends in files:
+        _check_file(option, path, ends)
     if args.dry_run:
         return _self_check(args)
     if args.compare:
@@ -60,10 +68,9 @@ def _self_check(args: argparse.Namespace) -> int:
     return selfcheck.run(given)
 
 
-def _check_file(path: str | None, ends: tuple[str, ...]) -> None:
+def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
     if path is None:
         return
-    option = "--html" if ends == (".html",) else "--write"
     if not path.endswith(ends):
         raise InputError(f"{option} {path}: must end in {ends[0]}; CONFIG goes before {option}")
     if exists(path):
@@ -77,12 +84,13 @@ def _ranked(args: argparse.Namespace) -> Parts:
         found = asked.search(gpus, args.top, args.exhaustive)
     if not found.results:
         raise InputError(_nothing_fits(asked, gpus, found))
-    best = found.results[0]
+    prediction = found.results[0].prediction
     parts: Parts = [(_heading(asked, gpus), ranking(asked, found)), ("How it was found", Text(_told(asked, found)))]
     if args.explain:
-        config = best.prediction.config
-        parts += explained(asked, config, *asked.predict(config))
-    _write(args, asked, best.prediction)
+        parts += explained(asked, prediction.config, *asked.predict(prediction.config))
+    if args.schedule:
+        prediction = _with_order(args, asked, prediction, parts)
+    _write(args, asked, prediction)
     return parts
 
 
@@ -97,8 +105,29 @@ def _own_layout(args: argparse.Namespace) -> Parts:
     ]
     if args.explain or memory.total > asked.limit:
         parts += explained(asked, config, prediction, memory)
+    if args.schedule:
+        prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
     return parts
+
+
+def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, parts: Parts) -> Prediction:
+    """The layout with a searched order of its pipeline, which is saved; or as it was where no order is faster."""
+    with Console(stderr=True).status("Searching an order for the pipeline ..."):
+        order = best_order(asked, before.config)
+    write_whole(Path(args.schedule), write_order(order.table))
+    pipeline = replace(order.config.parallel.pipeline, schedule=args.schedule, virtual_stages=order.stages_per_rank)
+    config = replace(order.config, parallel=replace(order.config.parallel, pipeline=pipeline))
+    after, memory = asked.predict(config)
+    change = after.seconds / before.seconds - 1
+    named = before.config.parallel.pipeline.schedule
+    told = (
+        f"{args.schedule}: {step_text(after)} a step, {change:+.1%} against {named}, with {memory.total / GIB:.1f} GiB."
+    )
+    if change >= 0:
+        told += " It is not faster, so --write keeps the named schedule."
+    parts.append(("Order searched for these very stages", Text(told)))
+    return after if change < 0 else before
 
 
 def _compared(args: argparse.Namespace) -> Parts:

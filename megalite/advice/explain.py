@@ -11,7 +11,7 @@ from megalite.advice.asked import Asked
 from megalite.advice.rows import fits_text, layout_text, seconds_text, step_text
 from megalite.config.errors import InputError, number_ranges
 from megalite.config.rules.numbers import every_divisor
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory, memory_of_ranks
@@ -19,6 +19,7 @@ from megalite.plan.rebalance import flatter_split
 from megalite.planner.goodput import goodput
 from megalite.planner.predict import Prediction
 from megalite.planner.space import VIRTUAL, Choice, choice_of
+from megalite.schedule.generate import NAMES
 from megalite.terminal import table
 
 PARTS = {  # of `Prediction.parts`, in words
@@ -108,7 +109,7 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
             if method != choice.method:
                 yield f"parallel.context.method={method}", choice._replace(method=method)
     if choice.pp > 1:
-        for schedule in SCHEDULES:
+        for schedule in NAMES:
             for virtual in VIRTUAL if schedule == "interleaved_1f1b" else (None,):
                 if (schedule, virtual) != (choice.schedule, choice.virtual):
                     stages = f" parallel.pipeline.virtual_stages={virtual}" if virtual else ""

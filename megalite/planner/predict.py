@@ -137,13 +137,13 @@ def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     config = prediction.config
     table = timer.tables.of(config, enough(config, micro_batches(config)))
     of = costs_of(table)
-    return simulate(table, lambda action: seconds_of(of(action), prediction.stages), _transfer(config, timer))
+    return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
 
 
 def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
     """Seconds of a step of `m` micro-batches without the update; and of them, those after all compute."""
     config = plan.config
-    few, pp, transfer = enough(config, m), config.parallel.pp, _transfer(config, timer)
+    few, pp, transfer = enough(config, m), config.parallel.pp, transfer_seconds(config, timer)
 
     def run(m: int) -> tuple[float, float]:
         clock = timer.tables.clock(config, m)
@@ -188,7 +188,7 @@ def _busy(plan: Plan, stages: list[StageTime], whole: bool, rank: int, m: int) -
     return found
 
 
-def _transfer(config: Config, timer: Timer) -> float:
+def transfer_seconds(config: Config, timer: Timer) -> float:
     """Seconds to send a micro-batch's activations to the next stage."""
     layout = config.parallel.layout
     if layout.pp == 1:

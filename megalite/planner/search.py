@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from megalite.config.errors import InputError
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.memory import Memory, each_rank
 from megalite.plan.pipeline import can_be_planned, micro_batches
@@ -22,6 +22,7 @@ from megalite.plan.walk import HOST, Walk
 from megalite.planner.predict import Prediction, predict, step_seconds
 from megalite.planner.space import Choice, Shape, Space
 from megalite.planner.stages import Timer
+from megalite.schedule.generate import NAMES
 
 WANTED = 10  # results
 CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, before the rest may stay unproven
@@ -154,7 +155,7 @@ def _plan(space: Space, choice: Choice) -> Plan | None:
 def filled(config: Config, m: int) -> int:
     """Micro-batches of a step that holds as much as one of `m`."""
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
-    if schedule not in SCHEDULES or schedule == "gpipe":
+    if schedule not in NAMES or schedule == "gpipe":
         return m
     return min(m, {"1f1b": pp + 2, "zb_h1": pp + 2, "zb_h2": 2 * pp, "interleaved_1f1b": 2 * pp}.get(schedule, 3 * pp))
 

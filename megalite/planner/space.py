@@ -21,7 +21,7 @@ from megalite.plan.split import split_of
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
-from megalite.schedule.generate import SPLITTING, bubble_of
+from megalite.schedule.generate import NAMES, SPLITTING, bubble_of
 
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
@@ -336,7 +336,7 @@ class Space:
         """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
         pp = first.pp
         key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"
-        if key in self.pins and self.pins[key] not in SCHEDULES:
+        if key in self.pins and self.pins[key] not in NAMES:
             yield self.pins[key], self.pins.get(of)
             return
         if pp == 1 and key not in self.pins:
@@ -418,7 +418,7 @@ class Space:
         key = choice.pp, choice.schedule, choice.virtual, m
         if key not in self._idles:
             name, virtual = choice.schedule, choice.virtual or SCHEDULES.get(choice.schedule, 1)
-            share = float(bubble_of(name, choice.pp, m, virtual)) if name in SCHEDULES else 0.0
+            share = float(bubble_of(name, choice.pp, m, virtual)) if name in NAMES else 0.0
             self._idles[key] = 3 * m * share / (1 - share)
         return self._idles[key]
 

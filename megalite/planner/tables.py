@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.schema import Config
+from megalite.plan.automatic import wanted
 from megalite.plan.pipeline import table_of, uses_fsdp
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.clock import Clock
 from megalite.schedule.communication import add_sharding, communicate
-from megalite.schedule.generate import orders_of
+from megalite.schedule.generate import AUTO, NAMES, orders_of
 from megalite.schedule.reductions import reductions
 
 ROUNDS = {"1f1b": 2, "gpipe": 2, "zb_h1": 2}  # times the ranks of a pipeline
@@ -21,7 +22,7 @@ def enough(config: Config, m: int) -> int:
     A test compares steps that are cut short with whole ones.
     """
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
-    if schedule not in SCHEDULES:  # a file is for one number of micro-batches
+    if schedule not in NAMES:  # a file, or a searched order, is for one number of micro-batches
         return m
     rest = m % pp if schedule == "interleaved_1f1b" else 0
     return min(m, (ROUNDS.get(schedule, OTHER_ROUNDS) + (rest > 0)) * pp + rest)
@@ -53,7 +54,7 @@ class Tables:
 
         Raises InputError for one that cannot run.
         """
-        if config.parallel.pipeline.schedule not in SCHEDULES:
+        if config.parallel.pipeline.schedule not in NAMES:
             return table_of(config, m)
         key = *self._key(config, m), transfers
         if key not in self._tables:
@@ -76,6 +77,8 @@ class Tables:
     def _key(self, config: Config, m: int) -> tuple[object, ...]:
         pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
         when = (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
+        if pipeline.schedule == AUTO:  # its order depends on costs
+            return wanted(config, m), when
         return pipeline.schedule, config.parallel.pp, m, pipeline.stages_per_rank, when
 
 

@@ -81,7 +81,8 @@ def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
     whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
-    pins = {key: value for key, value in layout_keys(config).items() if key in pinned and value != "auto"}
+    open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
+    pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys}
     cluster = load_cluster(args.cluster or USUAL)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
     return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device)

@@ -169,7 +169,8 @@ class Timer:
 class Shared:
     """Times in which data-parallel ranks gather and reduce the parameters of a part.
 
-    element, gradient: bytes of one on the network. shards, replicas: the groups that share states out and that repeat them.
+    element, gradient: bytes of one on the network. shards, replicas: the groups that share states out, and those that
+    repeat them.
     """
 
     def __init__(self, config: Config, net: Net) -> None:

@@ -14,7 +14,9 @@ from megalite.planner.predict import MUON_ELEMENT, Prediction
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import Shared, Timer, work_of
 
-AGAIN = 1.5 if MEGALITE.gathers_again else 1.0  # times of tensor-parallel communication in backward, in those of forward
+AGAIN = (
+    1.5 if MEGALITE.gathers_again else 1.0
+)  # times of tensor-parallel communication in backward, in those of forward
 # All-gathers of keys and values, or reductions of their gradients, that take as long: forward, backward.
 KEYS = {"ring": (1, 2), "all_gather": (1, 3), "ulysses": (1, 1)}
 
@@ -102,7 +104,10 @@ def _context(prediction: Prediction, timer: Timer, rank: int) -> Flow:
 
 
 def _data(prediction: Prediction, timer: Timer, rank: int) -> Iterator[Flow]:
-    """Shards and replicas. What they expose is one number of the prediction, which stands with the shards if there are any."""
+    """Shards and replicas.
+
+    What they expose is one number of the prediction. It stands with the shards, if there are any.
+    """
     config, plan, m = prediction.config, prediction.plan, micro_batches(prediction.config)
     shared, mode, model = Shared(config, timer.net), config.parallel.data.mode, config.model
     shards, replicas = _Counter(timer, shared.shards), _Counter(timer, shared.replicas)

@@ -51,6 +51,7 @@ BOX, STRIP, GAP = 24, 7, 7  # of a lane: compute, communication below it, and th
 WIDTH, UNIT_MAX = 1100, 26  # of all lanes where numbers have room in that, and of the shortest compute at most
 TICK, SWATCH, LINE = 2, 16, 22  # communication that takes no time; a colour of the legend; the height of its lines
 FONT, FONT_MIN, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
+TITLE, BOLD = 16, 0.62  # the same of the title
 PADDING = 3  # of a number in its box
 SPREAD = 16  # compute that is this many times shorter than the longest has no room of its own
 
@@ -112,7 +113,7 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
     unit = min(UNIT_MAX, max(narrowest, WIDTH * shortest / longest))
     font = min(FONT, (unit - PADDING) / (DIGIT * digits))
     scale, lane, heading = unit / shortest, BOX + STRIP + GAP, title(table, timeline)
-    width = LEFT + RIGHT + round(max(longest * scale, FONT * LETTER * len(heading)))
+    width = round(max(LEFT + longest * scale + RIGHT, 2 * MARGIN + TITLE * BOLD * len(heading)))
     legend, lines = _svg_legend(table, timeline, TOP + lane * table.ranks + 8, width)
     height = TOP + lane * table.ranks + lines * LINE + BOTTOM
     parts = [
@@ -120,7 +121,7 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT}">',
         f"<title>{escape(heading)}</title>",
         f'<rect width="{width}" height="{height}" fill="{WHITE}"/>',
-        _label(MARGIN, 28, heading, INK, 'font-size="16" font-weight="bold"'),
+        _label(MARGIN, 28, heading, INK, f'font-size="{TITLE}" font-weight="bold"'),
     ]
     for rank in range(table.ranks):
         parts += _lane(table, timeline, rank, TOP + rank * lane, scale, font)

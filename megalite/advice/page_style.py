@@ -37,7 +37,7 @@ table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabu
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--pale); font-weight: 600; }
 .text { text-align: left; white-space: normal; overflow-wrap: normal; }
-td.text { min-width: 7.5rem; }
+td.text { min-width: 8.5rem; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
 .columns > div { min-width: 0; }
 .legend span { display: inline-block; margin-right: 1rem; font-size: .87rem; }

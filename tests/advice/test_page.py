@@ -20,7 +20,13 @@ def ranked():
     """A question, what the search found, and its page."""
     asked = asked_of("parallel.tp=2", "parallel.pp=2", tokens=1e9)
     found = asked.search(16, 3)
-    return asked, found, ranked_page(asked, ["plan", "x.yaml"], "A heading", found, "As told.", searched=True)
+    return (
+        asked,
+        found,
+        ranked_page(
+            asked, ["plan", "x.yaml"], "A heading", found, "As told.", found.results[0].prediction, searched=True
+        ),
+    )
 
 
 def loads_nothing(page: str) -> bool:

@@ -113,7 +113,7 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
     unit = min(UNIT_MAX, max(narrowest, WIDTH * shortest / longest))
     font = min(FONT, (unit - PADDING) / (DIGIT * digits))
     scale, lane, heading = unit / shortest, BOX + STRIP + GAP, title(table, timeline)
-    width = round(max(LEFT + longest * scale + RIGHT, 2 * MARGIN + TITLE * BOLD * len(heading)))
+    width = round(max(_left(table) + longest * scale + RIGHT, 2 * MARGIN + TITLE * BOLD * len(heading)))
     legend, lines = _svg_legend(table, timeline, TOP + lane * table.ranks + 8, width)
     height = TOP + lane * table.ranks + lines * LINE + BOTTOM
     parts = [
@@ -129,13 +129,13 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
 
 
 def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, font: float) -> Iterator[str]:
-    local, longest = _local(table), float(timeline.makespan) * scale
+    local, longest, left = _local(table), float(timeline.makespan) * scale, _left(table)
     yield _label(MARGIN, top + BOX / 2 + 4, f"rank {rank}", INK)
-    yield _label(LEFT + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE)
-    yield _box(LEFT, top, longest, BOX, GROUND)
+    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE)
+    yield _box(left, top, longest, BOX, GROUND)
     for span in timeline.spans[rank]:
         kind, stage, micro = action = span.action
-        x, length = LEFT + float(span.start) * scale, float(span.end - span.start) * scale
+        x, length = left + float(span.start) * scale, float(span.end - span.start) * scale
         yield f"<g><title>{_tooltip(span)}</title>"
         if action.is_compute:
             shade = kind, local[stage]
@@ -149,6 +149,11 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
             colour = OF_TRANSFERS if action.is_transfer else OF_SHARDING
             yield _box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour)
         yield "</g>"
+
+
+def _left(table: Table) -> float:
+    """Where lanes begin, to the right of the names of their ranks."""
+    return LEFT + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
 
 
 def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tuple[list[str], int]:

@@ -1,6 +1,7 @@
 """`megalite plan`: the fastest layouts of a model on a cluster, without torch, a GPU or a launcher."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megalite.advice.asked import Asked, as_is, as_overrides, ask, doubled
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
 from megalite.advice.order import best_order
+from megalite.advice.page import compared_page, front_page, ranked_page
 from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text, step_text
 from megalite.config.errors import InputError
 from megalite.config.files import check_output, exists, write_whole
@@ -91,6 +93,8 @@ def _ranked(args: argparse.Namespace) -> Parts:
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
+    heading, told = _heading(asked, gpus), _told(asked, found)
+    _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=True))
     return parts
 
 
@@ -98,16 +102,15 @@ def _own_layout(args: argparse.Namespace) -> Parts:
     asked = ask(args)
     config = as_is(asked, None if args.gpus is None else _one_count(args))
     prediction, memory = asked.predict(config)
-    result = Result(choice_of(config), prediction, memory.total)
-    parts: Parts = [
-        (_heading(asked, prediction.gpus), ranking(asked, Found([result]))),
-        ("Does it fit?", fits_text(memory.total, asked.limit)),
-    ]
+    heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, memory.total)])
+    fits = fits_text(memory.total, asked.limit)
+    parts: Parts = [(heading, ranking(asked, found)), ("Does it fit?", fits)]
     if args.explain or memory.total > asked.limit:
         parts += explained(asked, config, prediction, memory)
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
+    _save(args, lambda: ranked_page(asked, args.given, heading, found, f"It {fits}.", prediction, searched=False))
     return parts
 
 
@@ -136,7 +139,9 @@ def _compared(args: argparse.Namespace) -> Parts:
     given = None if args.gpus is None else _one_count(args)
     asked = [ask(args, [file]) for file in args.files]
     configs = [as_is(each, given) for each in asked]
-    return comparison(asked, args.files, [one.predict(config) for one, config in zip(asked, configs, strict=True)])
+    pairs = [one.predict(config) for one, config in zip(asked, configs, strict=True)]
+    _save(args, lambda: compared_page(asked, args.given, args.files, pairs))
+    return comparison(asked, args.files, pairs)
 
 
 def _front(args: argparse.Namespace) -> Parts:
@@ -149,11 +154,14 @@ def _front(args: argparse.Namespace) -> Parts:
                 best.append((gpus, results[0]))
     if not best:
         raise InputError(_nothing_fits(asked, counts[-1], asked.search(counts[-1], 1)))
-    parts: Parts = [(f"{_model(asked)}, by number of {asked.cluster.gpu.name}", front(asked, best))]
+    heading, advice = f"{_model(asked)}, by number of {asked.cluster.gpu.name}", ""
+    parts: Parts = [(heading, front(asked, best))]
     if asked.tokens:
-        parts.append(("Which one?", Text(_advice(asked, best))))
-    chosen = _within(asked, best)
-    _write(args, asked, (chosen or best)[0][1].prediction)
+        advice = _advice(asked, best)
+        parts.append(("Which one?", Text(advice)))
+    chosen = (_within(asked, best) or best)[0][1]
+    _write(args, asked, chosen.prediction)
+    _save(args, lambda: front_page(asked, args.given, heading, best, chosen, advice))
     return parts
 
 
@@ -247,3 +255,10 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
         f"# {seconds_text(prediction.seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s/GPU\n"
     )
     write_whole(Path(args.write), header + dump(config))
+
+
+def _save(args: argparse.Namespace, page: Callable[[], str]) -> None:
+    """Write the page, which is made only where one was asked for."""
+    if args.html is not None:
+        with Console(stderr=True).status("Drawing, and planning for other numbers of GPUs ..."):
+            write_whole(Path(args.html), page())

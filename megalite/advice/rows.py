@@ -42,7 +42,7 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds / DAY:,.1f} days"
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} hours"
-    return scaled(float(seconds), "s") if seconds >= 1 else f"{seconds * 1e3:#.3g} ms"
+    return scaled(float(seconds), "s") if seconds >= 1 else f"{seconds * 1e3:#.3g}".rstrip(".") + " ms"
 
 
 def step_text(prediction: Prediction) -> str:

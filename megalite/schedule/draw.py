@@ -51,6 +51,7 @@ BOX, STRIP, GAP = 24, 7, 7  # of a lane: compute, communication below it, and th
 WIDTH, UNIT_MAX = 1100, 26  # of all lanes where numbers have room in that, and of the shortest compute at most
 TICK, SWATCH, LINE = 2, 16, 22  # communication that takes no time; a colour of the legend; the height of its lines
 FONT, FONT_MIN, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
+TITLE, BOLD = 16, 0.62  # the same of the title
 PADDING = 3  # of a number in its box
 SPREAD = 16  # compute that is this many times shorter than the longest has no room of its own
 
@@ -112,7 +113,7 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
     unit = min(UNIT_MAX, max(narrowest, WIDTH * shortest / longest))
     font = min(FONT, (unit - PADDING) / (DIGIT * digits))
     scale, lane, heading = unit / shortest, BOX + STRIP + GAP, title(table, timeline)
-    width = LEFT + RIGHT + round(max(longest * scale, FONT * LETTER * len(heading)))
+    width = round(max(_left(table) + longest * scale + RIGHT, 2 * MARGIN + TITLE * BOLD * len(heading)))
     legend, lines = _svg_legend(table, timeline, TOP + lane * table.ranks + 8, width)
     height = TOP + lane * table.ranks + lines * LINE + BOTTOM
     parts = [
@@ -120,7 +121,7 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT}">',
         f"<title>{escape(heading)}</title>",
         f'<rect width="{width}" height="{height}" fill="{WHITE}"/>',
-        _label(MARGIN, 28, heading, INK, 'font-size="16" font-weight="bold"'),
+        _label(MARGIN, 28, heading, INK, f'font-size="{TITLE}" font-weight="bold"'),
     ]
     for rank in range(table.ranks):
         parts += _lane(table, timeline, rank, TOP + rank * lane, scale, font)
@@ -128,13 +129,13 @@ def draw_svg(table: Table, timeline: Timeline) -> str:
 
 
 def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, font: float) -> Iterator[str]:
-    local, longest = _local(table), float(timeline.makespan) * scale
+    local, longest, left = _local(table), float(timeline.makespan) * scale, _left(table)
     yield _label(MARGIN, top + BOX / 2 + 4, f"rank {rank}", INK)
-    yield _label(LEFT + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE)
-    yield _box(LEFT, top, longest, BOX, GROUND)
+    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE)
+    yield _box(left, top, longest, BOX, GROUND)
     for span in timeline.spans[rank]:
         kind, stage, micro = action = span.action
-        x, length = LEFT + float(span.start) * scale, float(span.end - span.start) * scale
+        x, length = left + float(span.start) * scale, float(span.end - span.start) * scale
         yield f"<g><title>{_tooltip(span)}</title>"
         if action.is_compute:
             shade = kind, local[stage]
@@ -148,6 +149,11 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
             colour = OF_TRANSFERS if action.is_transfer else OF_SHARDING
             yield _box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour)
         yield "</g>"
+
+
+def _left(table: Table) -> float:
+    """Where lanes begin, to the right of the names of their ranks."""
+    return LEFT + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
 
 
 def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tuple[list[str], int]:

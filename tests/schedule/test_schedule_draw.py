@@ -17,7 +17,9 @@ from megalite.schedule.communication import add_sharding
 from megalite.schedule.draw import (
     DIGIT,
     FAMILIES,
+    FONT,
     FONT_MIN,
+    GROUND,
     OF_SHARDING,
     OF_TRANSFERS,
     PEAK,
@@ -215,3 +217,13 @@ def test_virtual_stages_are_told_apart_without_colour() -> None:
     lines = draw_text(table, simulate(table), 200).plain.splitlines()
     assert lines[0].startswith("rank 0 F0 F1 f0 f1 F0 F1 ")
     assert lines[2].startswith("FB stages 0-1   fb stages 2-3   FB stages 4-5   F: forward")
+
+
+@pytest.mark.parametrize("ranks", [2, 12, 100])
+def test_names_of_ranks_end_before_their_lanes(ranks: int) -> None:
+    table = build("1f1b", ranks, 2)
+    picture = ElementTree.fromstring(draw_svg(table, simulate(table)))
+    last = next(text for text in picture.iter(f"{SVG}text") if text.text == f"rank {ranks - 1}")
+    lanes = {float(box.get("x", "")) for box in picture.iter(f"{SVG}rect") if box.get("fill") == GROUND}
+    assert float(last.get("x", "")) + FONT * DIGIT * len(str(last.text)) <= max(lanes)
+    assert float(picture.get("width", "")) >= max(lanes) + 100

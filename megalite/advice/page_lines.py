@@ -1,0 +1,126 @@
+"""Line charts with labelled axes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, log10
+
+from megalite.advice.page_html import Key, legend
+
+WIDTH, HEIGHT = 520, 330
+RIGHT, TOP, BOTTOM = 24, 16, 56
+BESIDE, LETTER = 40, 8.5  # left of an axis: its name and gaps, and a character of its numbers
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points joined by a line, in the order of x. colour: a number of `page_style.COLOURS`. labels: beside the points.
+
+    ideal: a thin broken line without points.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int = 0
+    labels: Sequence[str] = ()
+    ideal: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows.
+
+    logarithmic: equal ratios are equally far apart. marks: values that stand beside it; None: round ones.
+    """
+
+    name: str
+    text: Callable[[float], str]
+    logarithmic: bool = False
+    marks: Sequence[float] | None = None
+
+
+def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
+    """A picture and its legend; axes that are not logarithmic begin at 0."""
+    points = [point for line in lines for point in line.points]
+    up, y_marks = _scale(y, [each for _, each in points], HEIGHT - BOTTOM, TOP)
+    first = BESIDE + LETTER * max(len(y.text(mark)) for mark in y_marks)
+    across, x_marks = _scale(x, [each for each, _ in points], first, WIDTH - RIGHT)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}"><title>{escape(title)}</title>'
+    ]
+    for mark in y_marks:
+        parts.append(f'<line x1="{first}" x2="{WIDTH - RIGHT}" y1="{up(mark):.1f}" y2="{up(mark):.1f}" class="grid"/>')
+        parts.append(_text(first - 8, up(mark) + 4, y.text(mark), "end"))
+    for mark in _apart(x_marks, across):
+        at = across(mark)
+        parts.append(
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 5}" class="grid"/>'
+        )
+        parts.append(_text(at, HEIGHT - BOTTOM + 20, x.text(mark), "middle"))
+    parts.append(_text((first + WIDTH - RIGHT) / 2, HEIGHT - 10, x.name, "middle"))
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    turned = f'transform="rotate(-90 16 {middle:.1f})"'
+    parts.append(_text(16, middle, y.name, "middle", turned))
+    for line in sorted(lines, key=lambda line: not line.ideal):
+        parts += _drawn(line, across, up, x, y)
+    keys = [Key(line.name, f"c{line.colour}") for line in lines if not line.ideal]
+    ideal = [f"broken line: {line.name}" for line in lines if line.ideal]
+    told = f'<p class="pale">{escape("; ".join(ideal))}</p>' if ideal else ""
+    return "\n".join([*parts, "</svg>", legend(keys), told])
+
+
+def _drawn(line: Line, across: Scale, up: Scale, x: Axis, y: Axis) -> list[str]:
+    places = [(across(a), up(b)) for a, b in line.points]
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+    if line.ideal:
+        return [f'<polyline points="{path}" class="curve ideal"/>']
+    parts = [f'<polyline points="{path}" class="curve s{line.colour}"/>']
+    for (a, b), point in zip(places, line.points, strict=True):
+        words = escape(f"{line.name}: {x.text(point[0])} {x.name}, {y.text(point[1])}")
+        parts.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" class="c{line.colour}"><title>{words}</title></circle>')
+    for (a, b), label in zip(places, line.labels, strict=False):
+        left = a < WIDTH - 110
+        place = (a + 8, b - 7, label, "start") if left else (a - 8, b + 19, label, "end")
+        parts.append(_text(*place))
+    return parts
+
+
+def _scale(axis: Axis, values: Sequence[float], first: float, last: float) -> tuple[Scale, Sequence[float]]:
+    """Where a value lies between the pixels `first` and `last`, and the values that are marked."""
+    least, most = min(values), max(values)
+    if axis.logarithmic:
+        least, most = least / 1.12, most * 1.12
+        marks = axis.marks or [mark for mark in _steps(least, most) if least <= mark <= most]
+        span = log10(most / least)
+        return lambda value: first + (last - first) * log10(value / least) / span, marks
+    step = _round_step(most / 4)
+    top = step * ceil(most / step - 1e-9)
+    marks = axis.marks or [step * at for at in range(round(top / step) + 1)]
+    return lambda value: first + (last - first) * value / top, marks
+
+
+def _steps(least: float, most: float) -> list[float]:
+    """1, 2 and 5 times powers of ten; for a short range, more of them."""
+    digits = (1, 2, 5) if most / least > 4 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    return [digit * 10.0**power for power in range(floor(log10(least)), ceil(log10(most)) + 1) for digit in digits]
+
+
+def _round_step(rough: float) -> float:
+    """The smallest of 1, 2 or 5 times a power of ten that is not below `rough`."""
+    power = 10.0 ** floor(log10(rough))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * (1 - 1e-9))
+
+
+def _apart(marks: Sequence[float], across: Scale) -> list[float]:
+    """Marks whose numbers do not touch."""
+    kept: list[float] = []
+    for mark in marks:
+        if not kept or across(mark) - across(kept[-1]) >= 44:
+            kept.append(mark)
+    return kept
+
+
+def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'

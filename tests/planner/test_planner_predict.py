@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,11 @@ from megalite.planner.predict import predict, step_seconds, timeline
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import Timer
 from megalite.schedule.generate import NAMES
+from megalite_kernels.adamw import bytes_moved as adamw_bytes
+from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
+from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
+from megalite_kernels.linear_cross_entropy import bytes_moved as loss_bytes
+from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 
 H100 = load_cluster("h100_sxm")
 TIMER = Timer(H100)
@@ -32,11 +38,11 @@ def pipelined(schedule: str, pp: int, m: int, mode: str, layers: int, virtual: i
     return configured(2 * pp, *keys, *stages, f"model.layers={layers}", f"batch.global={2 * m}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(NAMES),
-    st.integers(2, 5),
-    st.integers(1, 40),
+    st.integers(2, 4),
+    st.integers(1, 45),
     st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
     st.integers(15, 24),
     st.integers(2, 3),
@@ -47,7 +53,7 @@ def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(
     config = pipelined(schedule, pp, m, mode, layers, virtual)
     short = predict(config, H100, TIMER)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(predicting, "enough", lambda config, m: m)
+        patched.setattr(predicting, "enough", lambda config, m, *_: m)
         whole = predict(config, H100, TIMER)
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
 
@@ -134,20 +140,13 @@ def test_more_data_parallel_gpus_never_make_a_step_longer(mode: str) -> None:
 
 
 def test_bytes_of_passes_are_those_that_kernels_declare() -> None:
-    torch = pytest.importorskip("torch")
-    from megalite_kernels import adamw, add_rms_norm, grad_norm, linear_cross_entropy, rope, swiglu  # noqa: PLC0415
-
-    tokens, width = 64, 96
-    norms = 2  # of a layer
-    there, back = add_rms_norm.bytes_moved(tokens, width, torch.bfloat16)
-    assert (MEGALITE.forward, MEGALITE.backward) == (norms * there / tokens / width, norms * back / tokens / width)
-    there, back = swiglu.bytes_moved(tokens, width, torch.bfloat16)
-    gated = 2  # columns that the up and gate projections make for one of the MLP's width
-    assert (MEGALITE.forward_ffn, MEGALITE.backward_ffn) == (there / tokens / width / gated, back / tokens / width / gated)
-    there, back = rope.bytes_moved(tokens, 1, width, torch.bfloat16)
-    assert there == back == 4 * tokens * width
-    one, logits = (sum(linear_cross_entropy.bytes_moved(tokens, 8, columns, tokens, torch.bfloat16)) for columns in (1, 2))
-    weight_and_bias = 3 * 8 * 2  # the weight is read twice and its gradient written once, for every column
-    assert MEGALITE.logit == (logits - one - weight_and_bias) / tokens
-    updated = adamw.bytes_moved(width)[0] + grad_norm.bytes_moved(width, torch.float32)[0]
-    assert MEGALITE.optimizer == updated / width
+    tokens, width, half = 64, 96, torch.bfloat16
+    there, back = (2 * moved / tokens / width for moved in norm_bytes(tokens, width, half))  # two norms of a layer
+    assert (MEGALITE.forward, MEGALITE.backward) == (there, back)
+    columns = 2 * width  # that the up and gate projections make
+    there, back = (moved / tokens / columns for moved in swiglu_bytes(tokens, width, half))
+    assert (MEGALITE.forward_ffn, MEGALITE.backward_ffn) == (there, back)
+    fewer, more = (sum(loss_bytes(tokens, 8, columns, tokens, half)) for columns in (1, 2))
+    weight = 3 * 8 * half.itemsize  # of a further column: it is read twice, and its gradient is written
+    assert MEGALITE.logit == (more - fewer - weight) / tokens
+    assert MEGALITE.optimizer == (adamw_bytes(width)[0] + grad_norm_bytes(width, torch.float32)[0]) / width

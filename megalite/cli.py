@@ -127,7 +127,7 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")
     add("--days", type=positive, metavar="D", help="with --tokens and a range of GPUs: the longest run")
     add("--budget", type=amount, metavar="USD", help="with --tokens and a range of GPUs: the most expensive run")
-    add("--top", type=_count, default=5, metavar="N", help="layouts to show (default: 5)")
+    add("--top", type=_count, metavar="N", help="layouts to show (default: 5)")
     add("--offload", action="store_true", help="also try tensors in host memory")
     add("--exhaustive", action="store_true", help="look at every layout closely, which takes minutes")
     add("--as-is", action="store_true", help="plan the layout that CONFIG has; no search")

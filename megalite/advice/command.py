@@ -12,6 +12,7 @@ from megalite import selfcheck
 from megalite.advice.asked import Asked, as_is, as_overrides, ask, doubled
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
+from megalite.advice.options import refuse_unread
 from megalite.advice.order import best_order
 from megalite.advice.page import compared_page, front_page, ranked_page
 from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text, step_text
@@ -29,6 +30,7 @@ from megalite.schedule.file import write as write_order
 from megalite.terminal import console, sections
 
 Parts = list[tuple[str, RenderableType]]
+SHOWN = 5  # layouts, where --top does not tell
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     args: those of `megalite plan`. Raises InputError for a bad question, and where no layout fits.
     """
+    refuse_unread(args)
     files = (
         ("--write", args.write, SUFFIXES),
         ("--schedule", args.schedule, SUFFIXES),
@@ -83,7 +86,7 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
 def _ranked(args: argparse.Namespace) -> Parts:
     asked, gpus = ask(args), _one_count(args)
     with Console(stderr=True).status(f"Planning for {gpus:,} GPUs ..."):
-        found = asked.search(gpus, args.top, args.exhaustive)
+        found = asked.search(gpus, args.top or SHOWN, args.exhaustive)
     if not found.results:
         raise InputError(_nothing_fits(asked, gpus, found))
     prediction = found.results[0].prediction

@@ -22,7 +22,7 @@ from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import HOST_SHARE, StageTime, Timer
-from megalite.planner.tables import Cost, costs_of, enough
+from megalite.planner.tables import PICTURED, Cost, costs_of, enough
 from megalite.schedule.actions import Kind
 from megalite.schedule.simulate import Timeline, simulate
 
@@ -133,9 +133,9 @@ def step_seconds(plan: Plan, timer: Timer) -> float:
 
 
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
-    """When every action runs in a step of at most `enough` micro-batches, for pictures."""
+    """When every action runs in a step that is cut short after PICTURED rounds, for pictures."""
     config = prediction.config
-    table = timer.tables.of(config, enough(config, micro_batches(config)))
+    table = timer.tables.of(config, enough(config, micro_batches(config), PICTURED))
     of = costs_of(table)
     return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
 

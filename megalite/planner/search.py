@@ -9,7 +9,7 @@ walked through action by action (`plan.memory`), fits.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from megalite.config.errors import InputError
@@ -22,15 +22,21 @@ from megalite.plan.walk import HOST, Walk
 from megalite.planner.predict import Prediction, predict, step_seconds
 from megalite.planner.space import Choice, Shape, Space
 from megalite.planner.stages import Timer
+from megalite.schedule.actions import Action
 from megalite.schedule.generate import NAMES
+from megalite.schedule.simulate import LIVE
 
 WANTED = 10  # results
+ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the memory of every rank walked through
 CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, before the rest may stay unproven
 
 
 @dataclass(frozen=True)
 class Result:
-    """A layout that fits. memory: bytes of its fullest pipeline rank; but for the first result, of its ends only."""
+    """A layout that fits. memory: bytes of its fullest pipeline rank.
+
+    Of more than ALL_RANKS ranks those that most likely are the fullest are looked at, except for the first result.
+    """
 
     choice: Choice
     prediction: Prediction
@@ -106,8 +112,8 @@ def search(
                 heappush(heap, (bound, next(number), child))
         elif node.choice is not None:
             found.walked += 1
-            needed = _fullest_end(node.plan, limit)
-            if needed <= limit and not found.results:  # the best is to be sure of
+            needed = _likely_fullest(node.plan, limit)
+            if needed <= limit and (not found.results or node.choice.pp <= ALL_RANKS):
                 needed = fullest_rank(node.plan.config).total
             space.learn(node.choice, needed)
             if needed > limit:
@@ -160,13 +166,22 @@ def filled(config: Config, m: int) -> int:
     return min(m, {"1f1b": pp + 2, "zb_h1": pp + 2, "zb_h2": 2 * pp, "interleaved_1f1b": 2 * pp}.get(schedule, 3 * pp))
 
 
-def _fullest_end(plan: Plan, limit: float) -> int:
-    """Bytes of the pipeline rank that most likely is the fullest; or of the first that needs more than `limit`."""
+def _likely_fullest(plan: Plan, limit: float) -> int:
+    """Bytes of the pipeline rank that most likely is the fullest; or of the first that needs more than `limit`.
+
+    Looked at are both ends, and of the others those that keep most layers for backward passes, and that have most.
+    """
     config, most = plan.config, 0
-    pp = config.parallel.pp
-    middle = {5 * pp // 8, max(0, pp - 2)} if config.parallel.pipeline.schedule in ("zb_h1", "zb_h2") else set()
-    for rank in sorted({0, pp - 1} | middle):
-        held = Walk(plan, filled(config, micro_batches(config)), rank).run()
+    pp, m = config.parallel.pp, filled(config, micro_batches(config))
+    sizes = [len(layers) for layers in plan.layers]
+    kept = [
+        max(accumulate(LIVE.get(item.kind, 0) * sizes[item.stage] for item in program if isinstance(item, Action)))
+        for program in plan.table(m).programs
+    ]
+    layers = [sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(pp)]
+    ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
+    for rank in sorted(ranks, key=lambda rank: -kept[rank]):
+        held = Walk(plan, m, rank).run()
         most = max(most, sum(size for (kind, _), size in held.items() if kind != HOST))
         if most > limit:
             break

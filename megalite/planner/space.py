@@ -5,9 +5,10 @@ recompute. Its `Choice`s add the schedule, data parallelism and offloading. Both
 that the search needs to look at few of them closely; choices also have one of their memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.layers import layer_kinds
@@ -18,10 +19,11 @@ from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import MODES, Mode
 from megalite.plan.size import layer_parameters
 from megalite.plan.split import split_of
+from megalite.planner.bounds import Chain, Passes, chains
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
-from megalite.schedule.generate import NAMES, SPLITTING, bubble_of
+from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED, bubble_of
 
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
@@ -29,7 +31,6 @@ SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at l
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 PLAIN = ("1f1b", "gpipe")  # schedules of one stage a rank with whole backward passes
 ALIKE = 0.95  # of the bytes beside states: siblings that a layout differs from have at least as many
-PUT_OFF = 1.1  # times the activations in flight: what halves of backward keep for W at least
 # Keys that a search decides, unless they are pinned.
 SEARCHED = (
     "parallel.tp",
@@ -131,9 +132,7 @@ class Shape:
     choice: Choice  # of its first layout
     micro_batches: int
     dp: int
-    forward: float  # seconds of all layers, the embedding and the head, of one micro-batch
-    backward: float
-    layers: float  # of both, what layers take
+    passes: Passes
     bound: float
 
 
@@ -153,10 +152,10 @@ class Space:
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._known: dict[tuple[int, int, int, str], Activations] = {}
         self._keep: dict[tuple[object, ...], int] = {}
-        self._times: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._times: dict[tuple[object, ...], Passes] = {}
         self._learned: dict[Choice, float] = {}
-        self._splits: dict[tuple[object, ...], set[tuple[int, bool]]] = {}
-        self._idles: dict[tuple[object, ...], float] = {}
+        self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
+        self._waits: dict[tuple[object, ...], list[Chain]] = {}
         self._gathers: dict[tuple[object, ...], tuple[float, float]] = {}
         self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in self.kinds}
 
@@ -199,18 +198,21 @@ class Space:
 
         A walk through the schedule finds up to a third more, and not less. `learn` makes the estimate closer.
         """
-        states = self._states_of(choice)
+        states, gradients = self._states_of(choice), self._gradients(choice)
         if beside := self._learned.get(_beside(choice)):
-            return states + beside
-        return states + self._flying(choice)
+            return states + gradients + beside
+        flying = self._flying(choice)
+        if self._micro_batches(choice) > choice.pp and choice.schedule != "gpipe":
+            return states + gradients + flying
+        return states + max(gradients, flying)  # gradients come as activations go
 
     def learn(self, choice: Choice, walked: float) -> None:
         """Remember what a walk through the schedule of a layout found.
 
-        It holds for all that differ from it in nothing but how states are shared out and how context reaches other
-        ranks.
+        It holds for all that differ from it in nothing but how states are shared out over ranks.
         """
-        self._learned.setdefault(_beside(choice), ALIKE * (walked - self._states_of(choice)))
+        known = self._states_of(choice) + self._gradients(choice)
+        self._learned.setdefault(_beside(choice), ALIKE * (walked - known))
 
     def _flying(self, choice: Choice) -> float:
         """Bytes of the activations that the first pipeline rank keeps; and alone, of the output layer's."""
@@ -220,27 +222,39 @@ class Space:
         flying = min(m, choice.pp) if choice.schedule != "gpipe" else m
         if choice.schedule == "zb_h2":
             flying = min(m, 2 * choice.pp - 1)
-        each = self._kept(choice) / choice.pp * flying * (PUT_OFF if choice.schedule in SPLITTING else 1)
+        layers = self.model.layers
+        each = self._kept(choice) * min(1 / choice.pp, layers // choice.pp / layers) * flying
         if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
-            each *= min(1 + (choice.pp - 1) / (choice.pp * (choice.virtual or 2)), m / flying)
+            virtual = choice.virtual or 2
+            first = layers // (choice.pp * virtual) * virtual / layers  # of all layers, those on the first rank
+            each = self._kept(choice) * first * flying
+            each *= min(1 + (choice.pp - 1) / (choice.pp * virtual), m / flying)
         return each + (self._sizes(choice).outside(1)[0] if choice.pp == 1 else 0)
 
     def _micro_batches(self, choice: Choice) -> int:
         return self.config.batch.global_ // (choice.replicas * choice.shards * choice.micro)
 
     def _states_of(self, choice: Choice) -> float:
-        """Bytes of parameters, optimizer states, gathered weights and gradients."""
-        parameters = sum(self.layer_parameters[kind] * count for kind, count in self.kinds.items())
-        held = (parameters + self.model.vocab_size * self.model.width) / choice.pp / choice.tp
-        shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
+        """Bytes of parameters, optimizer states and gathered weights."""
+        held, shards = self._held(choice)
         element = BYTES[self.config.train.precision]
         wide = max(element, 4)
         needed = (1 if choice.offload_optimizer else 1 + self._states) * wide * held / shards
         if choice.mode != "zero3" and self.config.train.precision == "bf16":
             needed += element * held
-        if self._micro_batches(choice) > 1:  # of a single micro-batch, gradients come as activations go
-            needed += wide * held / (shards if choice.mode in ("zero2", "zero3") else 1)
         return needed
+
+    def _gradients(self, choice: Choice) -> float:
+        """Bytes of the gradients of a step."""
+        held, shards = self._held(choice)
+        wide = max(BYTES[self.config.train.precision], 4)
+        return wide * held / (shards if choice.mode in ("zero2", "zero3") else 1)
+
+    def _held(self, choice: Choice) -> tuple[float, int]:
+        """Parameters of a pipeline rank before they are sharded, and over how many ranks they are."""
+        parameters = sum(self.layer_parameters[kind] * count for kind, count in self.kinds.items())
+        held = (parameters + self.model.vocab_size * self.model.width) / choice.pp / choice.tp
+        return held, choice.shards * choice.cp if choice.mode != "ddp" else 1
 
     def _kept(self, choice: Choice) -> float:
         """Bytes that all layers keep of a micro-batch."""
@@ -310,26 +324,29 @@ class Space:
 
     def _shape(self, first: Choice) -> Shape:
         m = self.config.batch.global_ // (first.shards * first.micro)
-        base = self._work(first)
-        forward, backward = self._layers(base, first)
-        each, layers = forward + backward, self.model.layers
-        fullest = -(-layers // first.pp)  # layers of some rank
-        ends = self.timer.ends(base)
-        there = forward + sum(end.forward.total for end in ends)
-        back = backward + sum(end.backward.total for end in ends)
-        bound = m * max((there + back) / first.pp, fullest * each / layers)
-        return Shape(first, m, first.shards, there, back, each, bound)
+        passes = self._passes(self._work(first), first)
+        fullest = -(-passes.layers // first.pp)  # layers of some rank
+        bound = m * max((passes.there + passes.back) / first.pp, fullest * passes.shortest)
+        return Shape(first, m, first.shards, passes, bound)
 
-    def _layers(self, base: Work, choice: Choice) -> tuple[float, float]:
-        """Seconds of all layers, forward and backward."""
+    def _passes(self, base: Work, choice: Choice) -> Passes:
+        """Seconds of the model's passes for a micro-batch."""
         key = base, choice.recompute
         if key not in self._times:
-            forward = backward = 0.0
-            for kind, count in self.kinds.items():
-                window = kind.attention.window_in(self.model.sequence_length)
-                time = self.timer.layer(replace(base, recompute=_mode(choice), window=window))
-                forward, backward = forward + count * time.forward.total, backward + count * time.backward.total
-            self._times[key] = forward, backward
+            times = {
+                kind: self.timer.layer(
+                    replace(base, recompute=_mode(choice), window=kind.attention.window_in(base.sequence))
+                )
+                for kind in self.kinds
+            }
+            each = [times[kind] for kind in layer_kinds(self.model)]
+            embedding, head = self.timer.ends(base)
+            self._times[key] = Passes(
+                tuple(accumulate((time.forward.total for time in each), initial=0.0)),
+                tuple(accumulate((time.backward.total for time in each), initial=0.0)),
+                (embedding.forward.total, embedding.backward.total),
+                (head.forward.total, head.backward.total),
+            )
         return self._times[key]
 
     def _schedules(self, first: Choice) -> Iterator[tuple[str, int | None]]:
@@ -380,47 +397,49 @@ class Space:
                 yield activations, optimizer
 
     def _bound(self, shape: Shape, choice: Choice, schedule: str | None) -> float:
-        """Seconds that a step takes at least: the busiest rank, what it waits for, and gradients that come last.
+        """Seconds that a step takes at least: those of the busiest rank, and of what it waits for.
 
         schedule: None for the best there may be.
         """
-        pp, forward, backward = shape.choice.pp, shape.forward, shape.backward
+        pp, m, passes = shape.choice.pp, shape.micro_batches, shape.passes
+        forward, backward, constants = passes.there, passes.back, self.timer.constants
         gathered, reduced = self._shared(choice)
         if choice.mode == "zero3":
-            constants = self.timer.constants
             forward, backward = beside(forward, gathered, constants), beside(backward, gathered, constants)
-        busy = max(shape.bound, shape.micro_batches * (forward + backward) / pp)
+        busy = max(shape.bound, m * (forward + backward) / pp)
+        whole, slower = schedule in (*PLAIN, "interleaved_1f1b"), 0.0
         if choice.mode in ("zero2", "zero3"):
-            slower = self.timer.constants.overlap * min(backward, reduced)
-            whole = schedule in (*PLAIN, "interleaved_1f1b")
-            busy = max(busy + whole * shape.micro_batches * slower / pp, shape.micro_batches * reduced / pp)
-        if schedule is None:
-            return busy + (pp - 1) / pp * forward / max(VIRTUAL) + max(0.0, reduced - 1.5 * backward) / pp
-        ends = forward + backward - shape.layers
-        busiest = max(layers / self.model.layers * shape.layers + last * ends for layers, last in self._ranks(choice))
-        busy = max(busy, shape.micro_batches * busiest)
-        ramp = min(forward, (forward + backward) / 3) / pp * self._idle(choice, shape.micro_batches)
-        return busy + ramp + max(0.0, reduced - 1.5 * backward) / pp
+            slower = whole * constants.overlap * min(passes.shortest_backward, reduced / passes.layers)
+            busy = max(busy + m * slower * passes.layers / pp, m * reduced / pp)
+        if schedule is None:  # ranks wait for the first forward pass, half of it on average
+            virtual = max(1, min(max(VIRTUAL), passes.layers // pp))
+            least = passes.layers // (pp * virtual) * pp / passes.layers  # share of layers in the first stage of each
+            return busy + (pp - 1) / (2 * pp) * least * passes.forward[-1]
+        found, first = self._chains(shape, choice, whole)
+        left = reduced / passes.layers * first - (1 + constants.overlap) * (
+            passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
+        )
+        last = max(0.0, left) * whole + self._starved(choice, m) * passes.shortest / 3 * (passes.layers // pp // 2)
+        return max(busy, *(m * (each.busy + each.layers * slower) + each.wait + last for each in found))
 
-    def _ranks(self, choice: Choice) -> set[tuple[int, bool]]:
-        """Of pipeline ranks, each kind once: the layers on a rank, and whether it has the head."""
-        key = choice.pp, choice.schedule, choice.virtual
-        if key not in self._splits:
+    def _starved(self, choice: Choice, m: int) -> int:
+        """Passes of a V's stage for which a rank waits longer, where too few micro-batches fill the pipeline."""
+        if choice.schedule not in V_SHAPED:
+            return 0
+        share = bubble_of(choice.schedule, choice.pp, m, 2)
+        return int(6 * m * share / (1 - share)) - (choice.pp - 1)
+
+    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], int]:
+        """What pipeline ranks wait for and do, and the layers of the first stage."""
+        pipeline = choice.pp, choice.schedule, choice.virtual
+        if pipeline not in self._splits:
             config = choice.applied(self.config, self.pins)
-            owners, each = placement(config), [0] * choice.pp
-            for stage, layers in enumerate(split_of(config)):
-                each[owners[stage]] += layers
-            self._splits[key] = {(layers, rank == owners[-1]) for rank, layers in enumerate(each)}
-        return self._splits[key]
-
-    def _idle(self, choice: Choice, m: int) -> float:
-        """Time in which a rank waits for others at least, in times of a micro-batch's forward pass on it."""
-        key = choice.pp, choice.schedule, choice.virtual, m
-        if key not in self._idles:
-            name, virtual = choice.schedule, choice.virtual or SCHEDULES.get(choice.schedule, 1)
-            share = float(bubble_of(name, choice.pp, m, virtual)) if name in NAMES else 0.0
-            self._idles[key] = 3 * m * share / (1 - share)
-        return self._idles[key]
+            self._splits[pipeline] = split_of(config), placement(config)
+        split, owners = self._splits[pipeline]
+        key = shape.choice, choice.schedule, choice.virtual
+        if key not in self._waits:
+            self._waits[key] = chains(shape.passes, split, owners, whole)
+        return self._waits[key], split[0]
 
     def _shared(self, choice: Choice) -> tuple[float, float]:
         """Seconds to gather all weights of a pipeline, and to reduce their gradients, for one micro-batch."""
@@ -437,7 +456,7 @@ class Space:
 
 def _beside(choice: Choice) -> Choice:
     """What the bytes beside a layout's states depend on, in a choice of its own."""
-    return choice._replace(method="ring", mode="zero1", replicas=1, shards=choice.replicas * choice.shards)
+    return choice._replace(mode="zero1", replicas=1, shards=choice.replicas * choice.shards)
 
 
 def _mode(choice: Choice) -> Mode:

@@ -1,0 +1,152 @@
+"""The predicted time of a step: its parts, its limits, and what makes it longer or shorter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megalite.planner.predict as predicting
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+from megalite.planner.hardware import Cluster, Link, load_cluster
+from megalite.planner.predict import predict, step_seconds, timeline
+from megalite.planner.programs import MEGALITE
+from megalite.planner.stages import Timer
+from megalite.schedule.generate import NAMES
+from megalite_kernels.adamw import bytes_moved as adamw_bytes
+from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
+from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
+from megalite_kernels.linear_cross_entropy import bytes_moved as loss_bytes
+from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
+
+H100 = load_cluster("h100_sxm")
+TIMER = Timer(H100)
+NETWORK = H100.network
+
+
+def configured(gpus: int, *keys: str, model: str = "tiny") -> Config:
+    given = ["run.device=cuda", "train.precision=bf16", *keys]
+    return check(load([f"configs/model/{model}.yaml"], given), gpus)
+
+
+def pipelined(schedule: str, pp: int, m: int, mode: str, layers: int, virtual: int) -> Config:
+    keys = [f"parallel.pp={pp}", f"parallel.pipeline.schedule={schedule}", f"parallel.data.mode={mode}"]
+    stages = [f"parallel.pipeline.virtual_stages={virtual}"] if schedule == "interleaved_1f1b" else []
+    return configured(2 * pp, *keys, *stages, f"model.layers={layers}", f"batch.global={2 * m}")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(NAMES),
+    st.integers(2, 4),
+    st.integers(1, 45),
+    st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
+    st.integers(15, 24),
+    st.integers(2, 3),
+)
+def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(
+    schedule: str, pp: int, m: int, mode: str, layers: int, virtual: int
+) -> None:
+    config = pipelined(schedule, pp, m, mode, layers, virtual)
+    short = predict(config, H100, TIMER)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(predicting, "enough", lambda config, m, *_: m)
+        whole = predict(config, H100, TIMER)
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 12), st.sampled_from(["zero1", "zero3"]), st.booleans()
+)
+def test_parts_add_up_to_the_step(schedule: str, pp: int, m: int, mode: str, offload: bool) -> None:
+    config = pipelined(schedule, pp, m, mode, 16, 2)
+    config = replace(config, optim=replace(config.optim, offload=offload))
+    found = predict(config, H100, TIMER)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.parts.values()) >= 0
+    assert found.low < found.seconds < found.high
+    assert max(found.busy) <= found.seconds
+    assert step_seconds(found.plan, TIMER) == found.seconds
+    if m <= 2 * pp:
+        assert timeline(found, TIMER).makespan + found.parts["optimizer"] == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_utilization_follows_from_tokens_a_second() -> None:
+    config = configured(8, "batch.global=64", "parallel.tp=2", model="llama3_8b")
+    found = predict(config, H100, TIMER)
+    parameters = 7_504_924_672 - 32 * 2 * 4096 - 4096  # matrices of Llama 3 8B without the embedding
+    scores = 32 * 12 * 4096 * 8192  # of attention, in full
+    assert found.tokens_per_second == pytest.approx(64 * 8192 / found.seconds / 8)
+    assert found.mfu_full == pytest.approx((6 * parameters + scores) * found.tokens_per_second / 989.4e12, rel=2e-3)
+    assert found.mfu == pytest.approx((6 * parameters + scores / 2) * found.tokens_per_second / 989.4e12, rel=2e-3)
+
+
+def test_a_single_gpu_waits_for_nobody() -> None:
+    found = predict(configured(1, "batch.global=8", "batch.micro=2", model="llama3.2_1b"), H100, TIMER)
+    assert {found.parts[kind] for kind in ("tensor", "context", "data", "bubble", "offload")} == {0.0}
+    (stage,) = found.stages
+    compute = 4 * (stage.forward.total + stage.backward.total)
+    assert found.seconds == pytest.approx(compute + found.parts["optimizer"])
+
+
+def test_what_is_recomputed_takes_time() -> None:
+    def seconds(mode: str) -> float:
+        return predict(configured(8, "batch.global=8", f"train.recompute={mode}", model="llama3_8b"), H100).seconds
+
+    assert seconds("none") < seconds("selective") < seconds("full")
+
+
+LAYOUTS = [
+    ["parallel.tp=8"],
+    ["parallel.pp=4", "parallel.tp=2"],
+    ["parallel.cp=4"],
+    ["parallel.data.mode=zero2"],
+    ["parallel.data.mode=zero3", "parallel.dp_replicate=2"],
+]
+
+
+def faster(link: Link) -> Link:
+    return Link(2 * link.bandwidth, link.latency / 2)
+
+
+@pytest.mark.parametrize("keys", LAYOUTS)
+def test_faster_links_and_gpus_never_take_longer(keys: list[str]) -> None:
+    config = configured(16, "batch.global=32", *keys, model="llama3_8b")
+    gpu, levels = H100.gpu, tuple(replace(level, link=faster(level.link)) for level in H100.levels)
+    better: list[Cluster] = [
+        replace(H100, network=faster(NETWORK)),
+        replace(H100, levels=levels),
+        replace(H100, gpu=replace(gpu, bandwidth=2 * gpu.bandwidth)),
+        replace(H100, gpu=replace(gpu, power=1.2 * gpu.power)),
+    ]
+    usual = predict(config, H100, TIMER).seconds
+    assert all(predict(config, cluster).seconds <= usual for cluster in better)
+    assert any(predict(config, cluster).seconds < usual for cluster in better[:2])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
+def test_more_data_parallel_gpus_never_make_a_step_longer(mode: str) -> None:
+    each = [
+        predict(
+            configured(gpus, "batch.global=512", f"parallel.data.mode={mode}", model="llama3_8b"), H100, TIMER
+        ).seconds
+        for gpus in (8, 16, 64, 256)
+    ]
+    assert each == sorted(each, reverse=True)
+
+
+def test_bytes_of_passes_are_those_that_kernels_declare() -> None:
+    tokens, width, half = 64, 96, torch.bfloat16
+    there, back = (2 * moved / tokens / width for moved in norm_bytes(tokens, width, half))  # two norms of a layer
+    assert (MEGALITE.forward, MEGALITE.backward) == (there, back)
+    columns = 2 * width  # that the up and gate projections make
+    there, back = (moved / tokens / columns for moved in swiglu_bytes(tokens, width, half))
+    assert (MEGALITE.forward_ffn, MEGALITE.backward_ffn) == (there, back)
+    fewer, more = (sum(loss_bytes(tokens, 8, columns, tokens, half)) for columns in (1, 2))
+    weight = 3 * 8 * half.itemsize  # of a further column: it is read twice, and its gradient is written
+    assert MEGALITE.logit == (more - fewer - weight) / tokens
+    assert MEGALITE.optimizer == (adamw_bytes(width)[0] + grad_norm_bytes(width, torch.float32)[0]) / width

@@ -35,7 +35,7 @@ from megalite.plan.size import (
     stage_parameters,
 )
 from megalite.plan.split import layers_of, split_of, stage_costs
-from megalite.planner.hardware import load_cluster
+from megalite.planner.hardware import Cluster, load_cluster
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
 from megalite.schedule.generate import AUTO
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     files, model = _without_weights(args.files)
     asked = load(files, args.overrides, model)
-    cluster, device = None if args.cluster is None else load_cluster(args.cluster), asked.run.device
+    cluster, device = _cluster(args, asked), asked.run.device
     if cluster is not None and device == "auto":  # a cluster's, whatever this machine has
         asked = replace(asked, run=replace(asked.run, device="cuda"))
     if args.write is not None:
@@ -96,6 +96,15 @@ def run(args: argparse.Namespace) -> int:
             parts.append(expected(config, predicted, cluster))
     sections(console(), parts)
     return ExitCode.DONE
+
+
+def _cluster(args: argparse.Namespace, config: Config) -> Cluster | None:
+    """The cluster whose step time is asked for: by the option, or else by `run.cluster`."""
+    if args.cluster is not None:
+        return load_cluster(args.cluster)
+    if config.run.cluster is None or args.memory or args.schedule is not None:
+        return None
+    return load_cluster(config.run.cluster, "run.cluster = ")
 
 
 def _without_weights(arguments: Sequence[str]) -> tuple[list[str], Model | None]:

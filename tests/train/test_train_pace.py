@@ -1,8 +1,10 @@
 """The comparison of a run's first steps with the predicted step time."""
 
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from megalite.planner.devices import DEVICES, cluster_of
 from megalite.planner.hardware import known_clusters, load_cluster
 from megalite.planner.predict import Prediction, predict
 from megalite.train.loop import Batches, train
+from megalite.train.metrics import Meter
 from megalite.train.pace import STEPS, Measured, Pace, judged
 from megalite.train.records import WARM_UP
 
@@ -103,8 +106,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.at = self.waited_for = 0.0
+        self.read = 0  # times
 
     def training_seconds(self) -> float:
+        self.read += 1
         return self.at
 
 
@@ -114,6 +119,7 @@ def followed(seconds: list[float], config: tuple[str, ...], batch: GlobalBatch |
     for step, each in enumerate(seconds, start=1):
         clock.at += each
         pace.stepped(step, batch or GlobalBatch(0, 64), clock, notes)  # type: ignore[arg-type]
+    assert clock.read <= STEPS  # nothing is kept of a long run
     return notes
 
 
@@ -134,6 +140,15 @@ def test_a_run_of_few_steps_is_compared_or_not(steps: int, compared: int) -> Non
 def test_steps_of_other_sizes_do_not_count() -> None:
     for batch in (GlobalBatch(0, 32), GlobalBatch(0, 64, pieces=2)):
         assert followed([1.0] * 20, ("train.steps=20",), batch).named("pace") == []
+
+
+def test_pauses_are_no_training() -> None:
+    meter = Meter(SimpleNamespace(config=Config(), mesh=SimpleNamespace(device=torch.device("cpu"))))  # type: ignore
+    before, began = meter.training_seconds(), time.perf_counter()
+    with meter.paused():
+        time.sleep(0.02)
+    passed = time.perf_counter() - began
+    assert meter.training_seconds() - before <= passed - 0.02
 
 
 def measured(prediction: Prediction, times: float = 2.0, **others: object) -> Measured:

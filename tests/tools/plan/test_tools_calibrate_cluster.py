@@ -98,9 +98,9 @@ def test_equal_runs_tell_no_more_than_one(tmp_path: Path, calibrate: Calibrate) 
 def test_only_the_latest_start_counts(tmp_path: Path, calibrate: Calibrate) -> None:
     run = made(tmp_path, "products", {}, noise=0)
     again = made(tmp_path / "again", "products", {"gpu.measured": 0.9}, noise=0)
-    metrics = (run / "metrics.jsonl").read_bytes() + line_of(30, {"event": "resumed"})
-    for step, line in enumerate((again / "metrics.jsonl").read_text().splitlines(), start=31):
-        metrics += line.replace(f'"step": {step - 30},', f'"step": {step},').encode() + b"\n"
+    metrics = (run / "metrics.jsonl").read_bytes() + line_of(2, {"event": "resumed"})  # it was killed and went back
+    for step, line in enumerate((again / "metrics.jsonl").read_text().splitlines()[:15], start=3):
+        metrics += line.replace(f'"step": {step - 2},', f'"step": {step},').encode() + b"\n"
     (run / "metrics.jsonl").write_bytes(metrics)
     assert calibrate("h100_sxm", run, "--out", tmp_path / "new.yaml")[0] == 0
     assert factors_in(tmp_path / "new.yaml")["gpu.measured"] == pytest.approx(0.9, rel=1e-3)

@@ -95,6 +95,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     show.add_argument(
         "--measure", action="store_true", help="with --memory: also count the fullest rank's memory in a dry run"
     )
+    show.add_argument(
+        "--cluster", metavar="NAME|FILE", help="also print whether it fits there, step time, duration and cost"
+    )
     given = sys.argv[1:] if argv is None else argv
     if given and not given[0].startswith("-") and given[0] not in COMMANDS:
         parser.error(f"argument COMMAND: invalid choice: {given[0]!r}{_near(given[0], COMMANDS)}")
@@ -113,6 +116,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
     if args.command == "plan" and args.dry_run and args.html is not None:
         command.error("argument --html: not allowed with argument --dry-run, which has no page")
+    if args.command == "show" and args.cluster is not None and (args.memory or args.schedule is not None):
+        command.error("argument --cluster: not allowed with --memory or --schedule, which show something else")
     args.given = list(given)
     args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
     return args

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.plan import automatic
 from megalite.plan.batches import batch_sizes, samples_after
-from megalite.plan.fit import fit_micro
-from megalite.plan.memory import actions_of_peaks, memory_of_ranks
+from megalite.plan.fit import FOR_TENSORS, fit_micro
+from megalite.plan.memory import Memory, actions_of_peaks, memory_of_ranks
 from megalite.plan.pipeline import actions, bubble, check_schedule, micro_batches, placement, table_of
 from megalite.plan.size import (
     Attention,
@@ -35,10 +35,12 @@ from megalite.plan.size import (
     stage_parameters,
 )
 from megalite.plan.split import layers_of, split_of, stage_costs
+from megalite.planner.hardware import Cluster, load_cluster
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
 from megalite.schedule.generate import AUTO
 from megalite.schedule.simulate import simulate
+from megalite.show_expected import expected
 from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, verdict
 from megalite.terminal import console, sections, table
 
@@ -52,16 +54,21 @@ def run(args: argparse.Namespace) -> int:
 
     args: `files`, among which may be weights as `KIND:PATH`, and `overrides`; `write`, the file to save the model to or
     None; `world_size`, the number of ranks or None; `schedule`, the file to write the schedule
-    to, "" to write none, or None to show something else; `memory` and `measure`.
+    to, "" to write none, or None to show something else; `memory` and `measure`; `cluster`, a name or a file or None.
     """
     files, model = _without_weights(args.files)
     asked = load(files, args.overrides, model)
+    cluster, device = _cluster(args, asked), asked.run.device
+    if cluster is not None and device == "auto":  # a cluster's, whatever this machine has
+        asked = replace(asked, run=replace(asked.run, device="cuda"))
     if args.write is not None:
         _write_model(args.write, asked.model)
     config = check(asked, args.world_size)
     guessed = asked.parallel.dp_shard == "auto" and args.world_size is None
     if config.batch.memory is not None or args.schedule is not None or args.memory:  # else left to the GPU of the run
         config = fit_micro(config)
+    elif cluster is not None:
+        config = fit_micro(config, round(cluster.gpu.memory * FOR_TENSORS))
     if config.batch.micro != "auto":
         check_schedule(config)
     if args.schedule is not None:
@@ -74,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     layout = config.parallel.layout
     parts: list[tuple[str, RenderableType]] = [
-        ("Configuration", Text(dump(config).rstrip())),
+        ("Configuration", Text(dump(replace(config, run=replace(config.run, device=device))).rstrip())),
         (f"Layout: {layout}{', with dp_shard: auto as 1 (see --world-size)' * guessed}", _layout_table(layout)),
         ("Parameters", _parameter_table(config.model)),
         ("Pipeline stages", _stage_table(config)),
@@ -82,9 +89,22 @@ def run(args: argparse.Namespace) -> int:
         ("Batch", Text(_batch(config))),
     ]
     if config.batch.micro != "auto":
-        parts.append(("Memory (more with --memory)", _memory(config, asked.batch.memory)))
+        predicted = memory_of_ranks(config) if actions_of_peaks(config) <= AT_ONCE else None
+        if cluster is None or asked.batch.memory is not None:
+            parts.append(("Memory (more with --memory)", _memory(config, predicted, asked.batch.memory)))
+        if cluster is not None or config.run.device != "cpu":
+            parts.append(expected(config, predicted, cluster))
     sections(console(), parts)
     return ExitCode.DONE
+
+
+def _cluster(args: argparse.Namespace, config: Config) -> Cluster | None:
+    """The cluster whose step time is asked for: by the option, or else by `run.cluster`."""
+    if args.cluster is not None:
+        return load_cluster(args.cluster)
+    if config.run.cluster is None or args.memory or args.schedule is not None:
+        return None
+    return load_cluster(config.run.cluster, "run.cluster = ")
 
 
 def _without_weights(arguments: Sequence[str]) -> tuple[list[str], Model | None]:
@@ -133,10 +153,10 @@ def _tell_of_waiting(count: int, guessed: bool) -> None:
         print(f"megalite: a pipeline schedule of {count:,} actions takes a while{why}", file=sys.stderr)
 
 
-def _memory(config: Config, limit: float | None) -> Text:
-    """The verdict on memory, or a note that the prediction would take a while."""
-    if actions_of_peaks(config) <= AT_ONCE:
-        return verdict(config, memory_of_ranks(config), limit)
+def _memory(config: Config, memories: Sequence[Memory] | None, limit: float | None) -> Text:
+    """The verdict on memory, or a note that the prediction, None, would take a while."""
+    if memories is not None:
+        return verdict(config, memories, limit)
     return Text(f"Not predicted here: along a schedule of {actions_of_peaks(config):,} actions that takes a while.")
 
 

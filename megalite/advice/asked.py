@@ -83,9 +83,16 @@ def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
     open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys}
-    cluster = load_cluster(args.cluster or USUAL)
+    cluster = _cluster(args, config)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
     return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device)
+
+
+def _cluster(args: argparse.Namespace, config: Config) -> Cluster:
+    """By the option, or else by `run.cluster`, or else the usual one."""
+    if args.cluster is None and config.run.cluster is not None:
+        return load_cluster(config.run.cluster, "run.cluster = ")
+    return load_cluster(args.cluster or USUAL)
 
 
 def as_is(asked: Asked, gpus: int | None) -> Config:

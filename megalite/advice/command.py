@@ -15,7 +15,7 @@ from megalite.advice.explain import explained
 from megalite.advice.options import refuse_unread
 from megalite.advice.order import best_order
 from megalite.advice.page import compared_page, front_page, ranked_page
-from megalite.advice.rows import fits_text, front, layout_text, ranking, seconds_text, step_text
+from megalite.advice.rows import fits_text, front, layout_text, ranking
 from megalite.config.errors import InputError
 from megalite.config.files import check_output, exists, write_whole
 from megalite.config.load import dump
@@ -25,6 +25,7 @@ from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
 from megalite.planner.space import choice_of
+from megalite.planner.texts import seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
 from megalite.terminal import console, sections

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.advice.asked import Asked
-from megalite.advice.rows import fits_text, layout_text, seconds_text, step_text
+from megalite.advice.rows import fits_text, layout_text
 from megalite.config.errors import InputError, number_ranges
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
@@ -19,21 +19,10 @@ from megalite.plan.rebalance import flatter_split
 from megalite.planner.goodput import goodput
 from megalite.planner.predict import Prediction
 from megalite.planner.space import VIRTUAL, Choice, choice_of
+from megalite.planner.texts import PARTS, seconds_text, step_text
 from megalite.schedule.generate import NAMES
 from megalite.terminal import table
 
-PARTS = {  # of `Prediction.parts`, in words
-    "products": "matrix products",
-    "attention": "attention",
-    "passes": "passes over memory",
-    "tensor": "tensor-parallel communication",
-    "context": "context-parallel communication",
-    "data": "data-parallel communication, exposed",
-    "bubble": "waiting for other pipeline stages",
-    "host": "waiting for the host's launches",
-    "offload": "copies to and from host memory",
-    "optimizer": "optimizer",
-}
 BAR = 40  # characters of the longest bar
 SHOWN = 6  # changes
 GAIN = 0.005  # of a step's time that a change must save to be worth telling

@@ -16,7 +16,7 @@ from megalite.advice.page_html import Key, as_html, paragraph, section, wide
 from megalite.advice.page_map import communication
 from megalite.advice.page_scaling import front_chart, scaling_charts
 from megalite.advice.page_style import COLOURS, document
-from megalite.advice.rows import front, layout_text, ranking, seconds_text, step_text
+from megalite.advice.rows import front, layout_text, ranking
 from megalite.config.schema import Config
 from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory
@@ -24,6 +24,7 @@ from megalite.plan.pipeline import micro_batches
 from megalite.planner.predict import Prediction, timeline
 from megalite.planner.search import Found, Result, fullest_rank
 from megalite.planner.space import choice_of
+from megalite.planner.texts import seconds_text, step_text
 from megalite.planner.traffic import flows
 from megalite.schedule.draw import draw_svg
 

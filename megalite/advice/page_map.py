@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from html import escape
 
 from megalite.advice.page_html import Key, figure, table
-from megalite.advice.rows import seconds_text
 from megalite.planner.hardware import Cluster
+from megalite.planner.texts import seconds_text
 from megalite.planner.traffic import Flow
 from megalite.terminal import scaled
 

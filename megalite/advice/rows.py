@@ -9,9 +9,9 @@ from megalite.advice.asked import Asked
 from megalite.config.schema import SCHEDULES
 from megalite.plan.fit import GIB
 from megalite.planner.goodput import DAY, Run, goodput, run_of
-from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
 from megalite.planner.space import Choice
+from megalite.planner.texts import money, step_text
 from megalite.terminal import scaled, table
 
 
@@ -34,26 +34,6 @@ def layout_text(choice: Choice) -> str:
         parts.append(f"recompute {choice.recompute}")
     parts += ["activations on host"] * choice.offload_activations + ["optimizer on host"] * choice.offload_optimizer
     return " · ".join(parts)
-
-
-def seconds_text(seconds: float) -> str:
-    """`1.23 s`, `45.6 ms`, or hours and days."""
-    if seconds >= 2 * DAY:
-        return f"{seconds / DAY:,.1f} days"
-    if seconds >= 7200:
-        return f"{seconds / 3600:.1f} hours"
-    return scaled(float(seconds), "s") if seconds >= 1 else f"{seconds * 1e3:#.3g}".rstrip(".") + " ms"
-
-
-def step_text(prediction: Prediction) -> str:
-    """The time of a step with its interval."""
-    low, high = seconds_text(prediction.low), seconds_text(prediction.high)
-    return f"{seconds_text(prediction.seconds)} ({low} – {high})"
-
-
-def money(dollars: float) -> str:
-    """`$1,234`, or `$12.3 M`."""
-    return f"${dollars / 1e6:,.2f} M" if dollars >= 1e6 else f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"
 
 
 def ranking(asked: Asked, found: Found) -> Table:

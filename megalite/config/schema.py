@@ -16,6 +16,7 @@ class Run:
     dir: str = "runs"  # run folders are made inside: {dir}/{name}
     seed: int = 0  # initial weights and data order are pure functions of it
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    cluster: str | None = None  # whose step time a run is compared with: a name or file; null: by the GPU's name
 
 
 @dataclass

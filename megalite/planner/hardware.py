@@ -103,14 +103,22 @@ def known_clusters() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in found if path.suffix == ".yaml"))
 
 
-def load_cluster(name: str) -> Cluster:
-    """The cluster of that name, or in the YAML file of that path. Raises InputError for a file that is none."""
+def load_cluster(name: str, asked_by: str = "--cluster ") -> Cluster:
+    """The cluster of that name, or in the YAML file of that path. Raises InputError for a file that is none.
+
+    asked_by: what stands before the name in a message.
+    """
+    return read_cluster(cluster_path(name, asked_by))
+
+
+def cluster_path(name: str, asked_by: str = "--cluster ") -> Path:
+    """The file of the cluster of that name, or `name` as a path. Raises InputError if it can be neither."""
     if name in known_clusters():
-        return read_cluster(Path(str(files(PACKAGE).joinpath(f"{name}.yaml"))))
+        return Path(str(files(PACKAGE).joinpath(f"{name}.yaml")))
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        raise InputError(f"--cluster {name}: is not known; give a YAML file, or one of {listing(known_clusters())}")
-    return read_cluster(path)
+        raise InputError(f"{asked_by}{name}: is not known; give a YAML file, or one of {listing(known_clusters())}")
+    return path
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -23,6 +23,7 @@ from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import warn
 from megalite.plan.fit import check_memory, planned
+from megalite.planner.hardware import load_cluster
 from megalite.stop import ended_at_once
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
@@ -115,6 +116,8 @@ def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
     config = check(load(args.files, args.overrides), world_size)
     check_files(config)
     check_export(config)
+    if config.run.cluster is not None:
+        load_cluster(config.run.cluster, "run.cluster = ")
     return planned(config)
 
 

@@ -17,6 +17,7 @@ from megalite.terminal import scaled
 from megalite.train.build import Job
 from megalite.train.guard import Guard, Judged
 from megalite.train.metrics import Meter
+from megalite.train.pace import Pace
 from megalite.train.report import Record, Report
 from megalite.train.step import evaluate, train_step
 
@@ -37,11 +38,13 @@ def train(
     saver: Saver,
     reload: Callable[..., Progress | None],
     report: Report | None,
+    pace: Pace | None = None,
 ) -> int:
     """Train from `start` to `train.steps`, or until a rank is asked to stop. Runs on every rank; returns the exit code.
 
     reload: goes on from the newest checkpoint, if there is one; given a step, from the newest before that step. report:
-    on the rank that reports. Raises Unhealthy when a guard ends the run.
+    on the rank that reports. pace: there, compares step times with the prediction. Raises Unhealthy when a guard
+    ends the run.
     """
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None
@@ -49,7 +52,7 @@ def train(
         _validate(job, batches, 0, report)
     # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
     while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
-        taken_back = _train(job, batches, saver, report, guard)
+        taken_back = _train(job, batches, saver, report, guard, pace)
         if taken_back is not None:
             job.activity("rolling back")
             with _telling_saves(report, saver, guard.progress.step):
@@ -65,7 +68,9 @@ def train(
     return ExitCode.DONE
 
 
-def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard) -> Judged | None:
+def _train(
+    job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard, pace: Pace | None
+) -> Judged | None:
     """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
     meter = Meter(job)
@@ -89,6 +94,8 @@ def _train(job: Job, batches: Batches, saver: Saver, report: Report | None, guar
         if report is not None:
             report.stepped(step)
             _tell_saves(report, saver, step)
+            if pace is not None:
+                pace.stepped(step, batch, meter, report)
 
         if logs:
             record = meter.read() | {"tokens": guard.progress.tokens}

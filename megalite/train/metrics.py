@@ -64,6 +64,7 @@ class Meter:
         self.job = job
         self.norms: deque[float] = deque(maxlen=job.config.train.spike_window)  # of gradients, of good steps
         self.norm, self.jumped = nan, False
+        self.paused_for = self.waited_for = 0.0  # seconds in all: of pauses, and for batches
         self._restart()
 
     def _restart(self) -> None:
@@ -75,6 +76,10 @@ class Meter:
         self.waited = 0.0  # seconds
         self.since = time.perf_counter()
 
+    def training_seconds(self) -> float:
+        """Seconds of a clock that stands still in pauses."""
+        return time.perf_counter() - self.paused_for
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time that passes inside does not count: what happens there is no training."""
@@ -82,7 +87,9 @@ class Meter:
             torch.cuda.synchronize(self.job.mesh.device)  # steps still under way are training
         began = time.perf_counter()
         yield
-        self.since += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.since += took
+        self.paused_for += took
 
     def waits(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches, and measure how long each is waited for."""
@@ -92,7 +99,9 @@ class Meter:
                 batch = next(batches)
             except StopIteration:
                 return
-            self.waited += time.perf_counter() - began
+            took = time.perf_counter() - began
+            self.waited += took
+            self.waited_for += took
             yield batch
 
     def jumps(self, judged: Judged) -> bool:

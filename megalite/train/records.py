@@ -15,6 +15,7 @@ from megalite.config.errors import InputError
 from megalite.config.files import exists, is_file
 
 MOST = 1e100  # of a number: no run has such a one, and pictures have no axis for it
+WARM_UP = 5  # steps of a start that tell no speed: kernels are compiled, connections made, memory is taken
 BACK = ("resumed", "rollback")  # events after which records of later steps no longer count
 
 

@@ -43,6 +43,7 @@ from megalite.train.folder import Folder
 from megalite.train.guard import Requests
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
+from megalite.train.pace import Pace
 from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report
 from megalite.train.sources import as_remembered, open_samples
@@ -135,7 +136,8 @@ def _train(
         with Report(folder.path, config, progress.step, check_owner) as report:
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
-            code = train(job, batches, progress, saver, reload, report)
+            pace = Pace.of(job, progress.step, report)
+            code = train(job, batches, progress, saver, reload, report, pace)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
                 report.event(report.step, "done", text)

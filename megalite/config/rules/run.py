@@ -13,6 +13,9 @@ def run_rules(run: Run) -> Iterator[Problem]:
     """Every broken rule of a run's name and folder."""
     if not run.dir.isprintable():
         yield Problem("run.dir", "must be a path of printable characters", "leave the others out", run.dir)
+    if run.cluster is not None and not (run.cluster.strip() and run.cluster.isprintable()):
+        rule = "must be the name of a cluster or the path of its file"
+        yield Problem("run.cluster", rule, "name one, or use null", run.cluster)
     if _bytes(run.name) > LONGEST:
         rule = f"must have at most {LONGEST} bytes, as names of files do"
         yield Problem("run.name", rule, "use a shorter name", run.name)

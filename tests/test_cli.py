@@ -96,7 +96,7 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     ("argv", "message"),
     [
         ([], "required: COMMAND"),
-        (["plan"], "invalid choice: 'plan'"),
+        (["plot"], "invalid choice: 'plot'"),
         (["shwo", "a.yaml"], "invalid choice: 'shwo'; did you mean show?"),
         (["show", "--wrold-size", "3"], "unrecognized arguments: --wrold-size; did you mean --world-size?"),
         (["show", "--memroy"], "unrecognized arguments: --memroy; did you mean --memory?"),

@@ -60,7 +60,7 @@ def test_layouts_are_ranked_by_time(plan: Run) -> None:
 
 
 def test_what_is_pinned_stays(plan: Run) -> None:
-    output = plan(*SMALL, "parallel.tp=4", "parallel.data.mode=zero2", "batch.micro=2", "--gpus", "8")
+    output = plan(*SMALL, "parallel.cp=1", "parallel.tp=4", "parallel.data.mode=zero2", "batch.micro=2", "--gpus", "8")
     layouts = re.findall(r"^\d +(\S.*?)  ", output, flags=re.MULTILINE)
     assert layouts
     assert all("tp 4" in layout and "zero2" in layout and "micro 2" in layout for layout in layouts)

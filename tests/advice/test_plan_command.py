@@ -1,0 +1,161 @@
+"""`megalite plan`: what it shows, what it writes, and what it refuses."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import main
+from megalite.config.load import load
+from megalite.config.validate import check
+
+MODEL = "configs/model/llama3.2_1b.yaml"
+SMALL = [MODEL, "batch.global=16", "parallel.pp=1"]  # few layouts
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command with these arguments; the answer is what it prints."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> str:
+        assert main(["plan", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command with these arguments, which are bad; the answer is its message."""
+
+    def run(*arguments: str) -> str:
+        try:
+            code = main(["plan", *arguments])
+        except SystemExit as exit_of_argparse:
+            code = exit_of_argparse.code  # type: ignore[assignment]
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        assert "Traceback" not in captured.err
+        assert captured.err.count("error:") == 1
+        return captured.err.partition("error:")[2]
+
+    return run
+
+
+def seconds(output: str) -> list[float]:
+    """The times of steps in a ranking."""
+    found = re.findall(r"  ([\d.]+) (m?s) \(", output)
+    return [float(value) * (1e-3 if unit == "ms" else 1) for value, unit in found]
+
+
+def test_layouts_are_ranked_by_time(plan: Run) -> None:
+    output = plan(*SMALL, "--gpus", "8", "--top", "4")
+    times = seconds(output)
+    assert len(times) == 4
+    assert times == sorted(times)
+    assert " on 8 × NVIDIA H100" in output
+
+
+def test_what_is_pinned_stays(plan: Run) -> None:
+    output = plan(*SMALL, "parallel.cp=1", "parallel.tp=4", "parallel.data.mode=zero2", "batch.micro=2", "--gpus", "8")
+    layouts = re.findall(r"^\d +(\S.*?)  ", output, flags=re.MULTILINE)
+    assert layouts
+    assert all("tp 4" in layout and "zero2" in layout and "micro 2" in layout for layout in layouts)
+
+
+def test_an_explanation_adds_up(plan: Run) -> None:
+    output = plan(*SMALL, "--gpus", "8", "--explain")
+    rows = output.partition("Where a step's time goes")[2].partition("step ")[0]
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", rows)]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert "Single changes that would help most" in output
+
+
+def test_the_whole_run_is_told_with_its_tokens(plan: Run) -> None:
+    output = plan(*SMALL, "--gpus", "8", "--tokens", "1T", "--top", "1")
+    rate = float(re.search(r"\)\s+([\d,]+)", output)[1].replace(",", ""))  # type: ignore[index]
+    days = float(re.search(r"([\d,.]+)\s+[\d,]+\s+\$", output)[1].replace(",", ""))  # type: ignore[index]
+    assert days == pytest.approx(1e12 / rate / 8 / 86_400, rel=0.01)
+
+
+def test_a_range_tells_the_cheapest_that_keeps_the_limits(plan: Run) -> None:
+    arguments = [*SMALL, "--gpus", "2-8", "--tokens", "100B"]
+    free = plan(*arguments)
+    days = [float(found) for found in re.findall(r"([\d.]+)\s+[\d,]+\s+\$", free)]
+    assert len(days) == 3
+    assert days == sorted(days, reverse=True)
+    limited = plan(*arguments, "--days", str((days[0] + days[1]) / 2))
+    assert "too late" in limited
+    assert "4 GPUs are the cheapest that keep the limits" in limited
+    assert "No number of GPUs here keeps the limits" in plan(*arguments, "--budget", "1")
+
+
+def test_configurations_are_compared_with_the_first(plan: Run, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    narrower = Path(MODEL).read_text().replace("layers: 16", "layers: 8")
+    assert narrower != Path(MODEL).read_text()
+    other.write_text(narrower)
+    output = plan(MODEL, str(other), "--compare", "--gpus", "4")
+    ratio = float(re.search(r"tokens/s/GPU.*\(([\d.]+)×\)", output)[1])  # type: ignore[index]
+    assert 1.2 < ratio < 2
+
+
+def test_what_is_written_is_the_best_layout_and_loads(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "best.yaml"
+    output = plan(*SMALL, "--gpus", "8", "--write", str(path))
+    config = check(load([str(path)], ["run.device=cuda"]), 8)
+    assert config.parallel.layout.world_size == 8
+    again = plan(str(path), "--as-is", "--gpus", "8")
+    assert seconds(again)[0] == seconds(output)[0]
+
+
+BAD = [
+    ([*SMALL], "--gpus: is needed"),
+    ([*SMALL, "--gpus", "0"], "--gpus"),
+    ([*SMALL, "--gpus", "8-2"], "--gpus"),
+    ([*SMALL, "--gpus", "8", "--max-memory", "nan"], "--max-memory"),
+    ([*SMALL, "--gpus", "8", "--tokens", "-1"], "--tokens"),
+    ([*SMALL, "--gpus", "8", "--top", "0"], "--top"),
+    ([*SMALL, "--gpus", "8", "--cluster", "nowhere"], "is not known"),
+    ([*SMALL, "--gpus", "8", "--cluster", "nowhere.yaml"], "nowhere.yaml"),
+    ([*SMALL, "--gpus", "8", "--write", "best.txt"], "must end in .yaml"),
+    ([*SMALL, "--gpus", "8", "--write", MODEL], "there is such a file already"),
+    ([*SMALL, "--gpus", "8", "--max-memory", "1"], "no layout fits into the 1.0 GiB"),
+    ([MODEL, "batch.global=16", "parallel.tp=3", "--gpus", "8"], "no layout is possible"),
+    ([MODEL, "batch.global=7", "--gpus", "64", "parallel.pp=1", "parallel.tp=1"], "no layout is possible"),
+    ([MODEL, "parallel={tp: 2}", "--gpus", "8"], "keys of their own"),
+    ([MODEL, "batch.micro=auto", "--as-is", "--gpus", "8"], "needs a number"),
+    ([MODEL, "--compare", "--gpus", "8"], "at least two"),
+    ([MODEL, MODEL, "--compare", "--gpus", "2-8"], "must be one number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_questions_are_refused(refused: Run, arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+UNREAD = [
+    (["--gpus", "8", "--days", "3"], "--days"),
+    (["--gpus", "8", "--budget", "1M"], "--budget"),
+    (["--gpus", "2-8", "--days", "3"], "--days"),
+    (["--gpus", "2-8", "--top", "5"], "--top"),
+    (["--gpus", "2-8", "--explain"], "--explain"),
+    (["--gpus", "2-8", "--exhaustive"], "--exhaustive"),
+    (["--gpus", "2-8", "--schedule", "order.yaml"], "--schedule"),
+    (["--gpus", "8", "--as-is", "--top", "5"], "--top"),
+    (["--gpus", "8", "--as-is", "--exhaustive"], "--exhaustive"),
+    (["--gpus", "8", "--as-is", "--offload"], "--offload"),
+    (["--gpus", "8", "--compare", "--as-is"], "--as-is"),
+    (["--gpus", "8", "--compare", "--write", "best.yaml"], "--write"),
+    (["--gpus", "8", "--dry-run", "--explain"], "--explain"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), UNREAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_options_that_would_not_be_read_are_refused(refused: Run, options: list[str], name: str) -> None:
+    message = refused(MODEL, *options)
+    assert message.strip().startswith(f"{name}: is")

@@ -1,0 +1,73 @@
+"""The search finds what looking at every layout finds, and no bound is above the simulated time."""
+
+import pytest
+
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+from megalite.plan.memory import memory_of_ranks
+from megalite.planner import search as searching
+from megalite.planner.hardware import load_cluster
+from megalite.planner.search import Found, search
+from megalite.planner.space import Choice, Space
+from megalite.planner.stages import Timer
+
+GIB = 2**30
+TIMERS = {name: Timer(load_cluster(name)) for name in ("h100_sxm", "rtx4090")}
+PINS = {"parallel.cp": 1, "parallel.data.mode": "zero1", "batch.micro": 1}
+CASES = [  # model, keys, GPUs, cluster, GiB, pins, offload
+    ("tiny_tied", ["batch.global=6"], 6, "h100_sxm", 72, {}, False),
+    ("tiny_qwen", ["batch.global=12"], 4, "rtx4090", 21, PINS, False),
+    ("llama3_8b", ["batch.global=4"], 4, "h100_sxm", 30, {**PINS, "parallel.pp": 2}, True),
+]
+
+
+def configured(model: str, keys: list[str], pins: dict[str, object]) -> Config:
+    given = [f"{key}={value}" for key, value in pins.items()]
+    return load([f"configs/model/{model}.yaml"], ["run.device=cuda", *keys, *given])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[2]} GPUs")
+def test_the_search_finds_what_an_exhaustive_one_does(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys, gpus, cluster, gib, pins, offload = case
+    config, timer, limit = configured(model, keys, pins), TIMERS[cluster], gib * GIB
+    late: list[tuple[float, Choice]] = []  # by how much bounds are above simulated times
+    simulated, children = 0, searching._children
+
+    def compared(space: Space, node: searching.Node, room: float, found: Found):  # type: ignore[no-untyped-def]
+        nonlocal simulated
+        for seconds, child in children(space, node, room, found):
+            if node.whole and node.choice is not None:
+                simulated += 1
+                bound = space._bound(node.shape, node.choice, node.choice.schedule)
+                late.append((bound / seconds, node.choice))
+            yield seconds, child
+
+    fast = search(config, gpus, timer, limit, pins, wanted=5, offload=offload)
+    monkeypatch.setattr(searching, "_children", compared)
+    every = search(config, gpus, timer, limit, pins, wanted=5, offload=offload, exhaustive=True)
+    assert simulated == every.timed > fast.timed > 0
+    assert [result.seconds for result in fast.results] == pytest.approx(
+        [result.seconds for result in every.results[:5]], rel=1e-9
+    )
+    assert max(late)[0] <= 1 + 1e-9, max(late)
+    for result in fast.results:
+        layout = check(result.choice.applied(config, pins), gpus)
+        assert max(memory.total for memory in memory_of_ranks(layout)) == result.memory <= limit
+
+
+def test_nothing_is_found_where_nothing_fits() -> None:
+    found = search(configured("llama3_8b", ["batch.global=8"], PINS), 4, TIMERS["h100_sxm"], GIB, PINS)
+    assert found.results == []
+    assert found.tightest is not None
+    assert found.tightest[0] > GIB
+
+
+def test_a_result_is_what_its_configuration_is_predicted_to_take() -> None:
+    pins = {**PINS, "parallel.tp": 2}
+    config = configured("qwen3_8b", ["batch.global=16"], pins)
+    found = search(config, 8, TIMERS["h100_sxm"], 70 * GIB, pins, wanted=2)
+    for result in found.results:
+        layout = check(result.choice.applied(config, pins), 8)
+        assert layout == result.prediction.config
+        assert layout.parallel.tp == 2

@@ -111,8 +111,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.error("argument --measure: needs --memory")
     if args.command == "show" and args.memory and args.schedule is not None:
         command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
-    if args.command == "plan" and args.dry_run and args.html is not None:
-        command.error("argument --html: not allowed with argument --dry-run, which has no page")
     args.given = list(given)
     args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
     return args

@@ -114,8 +114,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.error("argument --measure: needs --memory")
     if args.command == "show" and args.memory and args.schedule is not None:
         command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
-    if args.command == "plan" and args.dry_run and args.html is not None:
-        command.error("argument --html: not allowed with argument --dry-run, which has no page")
     if args.command == "show" and args.cluster is not None and (args.memory or args.schedule is not None):
         command.error("argument --cluster: not allowed with --memory or --schedule, which show something else")
     args.given = list(given)

@@ -189,10 +189,11 @@ def _map(asked: Asked, prediction: Prediction) -> str:
         return paragraph("There is one GPU, which talks to nobody.")
     told = (
         "Bytes are those that a GPU of the busiest pipeline rank sends in a step. Alone: the seconds that this takes "
-        "with the link's bandwidth. Longer by: what of it compute does not hide. The pictures show the GPUs that talk "
-        "to GPU 0; all others have such groups of their own. Broken lines go from node to node."
+        "with the link's bandwidth. In the step: what the prediction counts of it, as compute hides the rest. The "
+        "pictures show the GPUs that talk to GPU 0; all others have such groups of their own. Broken lines go from "
+        "node to node."
     )
-    return paragraph(told, "pale") + communication(found, asked.cluster, prediction.gpus)
+    return paragraph(told, "pale") + communication(found, prediction)
 
 
 def _gib(size: float) -> str:

@@ -5,35 +5,49 @@ from collections.abc import Sequence
 from html import escape
 
 from megalite.advice.page_html import Key, figure, table
+from megalite.plan.transfers import axis_sizes
 from megalite.planner.hardware import Cluster
+from megalite.planner.predict import Prediction
 from megalite.planner.texts import seconds_text
 from megalite.planner.traffic import Flow
 from megalite.terminal import scaled
 
-AXES = {"tp": 0, "cp": 1, "dp shards": 2, "dp replicas": 3, "pp": 4, "Muon": 9}  # colours
+AXES = {  # of flows: name and colour
+    "tp": ("tp", 0),
+    "cp": ("cp", 1),
+    "fsdp": ("shards", 2),
+    "dp_replicate": ("replicas", 3),
+    "pp": ("pp", 4),
+    "stage": ("Muon", 9),
+}
+HIDDEN = 1e-6  # of the seconds that a flow takes alone: less counts as nothing
 NODES = 4  # that are drawn at most
 ROW = 8  # GPUs beside each other
 SIDE, STEP, PAD, HEAD = 18, 23, 8, 34  # of a GPU, to the next one, inside of a node, and above its GPUs
 
 
-def communication(flows: Sequence[Flow], cluster: Cluster, gpus: int) -> str:
+def communication(flows: Sequence[Flow], prediction: Prediction) -> str:
     """A table of the groups, and a picture of each."""
-    header = ["group", "ranks", "spans", "link", "sent by a GPU", "alone", "longer by", "moves"]
+    cluster = prediction.cluster
+    header = ["group", "ranks", "spans", "link", "sent by a GPU", "alone", "in the step", "moves"]
     rows: list[list[str | Key]] = [
         [
-            Key(flow.axis, f"c{AXES[flow.axis]}"),
+            Key(AXES[flow.axis][0], f"c{AXES[flow.axis][1]}"),
             f"{flow.group.size:,}",
             spans(flow, cluster),
             scaled(flow.bandwidth, "B/s"),
             scaled(flow.sent, "B"),
             seconds_text(flow.seconds),
-            _exposed(flow),
+            _counted(flow, prediction),
             flow.what,
         ]
         for flow in flows
     ]
     pictures = [
-        figure(*_picture(flow, cluster, gpus), f"{flow.axis}: {flow.group.size:,} ranks {spans(flow, cluster)}")
+        figure(
+            *_picture(flow, cluster, prediction.gpus),
+            f"{AXES[flow.axis][0]}: {flow.group.size:,} ranks {spans(flow, cluster)}",
+        )
         for flow in flows
     ]
     return "\n".join([table(header, rows, (0, 2, 6, 7)), f'<div class="maps">{"".join(pictures)}</div>'])
@@ -51,13 +65,20 @@ def spans(flow: Flow, cluster: Cluster) -> str:
     return f"over {len(nodes):,} nodes, {about}{each} GPU{'s' * (each > 1)} in each"
 
 
-def _exposed(flow: Flow) -> str:
-    if flow.exposed is None:
-        where = {"bubble": "in the waiting for stages", "optimizer": "in the optimizer"}
-        return where.get(flow.part, f"counted with {flow.part}")
-    if flow.exposed <= 1e-6 * flow.seconds:
-        return "0 s: hidden"
-    return seconds_text(flow.exposed)
+def _counted(flow: Flow, prediction: Prediction) -> str:
+    """What the prediction counts for a flow: seconds of its own, or the part in which it is."""
+    if flow.part in ("bubble", "optimizer"):
+        return "in the waiting for stages" if flow.part == "bubble" else "in the optimizer"
+    both = flow.part == "data" and 1 not in _data_ranks(prediction)
+    if both and flow.axis == "dp_replicate":
+        return "with the shards"
+    seconds = prediction.parts[flow.part]
+    return seconds_text(seconds) if seconds > HIDDEN * flow.seconds else "0 s: hidden"
+
+
+def _data_ranks(prediction: Prediction) -> tuple[int, int]:
+    sizes = axis_sizes(prediction.config)
+    return sizes["fsdp"], sizes["dp_replicate"]
 
 
 def _nodes(flow: Flow, cluster: Cluster) -> list[int]:
@@ -73,6 +94,7 @@ def _picture(flow: Flow, cluster: Cluster, gpus: int) -> tuple[str, int]:
     wide, tall = 2 * PAD + STEP * min(each, ROW), HEAD + STEP * rows + PAD
     beside = max(1, min(len(drawn), 440 // (wide + 14)))
     width, height = beside * (wide + 14), -(-len(drawn) // beside) * (tall + 14)
+    colour = AXES[flow.axis][1]
     places: dict[int, tuple[float, float]] = {}
     boxes, squares = [], []
     for at, node in enumerate(drawn):
@@ -86,16 +108,16 @@ def _picture(flow: Flow, cluster: Cluster, gpus: int) -> tuple[str, int]:
             member = rank in flow.ranks
             if member:
                 places[rank] = x + SIDE / 2, y
-            of = f"c{AXES[flow.axis]}" if member else "outline"
+            of = f"c{colour}" if member else "outline"
             squares.append(
                 f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" rx="3" class="{of}">'
                 f"<title>GPU {rank:,}{', in the group of GPU 0' * member}</title></rect>"
             )
     links = [
-        _link(places[a], places[b], f"s{AXES[flow.axis]}", a // each != b // each)
+        _link(places[a], places[b], f"s{colour}", a // each != b // each)
         for a, b in zip(list(places)[:-1], list(places)[1:], strict=True)
     ]
-    name = escape(f"GPUs that talk to GPU 0 in {flow.axis}")
+    name = escape(f"GPUs that talk to GPU 0 in {AXES[flow.axis][0]}")
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{name}"><title>{name}</title>'

@@ -75,9 +75,9 @@ def memory_of_ranks(config: Config) -> list[Memory]:
     return list(each_rank(config))
 
 
-def each_rank(config: Config) -> Iterator[Memory]:
-    """The results of `memory_of_ranks` one by one, so that a caller can stop early."""
-    plan = resolve(config)
+def each_rank(config: Config, plan: Plan | None = None) -> Iterator[Memory]:
+    """The results of `memory_of_ranks` one by one, so that a caller can stop early. plan: of `config`."""
+    plan = plan or resolve(config)
     return (_fullest(plan, pp) for pp in range(config.parallel.pp))
 
 

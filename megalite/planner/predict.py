@@ -22,7 +22,7 @@ from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import HOST_SHARE, StageTime, Timer
-from megalite.planner.tables import PICTURED, Cost, costs_of, enough
+from megalite.planner.tables import PICTURED, ROUNDS, Cost, costs_of, enough
 from megalite.schedule.actions import Kind
 from megalite.schedule.simulate import Timeline, simulate
 
@@ -126,10 +126,10 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     )
 
 
-def step_seconds(plan: Plan, timer: Timer) -> float:
-    """`predict`'s seconds alone, which take less time to find."""
+def step_seconds(plan: Plan, timer: Timer, rounds: int = ROUNDS) -> float:
+    """`predict`'s seconds alone, which take less time to find; with fewer `rounds` about, and in less time still."""
     stages = timer.stages(plan)
-    return _time(plan, stages, timer, micro_batches(plan.config))[0] + _update(plan, stages, timer)
+    return _time(plan, stages, timer, micro_batches(plan.config), rounds)[0] + _update(plan, stages, timer)
 
 
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
@@ -140,10 +140,10 @@ def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
 
 
-def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
+def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int, rounds: int = ROUNDS) -> tuple[float, float]:
     """Seconds of a step of `m` micro-batches without the update; and of them, those after all compute."""
     config = plan.config
-    few, pp, transfer = enough(config, m), config.parallel.pp, transfer_seconds(config, timer)
+    few, pp, transfer = enough(config, m, rounds), config.parallel.pp, transfer_seconds(config, timer)
 
     def run(m: int) -> tuple[float, float]:
         clock = timer.tables.clock(config, m)

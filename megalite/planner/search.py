@@ -1,13 +1,13 @@
 """The fastest layouts that fit, best first (A*). Imports no torch.
 
 Nodes wait in a heap, the one with the lowest bound of its seconds in front. In turn, a node is a shape, a shape with
-its states shared out, a layout with the bound of its time, and a layout with its simulated time. A layout that comes to
-the front with its time is the fastest of all that are left, since no bound is lower: it is a result if its memory,
-walked through action by action (`plan.memory`), fits.
+its states shared out, a layout with the bound of its time, one with the time of a short step, and, if its memory
+(walked through action by action, `plan.memory`) fits, one with the time of a longer one. A layout that comes to the
+front with that is the fastest of all that are left, since no bound is lower.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
 from typing import Any
@@ -16,7 +16,7 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.memory import Memory, each_rank
-from megalite.plan.pipeline import can_be_planned, micro_batches
+from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.walk import HOST, Walk
 from megalite.planner.predict import Prediction, predict, step_seconds
@@ -28,6 +28,7 @@ from megalite.schedule.simulate import LIVE
 
 WANTED = 10  # results
 ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the memory of every rank walked through
+SHORT = 3  # rounds of a step that is timed to find out whether it is worth more
 CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, before the rest may stay unproven
 
 
@@ -72,12 +73,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Node:
-    """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known."""
+    """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known about; (fits) one that
+    fits with so many bytes, and whose time is known exactly."""
 
     shape: Shape
     choice: Choice | None = None
     whole: bool = False
     plan: Plan | None = None
+    fits: int | None = None
 
 
 def search(
@@ -110,12 +113,18 @@ def search(
                 continue
             for bound, child in _children(space, node, room, found):
                 heappush(heap, (bound, next(number), child))
-        elif node.choice is not None:
+        elif node.fits is None and node.choice is not None:
             found.walked += 1
             needed = _likely_fullest(node.plan, limit)
-            if needed <= limit and (not found.results or node.choice.pp <= ALL_RANKS):
-                needed = fullest_rank(node.plan.config).total
             space.learn(node.choice, needed)
+            if needed > limit:
+                found.too_large(needed, node.choice)
+            else:
+                heappush(heap, (step_seconds(node.plan, timer), next(number), replace(node, fits=needed)))
+        elif node.choice is not None and node.fits is not None:
+            needed = node.fits
+            if not found.results or node.choice.pp <= ALL_RANKS:
+                needed = _all_ranks(node.plan, timer)
             if needed > limit:
                 found.too_large(needed, node.choice)
             else:
@@ -142,7 +151,7 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
         found.too_large(space.memory(node.choice), node.choice)
     elif plan := _plan(space, node.choice):
         found.timed += 1
-        yield step_seconds(plan, space.timer), Node(node.shape, node.choice, True, plan)
+        yield step_seconds(plan, space.timer, SHORT), Node(node.shape, node.choice, True, plan)
 
 
 def _plan(space: Space, choice: Choice) -> Plan | None:
@@ -186,6 +195,16 @@ def _likely_fullest(plan: Plan, limit: float) -> int:
         if most > limit:
             break
     return most
+
+
+def _all_ranks(plan: Plan, timer: Timer) -> int:
+    """Bytes of the fullest of all pipeline ranks."""
+    config = plan.config
+    steps = {
+        m: timer.tables.of(config, m, transfers=True) for m in (as_full(config, each) for each in fullest_steps(config))
+    }
+    whole = resolve(config, tables=steps)
+    return max(memory.total for memory in each_rank(config, whole))
 
 
 def fullest_rank(config: Config) -> Memory:

@@ -167,32 +167,28 @@ class Timer:
 
 
 class Shared:
-    """Times in which data-parallel ranks gather and reduce the parameters of a part.
-
-    element, gradient: bytes of one on the network. shards, replicas: the groups that share states out, and those that
-    repeat them.
-    """
+    """Times in which data-parallel ranks gather and reduce the parameters of a part."""
 
     def __init__(self, config: Config, net: Net) -> None:
         parallel = config.parallel
         layout, tp = parallel.layout, parallel.tp
         self._net = net
-        self.element = BYTES[config.train.precision]
-        self.gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self.element, 4)
-        self.shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
+        self._element = BYTES[config.train.precision]
+        self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
+        self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
         replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
-        self.replicas = Group(replicas, tp * self.shards.size)
-        self.gathers = self.shards.size > 1
+        self._replicas = Group(replicas, tp * self._shards.size)
+        self.gathers = self._shards.size > 1
         self._known: dict[float, tuple[float, float, float]] = {}
 
     def times(self, parameters: float) -> tuple[float, float, float]:
         """Seconds to gather, to reduce over the shards, and to sum over replicas what each of them has reduced."""
         if parameters not in self._known:
-            whole, shard = self.gradient * parameters, self.gradient * parameters / self.shards.size
+            whole, shard = self._gradient * parameters, self._gradient * parameters / self._shards.size
             self._known[parameters] = (
-                self._net.collective("all_gather", self.element * parameters, self.shards),
-                self._net.collective("reduce_scatter", whole, self.shards),
-                self._net.collective("all_reduce", shard, self.replicas),
+                self._net.collective("all_gather", self._element * parameters, self._shards),
+                self._net.collective("reduce_scatter", whole, self._shards),
+                self._net.collective("all_reduce", shard, self._replicas),
             )
         return self._known[parameters]
 

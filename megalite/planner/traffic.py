@@ -1,33 +1,37 @@
-"""What the ranks of a layout send each other in a step, group by group. Imports no torch.
+"""What the ranks of a layout send each other in a step, by group, and how long that takes. Imports no torch.
 
-The amounts are those that the time model counts (`layer`, `stages`), on the busiest pipeline rank.
+What is sent is known transfer by transfer (`plan.traffic`). The time model says how long each takes alone (`network`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from megalite.plan.activations import Activations
+from megalite.config.layout import Layout
 from megalite.plan.pipeline import micro_batches
-from megalite.plan.size import layer_parameters
-from megalite.planner.network import Collective, Group
-from megalite.planner.predict import MUON_ELEMENT, Prediction
-from megalite.planner.programs import MEGALITE
-from megalite.planner.stages import Shared, Timer, work_of
+from megalite.plan.traffic import step_traffic
+from megalite.plan.transfers import Traffic, axis_sizes
+from megalite.planner.network import ROUNDS, Group, Net
+from megalite.planner.predict import Prediction
+from megalite.planner.stages import Timer
 
-AGAIN = (
-    1.5 if MEGALITE.gathers_again else 1.0
-)  # times of tensor-parallel communication in backward, in those of forward
-# All-gathers of keys and values, or reductions of their gradients, that take as long: forward, backward.
-KEYS = {"ring": (1, 2), "all_gather": (1, 3), "ulysses": (1, 1)}
+# By axis of `plan.transfers.axis_sizes`: what moves, and the part of a prediction in which that is counted.
+MOVES = {
+    "tp": ("activations of every layer", "tensor"),
+    "cp": ("keys and values, and their gradients", "context"),
+    "fsdp": ("weights and gradients", "data"),
+    "dp_replicate": ("gradients", "data"),
+    "pp": ("activations and their gradients", "bubble"),
+    "stage": ("matrices to their owners, and updates", "optimizer"),
+}
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The communication of one kind of group.
+    """The communication over one axis, of a rank on the busiest pipeline rank.
 
-    what: it moves. bandwidth: bytes/s that each rank of the group can send. sent: bytes that a rank sends in a step.
-    seconds: that this would take alone. exposed: seconds by which it makes a step longer; None where the prediction
-    counts it within `part`, a part of `Prediction.parts` or another flow.
+    axis: as in `plan.transfers.axis_sizes`; that of Muon's matrices is stage. what: it moves. bandwidth: bytes/s that
+    each rank can send. sent: bytes that the rank sends in a step. seconds: that this takes alone. part: of
+    `Prediction.parts`, in which it is counted.
     """
 
     axis: str
@@ -36,8 +40,7 @@ class Flow:
     bandwidth: float
     sent: float
     seconds: float
-    exposed: float | None
-    part: str = ""
+    part: str
 
     @property
     def ranks(self) -> range:
@@ -45,106 +48,57 @@ class Flow:
         return range(0, self.group.size * self.group.stride, self.group.stride)
 
 
-class _Counter:
-    """Adds up the collectives of one group."""
-
-    def __init__(self, timer: Timer, group: Group) -> None:
-        self.net, self.group, self.sent, self.seconds = timer.net, group, 0.0, 0.0
-
-    def add(self, kind: Collective, whole: float, times: float) -> None:
-        rounds = 2 if kind == "all_reduce" else 1
-        self.sent += times * rounds * (self.group.size - 1) / self.group.size * whole
-        self.seconds += times * self.net.collective(kind, whole, self.group)
-
-    def flow(self, axis: str, what: str, exposed: float | None, part: str = "") -> Flow:
-        return Flow(axis, what, self.group, self.net.bandwidth(self.group), self.sent, self.seconds, exposed, part)
-
-
 def flows(prediction: Prediction, timer: Timer) -> list[Flow]:
-    """One flow for each kind of group that has more than one rank."""
-    return [flow for flow in _all(prediction, timer) if flow.group.size > 1]
+    """One flow for each axis over which something is sent. The few bytes that all ranks sum up are left out.
 
-
-def _all(prediction: Prediction, timer: Timer) -> Iterator[Flow]:
-    rank = max(range(len(prediction.busy)), key=prediction.busy.__getitem__)
-    yield _tensor(prediction, timer, rank)
-    yield _context(prediction, timer, rank)
-    yield from _data(prediction, timer, rank)
-    yield _pipeline(prediction, timer, rank)
-    if prediction.config.optim.name == "muon":
-        yield _muon(prediction, timer)
-
-
-def _tensor(prediction: Prediction, timer: Timer, rank: int) -> Flow:
-    plan, m = prediction.plan, micro_batches(prediction.config)
-    tp = prediction.config.parallel.tp
-    counter, whole = _Counter(timer, Group(tp, 1)), Activations(prediction.config).stream * tp
-    for stage in plan.stages_of(rank):
-        for _, mode in plan.recomputed(stage):
-            counter.add("all_reduce", whole, 2 * m * (1 + AGAIN + (mode == "full")))
-        counter.add("all_gather", whole, 2 * m * ((stage == 0) + (stage == plan.stages - 1)))
-    return counter.flow("tp", "activations of every layer", prediction.parts["tensor"])
-
-
-def _context(prediction: Prediction, timer: Timer, rank: int) -> Flow:
-    config, plan, m = prediction.config, prediction.plan, micro_batches(prediction.config)
-    base, method = work_of(config), config.parallel.context.method
-    counter, (there, back) = _Counter(timer, Group(base.cp, base.tp)), KEYS[method]
-    for stage in plan.stages_of(rank):
-        for kind, mode in plan.recomputed(stage):
-            times = m * (there * (1 + (mode == "full")) + back)
-            if method == "ulysses":
-                heads = 2 * base.q + 2 * max(base.k, base.cp * base.head_size)
-                counter.add("all_to_all", base.element * heads / base.tp * base.tokens, times)
-            else:
-                work = replace(base, window=kind.attention.window_in(base.sequence))
-                seen = min(work.tokens * work.cp, work.micro * (work.window or work.sequence))
-                counter.add("all_gather", 2 * work.element * work.k / work.tp * seen, times)
-    return counter.flow("cp", f"keys and values ({method})", prediction.parts["context"])
-
-
-def _data(prediction: Prediction, timer: Timer, rank: int) -> Iterator[Flow]:
-    """Shards and replicas.
-
-    What they expose is one number of the prediction. It stands with the shards, if there are any.
+    Raises InputError for a schedule that cannot run.
     """
-    config, plan, m = prediction.config, prediction.plan, micro_batches(prediction.config)
-    shared, mode, model = Shared(config, timer.net), config.parallel.data.mode, config.model
-    shards, replicas = _Counter(timer, shared.shards), _Counter(timer, shared.replicas)
-    gathers = 2 * m if mode == "zero3" else 1
-    reductions = m if mode in ("zero2", "zero3") else 1
-    for stage in plan.stages_of(rank):
-        pieces = [layer_parameters(model, kind).total for kind, _ in plan.recomputed(stage)]
-        pieces += [model.vocab_size * model.width] * ((stage == 0) + (stage == plan.stages - 1))
-        for piece in pieces:
-            held = piece / config.parallel.tp
-            shards.add("all_gather", shared.element * held, gathers)
-            shards.add("reduce_scatter", shared.gradient * held, reductions)
-            replicas.add("all_reduce", shared.gradient * held / shared.shards.size, 1)
-    exposed = prediction.parts["data"]
-    yield shards.flow("dp shards", f"weights and gradients ({mode})", exposed)
-    if shared.shards.size > 1:
-        yield replicas.flow("dp replicas", "gradients of each shard", None, "dp shards")
-    else:
-        yield replicas.flow("dp replicas", "gradients", exposed)
-
-
-def _pipeline(prediction: Prediction, timer: Timer, rank: int) -> Flow:
-    config, plan, m = prediction.config, prediction.plan, micro_batches(prediction.config)
+    config, busy = prediction.config, prediction.busy
     layout = config.parallel.layout
-    group, size, sends = Group(layout.pp, layout.world_size // layout.pp), Activations(config).stream, 0
-    for stage in plan.stages_of(rank):
-        near = [other for other in (stage - 1, stage + 1) if 0 <= other < plan.stages]
-        sends += m * sum(plan.placement[other] != rank for other in near)
-    pair = Group(min(2, layout.pp), group.stride)
-    seconds = sends * timer.net.transfer(size, group.stride)
-    what = "activations and their gradients"
-    return Flow("pp", what, group, timer.net.bandwidth(pair), sends * size, seconds, None, "bubble")
+    rank = layout.rank(pp=busy.index(max(busy)), dp_replicate=0, dp_shard=0, cp=0, tp=0)
+    traffic = step_traffic(prediction.plan, rank, micro_batches(config))
+    sizes = axis_sizes(config)
+    found = []
+    for axis, (what, part) in MOVES.items():
+        group = Group(sizes[axis], _stride(axis, layout, sizes))
+        mine = [each for each in traffic if _axis(each) == axis and group.size > 1]
+        if mine:
+            pair = Group(2, group.stride) if axis == "pp" else group
+            sent = sum(_sent(each) for each in mine)
+            seconds = sum(_seconds(each, group, timer.net) for each in mine)
+            found.append(Flow(axis, what, group, timer.net.bandwidth(pair), sent, seconds, part))
+    return found
 
 
-def _muon(prediction: Prediction, timer: Timer) -> Flow:
-    plan, pp = prediction.plan, prediction.config.parallel.pp
-    held = max(sum(prediction.stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(pp))
-    counter = _Counter(timer, Group(prediction.gpus // pp, 1))
-    counter.add("all_to_all", MUON_ELEMENT * held, 2)
-    return counter.flow("Muon", "matrices to their owners and back", None, "optimizer")
+def _axis(traffic: Traffic) -> str:
+    """Muon's exchanges use the group of another axis where that has the same ranks."""
+    return "stage" if traffic.purpose.startswith("optimizer:") else traffic.axis
+
+
+def _stride(axis: str, layout: Layout, sizes: Mapping[str, int]) -> int:
+    """How far apart neighbours in a group are."""
+    return {
+        "cp": layout.tp,
+        "fsdp": layout.tp,
+        "dp_replicate": layout.tp * sizes["fsdp"],
+        "pp": layout.world_size // layout.pp,
+    }.get(axis, 1)
+
+
+def _sent(traffic: Traffic) -> float:
+    """Bytes that the rank sends; what it receives others have sent."""
+    if traffic.kind == "receive":
+        return 0.0
+    if traffic.kind == "send":
+        return traffic.total
+    rounds = 2 if traffic.kind == "all_reduce" else 1
+    return rounds * (traffic.ranks - 1) / traffic.ranks * traffic.total
+
+
+def _seconds(traffic: Traffic, group: Group, net: Net) -> float:
+    if traffic.kind == "receive":
+        return 0.0
+    for kind in ROUNDS:
+        if kind == traffic.kind:
+            return traffic.times * net.collective(kind, traffic.bytes, group)
+    return traffic.times * net.transfer(traffic.bytes, group.stride)

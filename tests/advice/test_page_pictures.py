@@ -1,10 +1,12 @@
+from dataclasses import replace
 from math import log
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from page_cases import SVG, Page
+from page_cases import SVG, Page, asked_of
 
+from megalite.advice.asked import as_is
 from megalite.advice.page_bars import Bar, stacked
 from megalite.advice.page_html import Key, table
 from megalite.advice.page_lines import Axis, Line, line_chart
@@ -13,12 +15,13 @@ from megalite.planner.hardware import load_cluster
 from megalite.planner.network import Group
 from megalite.planner.traffic import Flow
 
+PREDICTION = asked_of().predict(as_is(asked_of("batch.global=512", "batch.micro=1"), 512))[0]
 KEYS = [Key("a & b", "c0"), Key("<c>", "c1"), Key("d", "c2")]
 SIZES = st.lists(st.floats(0.01, 100), min_size=3, max_size=3)
 ALLOWED = 1e-3  # of a unit: coordinates are written with three digits, those of lines with one
 
 
-@given(st.lists(SIZES, min_size=1, max_size=4), st.floats(0.01, 400))
+@given(st.lists(SIZES, min_size=1, max_size=4), st.floats(1, 400))
 def test_bars_are_as_long_as_their_numbers(sizes: list[list[float]], limit: float):
     bars = [
         Bar("<name>", "5 s", {key.name: size for key, size in zip(KEYS, each, strict=True)}, (sum(each) / 2, sum(each)))
@@ -62,7 +65,7 @@ def test_points_lie_in_proportion(values: list[int], logarithmic: int):
 
 
 def flow(size: int, stride: int) -> Flow:
-    return Flow("dp shards", "weights", Group(size, stride), 1e9, 2e9, 2.0, 0.5)
+    return Flow("fsdp", "weights", Group(size, stride), 1e9, 2e9, 2.0, "data")
 
 
 @pytest.mark.parametrize(
@@ -77,9 +80,11 @@ def flow(size: int, stride: int) -> Flow:
     ],
 )
 def test_a_map_shows_the_group_of_gpu_0(size: int, stride: int, words: str, members: int):
-    cluster, one = load_cluster("h100_sxm"), flow(size, stride)
-    assert spans(one, cluster) == words
-    page = Page(communication([one], cluster, 512))
+    one = flow(size, stride)
+    prediction = replace(PREDICTION, parts={"data": 0.5})
+    assert PREDICTION.gpus == 512
+    assert spans(one, PREDICTION.cluster) == words
+    page = Page(communication([one], prediction))
     squares = [box for box in page.pictures[0].iter(f"{SVG}rect") if box.get("class") == "c2"]
     assert len(squares) == members
     assert len(list(page.pictures[0].iter(f"{SVG}path"))) == members - 1

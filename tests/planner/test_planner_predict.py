@@ -55,7 +55,7 @@ def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(predicting, "enough", lambda config, m, *_: m)
         whole = predict(config, H100, TIMER)
-    assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-3)
 
 
 @settings(max_examples=25, deadline=None)

@@ -15,10 +15,10 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import Memory
+from megalite.planner.choice import SEARCHED, Choice
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.search import Found, fullest_rank, search
-from megalite.planner.space import SEARCHED, Choice
 from megalite.planner.stages import Timer
 
 USUAL = "h100_sxm"  # the cluster where none is named

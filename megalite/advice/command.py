@@ -21,10 +21,10 @@ from megalite.config.files import check_output, exists, write_whole
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
 from megalite.plan.fit import GIB
+from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
-from megalite.planner.space import choice_of
 from megalite.planner.texts import seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order

@@ -8,9 +8,9 @@ from megalite.advice.asked import Asked
 from megalite.advice.rows import fits_text, layout_text
 from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory
+from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
-from megalite.planner.space import choice_of
 from megalite.planner.texts import PARTS, step_text
 from megalite.terminal import table
 

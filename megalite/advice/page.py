@@ -21,9 +21,9 @@ from megalite.config.schema import Config
 from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory
 from megalite.plan.pipeline import micro_batches
+from megalite.planner.choice import choice_of
 from megalite.planner.predict import Prediction, timeline
 from megalite.planner.search import Found, Result, fullest_rank
-from megalite.planner.space import choice_of
 from megalite.planner.texts import seconds_text, step_text
 from megalite.planner.traffic import flows
 from megalite.schedule.draw import draw_svg

@@ -7,10 +7,10 @@ from megalite.advice.page_html import columns, paragraph, section, table
 from megalite.advice.page_lines import Axis, Line, line_chart
 from megalite.advice.rows import layout_text, pareto
 from megalite.advice.scaling import Point, scaling
+from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Result
-from megalite.planner.space import choice_of
 from megalite.planner.texts import seconds_text
 from megalite.terminal import scaled
 

@@ -8,9 +8,9 @@ from rich.text import Text
 from megalite.advice.asked import Asked
 from megalite.config.schema import SCHEDULES
 from megalite.plan.fit import GIB
+from megalite.planner.choice import Choice
 from megalite.planner.goodput import DAY, Run, goodput, run_of
 from megalite.planner.search import Found, Result
-from megalite.planner.space import Choice
 from megalite.planner.texts import money, step_text
 from megalite.terminal import scaled, table
 

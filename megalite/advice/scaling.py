@@ -7,9 +7,9 @@ from megalite.advice.asked import Asked
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.planner.choice import Choice, choice_of
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.search import fullest_rank, search
-from megalite.planner.space import Choice, choice_of
 
 FACTORS = (Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))
 

@@ -19,8 +19,9 @@ from megalite.plan.memory import Memory, each_rank
 from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.walk import HOST, Walk
+from megalite.planner.choice import Choice
 from megalite.planner.predict import Prediction, predict, step_seconds
-from megalite.planner.space import Choice, Shape, Space
+from megalite.planner.space import Shape, Space
 from megalite.planner.stages import Timer
 from megalite.schedule.actions import Action
 from megalite.schedule.generate import NAMES
@@ -96,7 +97,7 @@ def search(
 ) -> Found:
     """The `wanted` fastest layouts of `config` on `gpus` GPUs that need at most `limit` bytes.
 
-    pins: keys of `space.SEARCHED` with the values that stay. offload: whether tensors may be moved to host memory.
+    pins: keys of `choice.SEARCHED` with the values that stay. offload: whether tensors may be moved to host memory.
     exhaustive: simulate every layout and walk through its memory, whatever bounds and estimates say.
     """
     space, found, number = Space(config, gpus, timer, pins or {}, offload), Found(), count()
@@ -116,7 +117,7 @@ def search(
         elif node.fits is None and node.choice is not None:
             found.walked += 1
             needed = _likely_fullest(node.plan, limit)
-            space.learn(node.choice, needed)
+            space.estimate.learn(node.choice, needed)
             if needed > limit:
                 found.too_large(needed, node.choice)
             else:
@@ -137,18 +138,18 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
     """What a node leads to, with bounds."""
     if node.choice is None:
         for bound, choice in space.sharings(node.shape):
-            if space.memory(choice) <= room:
+            if space.estimate.memory(choice) <= room:
                 yield bound, Node(node.shape, choice)
     elif not node.whole:
         for bound, choice in space.choices(node.shape, node.choice):
             found.layouts += 1
-            needed = space.memory(choice)
+            needed = space.estimate.memory(choice)
             if needed <= room:
                 yield bound, Node(node.shape, choice, whole=True)
             else:
                 found.too_large(needed, choice)
-    elif space.memory(node.choice) > room:  # as was learned meanwhile
-        found.too_large(space.memory(node.choice), node.choice)
+    elif space.estimate.memory(node.choice) > room:  # as was learned meanwhile
+        found.too_large(space.estimate.memory(node.choice), node.choice)
     elif plan := _plan(space, node.choice):
         found.timed += 1
         yield step_seconds(plan, space.timer, SHORT), Node(node.shape, node.choice, True, plan)

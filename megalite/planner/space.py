@@ -7,19 +7,17 @@ that the search needs to look at few of them closely; choices also have one of t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
-from megalite.plan.activations import BYTES, Activations
 from megalite.plan.pipeline import placement
-from megalite.plan.recompute_modes import MODES, Mode
-from megalite.plan.size import layer_parameters
 from megalite.plan.split import split_of
 from megalite.planner.bounds import Chain, Passes, chains
+from megalite.planner.choice import Choice, Method, Recomputed, mode_of
+from megalite.planner.estimate import Estimate
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
@@ -30,99 +28,6 @@ LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 PLAIN = ("1f1b", "gpipe")  # schedules of one stage a rank with whole backward passes
-ALIKE = 0.95  # of the bytes beside states: siblings that a layout differs from have at least as many
-# Keys that a search decides, unless they are pinned.
-SEARCHED = (
-    "parallel.tp",
-    "parallel.cp",
-    "parallel.context.method",
-    "parallel.pp",
-    "parallel.pipeline.schedule",
-    "parallel.pipeline.virtual_stages",
-    "parallel.pipeline.split",
-    "parallel.dp_replicate",
-    "parallel.dp_shard",
-    "parallel.data.mode",
-    "batch.micro",
-    "train.recompute",
-    "train.offload_activations",
-    "optim.offload",
-)
-
-
-Method = Literal["ring", "ulysses", "all_gather"]
-Recomputed = Literal["none", "selective", "full", "budget"]
-
-
-class Choice(NamedTuple):
-    """A layout, as far as a search decides it."""
-
-    tp: int
-    cp: int
-    method: Method
-    pp: int
-    micro: int
-    recompute: Recomputed
-    schedule: str
-    virtual: int | None
-    replicas: int
-    shards: int
-    mode: DataMode
-    offload_activations: bool
-    offload_optimizer: bool
-
-    def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
-        """`config` with this layout. What is pinned and not part of a choice stays as it is."""
-        parallel, train = config.parallel, config.train
-        free = "train.recompute" not in pins
-        return replace(
-            config,
-            parallel=replace(
-                parallel,
-                tp=self.tp,
-                cp=self.cp,
-                pp=self.pp,
-                dp_replicate=self.replicas,
-                dp_shard=self.shards,
-                context=replace(parallel.context, method=self.method),
-                data=replace(parallel.data, mode=self.mode),
-                pipeline=replace(
-                    parallel.pipeline,
-                    schedule=self.schedule,
-                    virtual_stages=self.virtual,
-                    split=parallel.pipeline.split if "parallel.pipeline.split" in pins else None,
-                ),
-            ),
-            batch=replace(config.batch, micro=self.micro, memory=None),
-            train=replace(
-                train,
-                recompute=self.recompute,
-                recompute_every=1 if free else train.recompute_every,
-                recompute_budget=None if free else train.recompute_budget,
-                offload_activations=self.offload_activations,
-            ),
-            optim=replace(config.optim, offload=self.offload_optimizer),
-        )
-
-
-def choice_of(config: Config) -> Choice:
-    """The layout of a checked configuration."""
-    parallel = config.parallel
-    return Choice(
-        parallel.tp,
-        parallel.cp,
-        parallel.context.method,
-        parallel.pp,
-        config.batch.micro_size,
-        config.train.recompute,
-        parallel.pipeline.schedule,
-        parallel.pipeline.virtual_stages,
-        parallel.dp_replicate,
-        parallel.layout.dp_shard,
-        parallel.data.mode,
-        config.train.offload_activations,
-        config.optim.offload,
-    )
 
 
 @dataclass(frozen=True)
@@ -150,14 +55,11 @@ class Space:
         self.kinds: dict[Any, int] = {}
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
-        self._known: dict[tuple[int, int, int, str], Activations] = {}
-        self._keep: dict[tuple[object, ...], int] = {}
         self._times: dict[tuple[object, ...], Passes] = {}
-        self._learned: dict[Choice, float] = {}
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
         self._waits: dict[tuple[object, ...], list[Chain]] = {}
         self._gathers: dict[tuple[object, ...], tuple[float, float]] = {}
-        self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in self.kinds}
+        self.estimate = Estimate(config, pins, self.kinds)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes that some layout may fit into `limit` bytes."""
@@ -168,7 +70,7 @@ class Space:
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
-                                needed = self.memory(first)
+                                needed = self.estimate.memory(first)
                                 if needed <= limit:
                                     yield self._shape(first)
                                 elif self.tightest is None or needed < self.tightest[0]:
@@ -193,91 +95,9 @@ class Space:
                 )
                 yield self._bound(shape, choice, schedule), choice
 
-    def memory(self, choice: Choice) -> float:
-        """Bytes of the fullest rank, estimated: states, gathered weights, gradients, activations in flight.
-
-        A walk through the schedule finds up to a third more, and not less. `learn` makes the estimate closer.
-        """
-        states, gradients = self._states_of(choice), self._gradients(choice)
-        if beside := self._learned.get(_beside(choice)):
-            return states + gradients + beside
-        flying = self._flying(choice)
-        if self._micro_batches(choice) > choice.pp and choice.schedule != "gpipe":
-            return states + gradients + flying
-        return states + max(gradients, flying)  # gradients come as activations go
-
-    def learn(self, choice: Choice, walked: float) -> None:
-        """Remember what a walk through the schedule of a layout found.
-
-        It holds for all that differ from it in nothing but how states are shared out over ranks.
-        """
-        known = self._states_of(choice) + self._gradients(choice)
-        self._learned.setdefault(_beside(choice), ALIKE * (walked - known))
-
-    def _flying(self, choice: Choice) -> float:
-        """Bytes of the activations that the first pipeline rank keeps; and alone, of the output layer's."""
-        if choice.offload_activations:
-            return 0.0
-        m = self._micro_batches(choice)
-        flying = min(m, choice.pp) if choice.schedule != "gpipe" else m
-        if choice.schedule == "zb_h2":
-            flying = min(m, 2 * choice.pp - 1)
-        layers = self.model.layers
-        each = self._kept(choice) * min(1 / choice.pp, layers // choice.pp / layers) * flying
-        if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
-            virtual = choice.virtual or 2
-            first = layers // (choice.pp * virtual) * virtual / layers  # of all layers, those on the first rank
-            each = self._kept(choice) * first * flying
-            each *= min(1 + (choice.pp - 1) / (choice.pp * virtual), m / flying)
-        return each + (self._sizes(choice).outside(1)[0] if choice.pp == 1 else 0)
-
-    def _micro_batches(self, choice: Choice) -> int:
-        return self.config.batch.global_ // (choice.replicas * choice.shards * choice.micro)
-
-    def _states_of(self, choice: Choice) -> float:
-        """Bytes of parameters, optimizer states and gathered weights."""
-        held, shards = self._held(choice)
-        element = BYTES[self.config.train.precision]
-        wide = max(element, 4)
-        needed = (1 if choice.offload_optimizer else 1 + self._states) * wide * held / shards
-        if choice.mode != "zero3" and self.config.train.precision == "bf16":
-            needed += element * held
-        return needed
-
-    def _gradients(self, choice: Choice) -> float:
-        """Bytes of the gradients of a step."""
-        held, shards = self._held(choice)
-        wide = max(BYTES[self.config.train.precision], 4)
-        return wide * held / (shards if choice.mode in ("zero2", "zero3") else 1)
-
-    def _held(self, choice: Choice) -> tuple[float, int]:
-        """Parameters of a pipeline rank before they are sharded, and over how many ranks they are."""
-        parameters = sum(self.layer_parameters[kind] * count for kind, count in self.kinds.items())
-        held = (parameters + self.model.vocab_size * self.model.width) / choice.pp / choice.tp
-        return held, choice.shards * choice.cp if choice.mode != "ddp" else 1
-
-    def _kept(self, choice: Choice) -> float:
-        """Bytes that all layers keep of a micro-batch."""
-        mode = "full" if choice.recompute == "budget" else _mode(choice)
-        key = choice.tp, choice.cp, choice.micro, choice.method, mode
-        if key not in self._keep:
-            sizes = self._sizes(choice)
-            self._keep[key] = sum(sizes.layer_bytes(kind, mode) * count for kind, count in self.kinds.items())
-        return self._keep[key]
-
-    @cached_property
-    def _states(self) -> int:
-        return 2 if self.config.optim.name == "adamw" else 1
-
-    def _sizes(self, choice: Choice) -> Activations:
-        key = choice.tp, choice.cp, choice.micro, choice.method
-        if key not in self._known:
-            self._known[key] = Activations(choice.applied(self.config, self.pins))
-        return self._known[key]
-
     def _work(self, choice: Choice) -> Work:
         """A micro-batch of the layout, for layers without windows that recompute nothing."""
-        return work_of(self._sizes(choice).config)
+        return work_of(self.estimate.sizes(choice).config)
 
     def _pinned(self, key: str, otherwise: Any) -> Any:
         return [self.pins[key]] if key in self.pins else otherwise()
@@ -335,7 +155,7 @@ class Space:
         if key not in self._times:
             times = {
                 kind: self.timer.layer(
-                    replace(base, recompute=_mode(choice), window=kind.attention.window_in(base.sequence))
+                    replace(base, recompute=mode_of(choice), window=kind.attention.window_in(base.sequence))
                 )
                 for kind in self.kinds
             }
@@ -448,17 +268,7 @@ class Space:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
             gathered = scattered = 0.0
             for kind, count in self.kinds.items():
-                there, back, over = shared.times(self.layer_parameters[kind] / choice.tp)
+                there, back, over = shared.times(self.estimate.layer_parameters[kind] / choice.tp)
                 gathered, scattered = gathered + count * there, scattered + count * (back + over)
             self._gathers[key] = gathered, scattered
         return self._gathers[key]
-
-
-def _beside(choice: Choice) -> Choice:
-    """What the bytes beside a layout's states depend on, in a choice of its own."""
-    return choice._replace(mode="zero1", replicas=1, shards=choice.replicas * choice.shards)
-
-
-def _mode(choice: Choice) -> Mode:
-    """How layers recompute; those under a budget are at least as fast as without."""
-    return next((mode for mode in MODES if mode == choice.recompute), "none")

@@ -7,9 +7,10 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.memory import memory_of_ranks
 from megalite.planner import search as searching
+from megalite.planner.choice import Choice
 from megalite.planner.hardware import load_cluster
 from megalite.planner.search import Found, search
-from megalite.planner.space import Choice, Space
+from megalite.planner.space import Space
 from megalite.planner.stages import Timer
 
 GIB = 2**30

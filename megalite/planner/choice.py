@@ -1,0 +1,107 @@
+"""A layout as far as a search decides it, and how a configuration gets it. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from megalite.config.schema import Config
+from megalite.plan.recompute_modes import MODES, Mode
+from megalite.planner.work import DataMode
+
+# Keys that a search decides, unless they are pinned.
+SEARCHED = (
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.context.method",
+    "parallel.pp",
+    "parallel.pipeline.schedule",
+    "parallel.pipeline.virtual_stages",
+    "parallel.pipeline.split",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.data.mode",
+    "batch.micro",
+    "train.recompute",
+    "train.offload_activations",
+    "optim.offload",
+)
+
+
+Method = Literal["ring", "ulysses", "all_gather"]
+Recomputed = Literal["none", "selective", "full", "budget"]
+
+
+class Choice(NamedTuple):
+    """A layout, as far as a search decides it."""
+
+    tp: int
+    cp: int
+    method: Method
+    pp: int
+    micro: int
+    recompute: Recomputed
+    schedule: str
+    virtual: int | None
+    replicas: int
+    shards: int
+    mode: DataMode
+    offload_activations: bool
+    offload_optimizer: bool
+
+    def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
+        """`config` with this layout. What is pinned and not part of a choice stays as it is."""
+        parallel, train = config.parallel, config.train
+        free = "train.recompute" not in pins
+        return replace(
+            config,
+            parallel=replace(
+                parallel,
+                tp=self.tp,
+                cp=self.cp,
+                pp=self.pp,
+                dp_replicate=self.replicas,
+                dp_shard=self.shards,
+                context=replace(parallel.context, method=self.method),
+                data=replace(parallel.data, mode=self.mode),
+                pipeline=replace(
+                    parallel.pipeline,
+                    schedule=self.schedule,
+                    virtual_stages=self.virtual,
+                    split=parallel.pipeline.split if "parallel.pipeline.split" in pins else None,
+                ),
+            ),
+            batch=replace(config.batch, micro=self.micro, memory=None),
+            train=replace(
+                train,
+                recompute=self.recompute,
+                recompute_every=1 if free else train.recompute_every,
+                recompute_budget=None if free else train.recompute_budget,
+                offload_activations=self.offload_activations,
+            ),
+            optim=replace(config.optim, offload=self.offload_optimizer),
+        )
+
+
+def choice_of(config: Config) -> Choice:
+    """The layout of a checked configuration."""
+    parallel = config.parallel
+    return Choice(
+        parallel.tp,
+        parallel.cp,
+        parallel.context.method,
+        parallel.pp,
+        config.batch.micro_size,
+        config.train.recompute,
+        parallel.pipeline.schedule,
+        parallel.pipeline.virtual_stages,
+        parallel.dp_replicate,
+        parallel.layout.dp_shard,
+        parallel.data.mode,
+        config.train.offload_activations,
+        config.optim.offload,
+    )
+
+
+def mode_of(choice: Choice) -> Mode:
+    """How layers recompute; those under a budget are at least as fast as without."""
+    return next((mode for mode in MODES if mode == choice.recompute), "none")

@@ -81,8 +81,8 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 18
-    outputs = {}
+    assert len(tour) == 19
+    outputs, shown = {}, []
     for line in tour:
         words = shlex.split(line)
         if words[:2] == ["megalite", "train"]:
@@ -93,14 +93,16 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         outputs[" ".join(words[:2])] = done.stdout
+        shown += [done.stdout] * (words[:2] == ["megalite", "show"])
     assert "resuming at step 2, sample " in outputs["megalite train"]
     assert "step 4/4" in outputs["megalite train"]
     assert "step-00000004: intact" in outputs["megalite-inspect-checkpoint verify"]
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
-    assert "measured" in outputs["megalite show"]
+    assert "measured" in shown[-2]
+    assert "NVIDIA H100" in shown[-1]
     planned = outputs["megalite plan"]  # as the page shows it
     assert "1  pp 2 interleaved_1f1b v 6 · dp 32 zero1 · micro 1 " in planned
-    assert "9,146" in planned
+    assert "9,096" in planned
     assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000
     assert outputs["megalite-generate runs/small"].startswith("Once")
     assert outputs["megalite-generate hf:runs/small_hf"].startswith("Once")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.errors import InputError
-from megalite.config.schema import SCHEDULES, Config, Parallel, Pipeline, Train
+from megalite.config.schema import Config, Parallel, Pipeline, Train
 from megalite.plan.pipeline import as_full, table_of
 from megalite.plan.recompute_modes import (
     GIB,
@@ -25,7 +25,7 @@ from megalite.plan.recompute_modes import (
     in_flight,
     kept_by_rank,
 )
-from megalite.schedule.generate import build
+from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
 
 COSTS: dict[Mode, Cost] = {"none": Cost(1.0, 30), "selective": Cost(1.1, 20), "full": Cost(1.4, 5)}
@@ -165,7 +165,7 @@ def test_the_least_limit_that_would_do_is_told_and_does() -> None:
         choose_for_all(everywhere(big, held), held, [0, 0], 0.732)
 
 
-@given(st.sampled_from([*SCHEDULES]), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40))
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40))
 def test_as_many_are_in_flight_in_the_shorter_schedule(name: str, p: int, v: int, m: int) -> None:
     pipeline = Pipeline(name, v if name == "interleaved_1f1b" else None)
     config = Config(parallel=Parallel(pp=p, dp_shard=1, pipeline=pipeline))

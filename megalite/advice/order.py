@@ -9,12 +9,12 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.automatic import costs_of
 from megalite.plan.memory import memory_of_ranks
-from megalite.plan.pipeline import micro_batches, uses_fsdp
+from megalite.plan.pipeline import micro_batches, sharded, sharding_mode
 from megalite.plan.resolved import resolve
-from megalite.plan.walk import HOST, Walk
+from megalite.plan.walk import Walk, on_device
 from megalite.planner.predict import transfer_seconds
 from megalite.schedule.actions import Table
-from megalite.schedule.communication import add_sharding, communicate
+from megalite.schedule.communication import communicate
 from megalite.schedule.problem import StageCosts
 from megalite.schedule.search import search
 
@@ -90,19 +90,8 @@ def _order(asked: Asked, config: Config) -> Order | None:
             return None
         each = tuple(stage.times for stage in stages)
         table = Table("searched", m, plan.placement, communicate(found.orders, plan.placement, each), each)
-        whole = _with_sharding(config, table)
-        walked = resolve(config, tables={m: whole})
-        memory_of = [
-            sum(size for (kind, _), size in Walk(walked, m, pp).run().items() if kind != HOST)
-            for pp in range(config.parallel.pp)
-        ]
+        walked = resolve(config, tables={m: sharded(table, sharding_mode(config))})
+        memory_of = [on_device(Walk(walked, m, pp).run()) for pp in range(config.parallel.pp)]
         if max(memory_of) <= asked.limit:
             return Order(config, table, max(memory_of), found.makespan)
     return None
-
-
-def _with_sharding(config: Config, table: Table) -> Table:
-    if not uses_fsdp(config):
-        return table
-    mode = config.parallel.data.mode
-    return add_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))

@@ -38,7 +38,7 @@ from megalite.plan.instant import Instant
 from megalite.plan.parts import Item
 from megalite.plan.pipeline import actions, as_full, fullest_steps
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.walk import HOST, Walk
+from megalite.plan.walk import HOST, Walk, on_device
 
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
 
@@ -55,7 +55,7 @@ class Memory:
     @property
     def total(self) -> int:
         """Bytes of all kinds on the device."""
-        return sum(size for (kind, _), size in self.bytes.items() if kind != HOST)
+        return on_device(self.bytes)
 
     def of(self, kind: str) -> dict[str, int]:
         """Bytes of one kind by component."""

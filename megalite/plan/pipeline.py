@@ -64,7 +64,7 @@ def table_of(config: Config, m: int | None = None) -> Table:
     """
     pipeline, p = config.parallel.pipeline, config.parallel.pp
     m = m or micro_batches(config)
-    mode = config.parallel.data.mode if uses_fsdp(config) else None
+    mode = sharding_mode(config)
     _refuse_endless(config, m)
     if pipeline.schedule == AUTO:
         table = _searched(wanted(config, m), mode)
@@ -164,9 +164,19 @@ def _ready(table: Table, schedule: str, mode: str | None) -> Table:
     """The table, checked, with the sharding of `mode`; None: without FSDP2."""
     if problems := check(table):
         raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
+    return sharded(table, mode)
+
+
+def sharded(table: Table, mode: str | None) -> Table:
+    """The table with what `mode` gathers and reduces; None: without FSDP2, which does neither."""
     if mode is None:
         return table
     return add_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))
+
+
+def sharding_mode(config: Config) -> str | None:
+    """The data mode of `config`; None without FSDP2."""
+    return config.parallel.data.mode if uses_fsdp(config) else None
 
 
 def _version(path: Path) -> tuple[int, ...] | None:

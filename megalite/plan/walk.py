@@ -1,7 +1,7 @@
 """A walk through one pipeline rank's program that adds up the bytes held; `plan.memory` explains the letters."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,11 @@ from megalite.schedule.reductions import reductions
 HOST = "host memory"
 ADDING, REDUCING = "adding up gradients", "reducing gradients"  # moments of a part
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
+
+
+def on_device(held: Mapping[Item, int]) -> int:
+    """Bytes of all kinds but host memory."""
+    return sum(size for (kind, _), size in held.items() if kind != HOST)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megalite.config.validate import check
 from megalite.plan.memory import Memory, each_rank
 from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.walk import HOST, Walk
+from megalite.plan.walk import Walk, on_device
 from megalite.planner.choice import Choice
 from megalite.planner.predict import Prediction, predict, step_seconds
 from megalite.planner.space import Shape, Space
@@ -191,8 +191,7 @@ def _likely_fullest(plan: Plan, limit: float) -> int:
     layers = [sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(pp)]
     ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
     for rank in sorted(ranks, key=lambda rank: -kept[rank]):
-        held = Walk(plan, m, rank).run()
-        most = max(most, sum(size for (kind, _), size in held.items() if kind != HOST))
+        most = max(most, on_device(Walk(plan, m, rank).run()))
         if most > limit:
             break
     return most

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from megalite.config.schema import Config
 from megalite.plan.automatic import wanted
-from megalite.plan.pipeline import table_of, uses_fsdp
+from megalite.plan.pipeline import sharded, sharding_mode, table_of, uses_fsdp
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.clock import Clock
-from megalite.schedule.communication import add_sharding, communicate
+from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, NAMES, orders_of
 from megalite.schedule.reductions import reductions
 
@@ -58,12 +58,10 @@ class Tables:
             return table_of(config, m)
         key = *self._key(config, m), transfers
         if key not in self._tables:
-            pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
+            pipeline = config.parallel.pipeline
             placement, orders = orders_of(pipeline.schedule, config.parallel.pp, m, pipeline.stages_per_rank)
             table = Table(pipeline.schedule, m, placement, communicate(orders, placement) if transfers else orders)
-            if uses_fsdp(config):
-                table = add_sharding(table, gather=mode != "zero3", reduce_each=mode in ("zero2", "zero3"))
-            self._tables[key] = table
+            self._tables[key] = sharded(table, sharding_mode(config))
         return self._tables[key]
 
     def clock(self, config: Config, m: int) -> Clock[Cost]:

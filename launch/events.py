@@ -1,0 +1,65 @@
+"""`events.jsonl`: what was decided about a run and what befell it, a line of JSON each.
+
+Every line has `time` (seconds since the epoch), `event` (its kind), `by` (who wrote it), `text` (a sentence for people)
+and details. The file is only ever appended to, by several writers: a line is one write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+LONGEST = 16_000  # characters of a text: a line should be one write
+
+
+def append_event(path: Path, event: str, by: str, text: str, **details: Any) -> Event:
+    """Add an event to the file `path`. Returns it. Raises OSError if it cannot be written."""
+    record: Event = {"time": time.time(), "event": event, "by": by, **details, "text": text[:LONGEST]}
+    line = (json.dumps(record, allow_nan=False) + "\n").encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    try:
+        if _half_written(path):
+            line = b"\n" + line
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+    return record
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events in the order they were written; a line that is none is passed over. No file: no events.
+
+    Raises OSError if there is a file that cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [event for event in map(_parsed, text.splitlines()) if event is not None]
+
+
+def _half_written(path: Path) -> bool:
+    """Whether the last line has no end: its writer was killed, or the disk was full."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _parsed(line: str) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, Mapping) or not isinstance(event.get("event"), str):
+        return None
+    moment = event.get("time")
+    numeric = isinstance(moment, (int, float)) and not isinstance(moment, bool)
+    return dict(event) if numeric else None

@@ -1,0 +1,74 @@
+"""Where the files about a run's starts lie in its run folder, and how they are named.
+
+A run is started by jobs. Slurm may restart a job, and within one start of a job the supervisor may start the ranks
+several times: these are its attempts. An attempt is named JOB.RESTART.NUMBER, as in `4711.0.2`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
+CHECKPOINT = re.compile(r"step-(\d{1,15})")
+NAME = re.compile(r"(?P<job>[A-Za-z0-9_-]+)\.(?P<restart>\d{1,9})\.(?P<number>\d{1,9})")
+
+
+@dataclass(frozen=True, order=True)
+class Attempt:
+    """The name of an attempt."""
+
+    job: str  # Slurm's id of the job, or `local-TIME`
+    restart: int  # how often Slurm has restarted the job
+    number: int  # attempts before this one, in this start of the job
+
+    def __str__(self) -> str:
+        return f"{self.job}.{self.restart}.{self.number}"
+
+    @staticmethod
+    def parse(name: str) -> Attempt | None:
+        """The attempt of this name; None if it is no such name."""
+        found = NAME.fullmatch(name)
+        return found and Attempt(found["job"], int(found["restart"]), int(found["number"]))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of what the launcher, the supervisor and the ranks tell each other in the folder of a run."""
+
+    path: Path
+
+    @property
+    def events(self) -> Path:
+        """Decisions about the run, a line of JSON each; see `events`."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """What training reports; docs/metrics.md."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    def attempt(self, attempt: Attempt) -> Path:
+        """The folder in which ranks say how they have ended; see `outcome`."""
+        return self.attempts / str(attempt)
+
+    def logs(self, attempt: Attempt) -> Path:
+        """The folder of what ranks have printed: NODE-RANK.log of each."""
+        return self.path / "logs" / str(attempt)
+
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        try:
+            found = [CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.iterdir()]
+        except OSError:
+            return 0
+        return max((int(name[1]) for name in found if name), default=0)

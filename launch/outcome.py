@@ -1,0 +1,96 @@
+"""How an attempt has ended, as its ranks say it: exit codes that pass through srun or torchrun cannot be trusted.
+
+In the folder of an attempt, a rank that fails writes `fail-RANK.json`, and rank 0 `outcome.json` when all have ended as
+they should. Whoever reads them may find neither, if ranks were killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+DONE, FAILED, BAD_INPUT, STOPPED, UNHEALTHY, LOST_CONTACT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # docs/exit_codes.md
+LARGEST = 2**20  # bytes of a report
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says as it ends before its time."""
+
+    time: float  # seconds since the epoch
+    rank: int
+    node: str
+    code: int  # its exit code
+    step: int  # that was under way; 0: none yet
+    text: str  # why; empty if others know better
+
+    @property
+    def follows(self) -> bool:
+        """Whether it may only follow from the failure of another rank."""
+        return self.code == LOST_CONTACT
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 says when all ranks have ended as they should."""
+
+    time: float
+    code: int  # DONE or STOPPED
+    step: int  # that is saved
+
+
+def write_failure(attempt: Path, failure: Failure) -> None:
+    """Raises OSError. The first report of a rank stays."""
+    _write(attempt / f"fail-{failure.rank:05d}.json", asdict(failure))
+
+
+def write_outcome(attempt: Path, code: int, step: int) -> None:
+    """Raises OSError."""
+    _write(attempt / "outcome.json", asdict(Outcome(time.time(), code, step)))
+
+
+def read_failures(attempt: Path) -> list[Failure]:
+    """All that can be read: causes before what may follow from them, and then the earliest first."""
+    found = [_read(path, Failure) for path in sorted(attempt.glob("fail-*.json"))]
+    failures = [failure for failure in found if isinstance(failure, Failure)]
+    return sorted(failures, key=lambda failure: (failure.follows, failure.time))
+
+
+def read_outcome(attempt: Path) -> Outcome | None:
+    found = _read(attempt / "outcome.json", Outcome)
+    return found if isinstance(found, Outcome) else None
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    """Write a file that is whole as soon as it has its name; one that is there already stays."""
+    if path.exists():
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(report, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _read(path: Path, kind: type[Failure] | type[Outcome]) -> Failure | Outcome | None:
+    """What is in a file; None if that is not whole, or not of this kind."""
+    try:
+        with path.open("rb") as file:
+            report = json.loads(file.read(LARGEST))
+        values = {field.name: report[field.name] for field in fields(kind)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    wanted: dict[str, Any] = {"float": (int, float), "int": int, "str": str}
+    right = all(isinstance(values[field.name], wanted[str(field.type)]) for field in fields(kind))
+    return kind(**values) if right else None

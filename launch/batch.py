@@ -1,0 +1,94 @@
+"""The batch script of a run under Slurm: options for sbatch, and the supervisor that looks after the job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UserError
+
+PACKAGE = Path(__file__).resolve().parent
+VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
+TIME = re.compile(r"(\d+-)?\d{1,4}(:\d{1,2}){0,2}")
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to ask Slurm for, and what to run there."""
+
+    run: Path  # the folder of the run
+    name: str
+    nodes: int  # that train
+    spares: int  # that wait to take the place of a node that fails
+    least_nodes: int  # with fewer healthy ones, the job does not train
+    ranks: int  # on each node: one per GPU
+    warning: int  # seconds before the time limit at which ranks are told to save and stop
+    options: Mapping[str, str]  # of sbatch, without dashes; an empty value: an option that takes none
+    srun: Sequence[str]  # options of srun, such as a container's
+    preflight: str  # off, light or full
+    python: str  # that runs the supervisor, outside of any container
+    megalite: str  # the command, as ranks call it
+    arguments: Sequence[str]  # of megalite train
+
+
+def batch_script(job: Job) -> str:
+    """The text of the script. Raises UserError for an option that Slurm would not take from a script."""
+    asked = {
+        "job-name": job.name,
+        "nodes": str(job.nodes + job.spares),
+        "ntasks-per-node": str(job.ranks),
+        "output": f"{job.run}/logs/slurm-%j.log",
+        "open-mode": "append",
+        "signal": f"B:USR2@{job.warning}",
+        "requeue": "",
+        "no-kill": "",
+        **job.options,
+    }
+    lines = [f"#SBATCH {_option(name, value)}" for name, value in asked.items()]
+    supervisor = [
+        *(job.python, str(PACKAGE), "supervise"),
+        *("--run", str(job.run), "--nodes", str(job.nodes), "--min-nodes", str(job.least_nodes)),
+        *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--preflight", job.preflight),
+        *(f"--srun={option}" for option in job.srun),
+    ]
+    command = [job.megalite, "train", *job.arguments]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# Written by megalite-launch. Submit it again with:  sbatch THIS_FILE",
+            *lines,
+            "exec " + _wrapped([*supervisor, "--", *command]),
+            "",
+        ]
+    )
+
+
+def _option(name: str, value: str) -> str:
+    """An option as a line of the script has it."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"--sbatch {name}: is no option of sbatch; give it without dashes, as in reservation=NAME")
+    if not value:
+        return f"--{name}"
+    if name == "output":  # a path, which may have any name
+        if any(character in value for character in '"\\\n'):
+            raise UserError(
+                f"{value}: a run folder under Slurm must have no quotes, backslashes or line ends in its name"
+            )
+        return f'--{name}="{value}"'
+    if not VALUE.fullmatch(value):
+        raise UserError(f"--{name} {value!r}: Slurm's scripts allow only letters, digits and {',:;=@%+/*()[]&|!._-'}")
+    return f"--{name}={value}"
+
+
+def _wrapped(words: Sequence[str]) -> str:
+    """A command for the shell, an option to a line."""
+    lines = [""]
+    for word in words:
+        if word.startswith("--") and lines[-1]:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {shlex.quote(word)}".strip()
+    return " \\\n    ".join(lines)

@@ -1,0 +1,50 @@
+"""Entry points of the installed programs, and how each of them ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from .errors import UserError
+from .outcome import BAD_INPUT, INTERRUPTED
+
+READER_LEFT = 141  # as the shell gives it for SIGPIPE
+PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
+    "launch": ("launcher", "start a run on this machine, by Slurm or on Kubernetes"),
+    "node": ("node", "start the ranks of one of several machines"),
+}
+
+
+def run(name: str, arguments: list[str] | None = None) -> int:
+    """Run a program and return its exit code. arguments: those of the command line, if None."""
+    program = f"megalite-{name}"
+    try:
+        try:
+            code: int = import_module(f".{PROGRAMS[name][0]}", __package__).main(arguments)
+            return code
+        finally:
+            sys.stdout.flush()
+    except UserError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more as it ends
+        return READER_LEFT
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{program}: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _program(name: str) -> Callable[[], int]:
+    return lambda: run(name)
+
+
+launch = _program("launch")
+node = _program("node")

@@ -1,0 +1,289 @@
+"""`megalite-launch`: checks a run, writes how it is started into its folder, starts it, and says what to watch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+from .batch import Job, batch_script
+from .checked import Checked, CheckFailed, check, find_megalite
+from .errors import UserError
+from .events import append_event, read_events
+from .kubernetes import Pods, manifest
+from .layout import RunFolder
+from .outcome import DONE
+
+JOB = re.compile(r"\d{1,15}")
+GRACE = 360  # seconds that a pod has to save: a step, a save and some reserve
+WARNING = 300  # seconds before Slurm's time limit
+PATIENCE = 120.0  # seconds that sbatch has
+EPILOG = """\
+CONFIG and KEY=VALUE are those of megalite train. Nothing is started where they are wrong.
+docs/clusters.md tells how to go from a laptop to a cluster, docs/launch.md what happens to a job there.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = _parse(arguments)
+    start: Callable[[argparse.Namespace], int] = args.start
+    try:
+        return start(args)
+    except CheckFailed as failed:
+        return failed.code
+
+
+def _local(args: argparse.Namespace) -> int:
+    """Start the supervisor on this machine, in this terminal."""
+    megalite = find_megalite(args.megalite)
+    checked = check(megalite, args.arguments, args.ranks)
+    command = [sys.executable, str(Path(__file__).parent), "supervise", "--backend", "local"]
+    command += ["--run", str(checked.folder), "--", megalite, "train", *args.arguments]
+    if args.dry_run:
+        print(shlex.join(command))
+        return DONE
+    _tell(checked, None)
+    sys.stdout.flush()
+    return subprocess.call(command)
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    megalite = find_megalite(args.megalite)
+    checked = check(megalite, args.arguments, args.nodes * args.gpus_per_node)
+    run = RunFolder(checked.folder)
+    options = dict(_setting(text) for text in args.sbatch)
+    for name in ("time", "partition", "account", "qos", "cpus_per_task"):
+        if getattr(args, name) is not None:
+            options[name.replace("_", "-")] = str(getattr(args, name))
+    if not args.cpus_only:
+        options.setdefault("gpus-per-node", str(args.gpus_per_node))
+    srun = list(args.srun)
+    if args.container is not None:
+        srun += [f"--container-image={args.container}"]
+        srun += [f"--container-mounts={args.mounts}"] if args.mounts is not None else []
+    job = Job(
+        run=run.path,
+        name=re.sub(r"[^A-Za-z0-9_.-]", "_", run.path.name),
+        nodes=args.nodes,
+        spares=args.spares,
+        least_nodes=args.min_nodes or args.nodes,
+        ranks=args.gpus_per_node,
+        warning=args.warning,
+        options=options,
+        srun=srun,
+        preflight=args.preflight,
+        python=args.python,
+        megalite=megalite,
+        arguments=args.arguments,
+    )
+    text = batch_script(job)
+    if args.dry_run:
+        print(text, end="")
+        return DONE
+    _refuse_a_second(run)
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch: is not on the PATH; run this on a login node of a Slurm cluster, or use --dry-run")
+    (run.path / "logs").mkdir(parents=True, exist_ok=True)
+    script = _write(run.path / "launch", "sbatch", text)
+    submitted = _submit(script)
+    say = f"submitted {script} as job {submitted}"
+    append_event(run.events, "submitted", "launcher", say, job=submitted, script=str(script))
+    _tell(checked, script)
+    print(f"job      {submitted}: squeue --job {submitted}")
+    print(f"save     scancel --batch --signal=USR1 {submitted}   saves and goes on later")
+    print(f"end      scancel {submitted}   saves and ends")
+    return DONE
+
+
+def _kubernetes(args: argparse.Namespace) -> int:
+    megalite = find_megalite(args.megalite)
+    checked = check(megalite, args.arguments, args.nodes * args.gpus_per_node)
+    pods = Pods(
+        name=args.name or re.sub(r"[^a-z0-9-]+", "-", checked.folder.name.lower()).strip("-"),
+        image=args.image,
+        nodes=args.nodes,
+        ranks=args.gpus_per_node,
+        gpu="" if args.cpus_only else args.gpu,
+        cpus=args.cpus,
+        memory=args.memory,
+        claims=args.claim,
+        retries=args.retries,
+        grace=args.grace,
+        arguments=args.arguments,
+        namespace=args.namespace,
+    )
+    text = manifest(pods)
+    if args.dry_run:
+        print(text, end="")
+        return DONE
+    script = _write(checked.folder / "launch", "yaml", text)
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        print(f"kubectl: is not on the PATH; start the run with:  kubectl apply -f {shlex.quote(str(script))}")
+    else:
+        done = subprocess.run([kubectl, "apply", "-f", str(script)], stdin=subprocess.DEVNULL, timeout=PATIENCE)
+        if done.returncode:
+            raise UserError(f"kubectl apply -f {script}: ended with {done.returncode}; it has told why")
+        say = f"applied {script} as job {pods.name}"
+        append_event(RunFolder(checked.folder).events, "submitted", "launcher", say, job=pods.name, script=str(script))
+    _tell(checked, script)
+    print(f"pods     kubectl get pods --selector app={pods.name}")
+    print(f"output   kubectl logs --follow job/{pods.name}")
+    print(f"end      kubectl delete --filename {shlex.quote(str(script))}   saves and ends")
+    return DONE
+
+
+def _refuse_a_second(run: RunFolder) -> None:
+    """Raises UserError if the latest job that was submitted for the run has not ended."""
+    jobs = [event.get("job") for event in read_events(run.events) if event["event"] == "submitted"]
+    squeue = shutil.which("squeue")
+    if not jobs or squeue is None or not JOB.fullmatch(str(jobs[-1])):
+        return
+    command = [squeue, "--noheader", "--jobs", str(jobs[-1]), "--format", "%T"]
+    try:
+        asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return  # the lock of the run folder keeps a second job out all the same
+    if asked.returncode == 0 and (state := asked.stdout.strip()):
+        raise UserError(
+            f"{run.path}: job {jobs[-1]} of this run is {state}; it goes on by itself. "
+            f"End it with scancel {jobs[-1]} first, or give run.name another name"
+        )
+
+
+def _submit(script: Path) -> str:
+    """The id of the job that Slurm has made of a script. Raises UserError if it has refused."""
+    command = ["sbatch", "--parsable", str(script)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"sbatch {script}: has not answered for {PATIENCE:g} s; see squeue --me") from None
+    if done.returncode:
+        raise UserError(f"sbatch {script}: {done.stderr.strip() or f'ended with {done.returncode}'}")
+    job = done.stdout.strip().partition(";")[0]
+    if not JOB.fullmatch(job):
+        raise UserError(
+            f"sbatch {script}: has answered {done.stdout[:100]!r}, which is no id of a job; see squeue --me"
+        )
+    return job
+
+
+def _write(folder: Path, end: str, text: str) -> Path:
+    """Write a new numbered file into a folder, which is made; nothing is overwritten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = folder / f"{number:03d}.{end}"
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def _tell(checked: Checked, script: Path | None) -> None:
+    folder = shlex.quote(str(checked.folder))
+    print(f"run      {folder}: {checked.layout}, steps {checked.steps}")
+    if script is not None:
+        print(f"script   {shlex.quote(str(script))}")
+    print(f"watch    megalite-status {folder} --follow")
+    print(f"errors   megalite-logs {folder}")
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name.lstrip("-"), value
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    top = argparse.ArgumentParser(
+        "megalite-launch", description="Start a run, and have it looked after.", epilog=EPILOG
+    )
+    top.add_argument("where", choices=tuple(WAYS), metavar="WHERE", help=", ".join(f"{w}: {WAYS[w][1]}" for w in WAYS))
+    where = top.parse_args(words[:1]).where
+    start, summary, add_options = WAYS[where]
+    parser = argparse.ArgumentParser(f"megalite-launch {where}", description=f"Start a run {summary}.", epilog=EPILOG)
+    parser.set_defaults(start=start)
+    parser.add_argument("arguments", nargs="+", metavar="CONFIG | KEY=VALUE", help="as for megalite train")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run, write and start nothing")
+    parser.add_argument(
+        "--megalite", metavar="PATH", help="the megalite command (default: beside this Python, or PATH)"
+    )
+    add_options(parser)
+    return parser.parse_intermixed_args(words[1:])  # overrides may come after options
+
+
+def _local_options(local: argparse.ArgumentParser) -> None:
+    local.add_argument("--ranks", type=_count, metavar="R", help="number of ranks (default: as the layout says)")
+
+
+def _cluster_options(way: argparse.ArgumentParser) -> None:
+    way.add_argument("--nodes", type=_count, required=True, metavar="N", help="nodes that train")
+    way.add_argument("--gpus-per-node", type=_count, default=8, metavar="G", help="ranks on each (default: 8)")
+    way.add_argument("--cpus-only", action="store_true", help="ask for no GPUs: the ranks train on CPUs")
+
+
+def _slurm_options(slurm: argparse.ArgumentParser) -> None:
+    _cluster_options(slurm)
+    slurm.add_argument(
+        "--spares", type=_count_or_none, default=0, metavar="K", help="further nodes, to replace bad ones"
+    )
+    slurm.add_argument("--min-nodes", type=_count, metavar="M", help="train on fewer, down to M (default: --nodes)")
+    for name, word in (("time", "LIMIT"), ("partition", "NAME"), ("account", "NAME"), ("qos", "NAME")):
+        slurm.add_argument(f"--{name}", metavar=word, help="as of sbatch")
+    slurm.add_argument("--cpus-per-task", type=_count, metavar="C", help="cores of a rank, as of sbatch")
+    slurm.add_argument("--container", metavar="IMAGE", help="run the ranks in it (pyxis: --container-image of srun)")
+    slurm.add_argument("--mounts", metavar="A:B,…", help="with --container: folders it sees (--container-mounts)")
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option; repeatable")
+    slurm.add_argument("--srun", action="append", default=[], metavar="OPTION", help="another, as --srun=--mpi=none")
+    slurm.add_argument("--preflight", choices=("off", "light", "full"), default="light", help="default: light")
+    slurm.add_argument("--python", default=sys.executable, metavar="PATH", help="3.9 or newer, for the supervisor")
+    slurm.add_argument(
+        "--warning", type=_count, default=WARNING, metavar="S", help=f"seconds to save in at the limit ({WARNING})"
+    )
+
+
+def _kubernetes_options(kubernetes: argparse.ArgumentParser) -> None:
+    _cluster_options(kubernetes)
+    kubernetes.add_argument("--image", required=True, metavar="IMAGE", help="that has megalite installed")
+    kubernetes.add_argument("--name", metavar="NAME", help="of the job (default: that of the run)")
+    kubernetes.add_argument("--namespace", metavar="NAME", help="where to start it")
+    kubernetes.add_argument(
+        "--claim", action="append", default=[], metavar="CLAIM:PATH", help="a volume all pods see; repeatable"
+    )
+    kubernetes.add_argument("--gpu", default="nvidia.com/gpu", metavar="RESOURCE", help="default: nvidia.com/gpu")
+    kubernetes.add_argument("--cpus", default="", metavar="Q", help="requested for each node, as in 96")
+    kubernetes.add_argument("--memory", default="", metavar="Q", help="requested for each node, as in 1500Gi")
+    kubernetes.add_argument(
+        "--retries", type=_count, default=100, metavar="N", help="failed pods in all (default: 100)"
+    )
+    kubernetes.add_argument(
+        "--grace", type=_count, default=GRACE, metavar="S", help=f"seconds that an evicted pod has to save ({GRACE})"
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 1 to 1000000")
+    return number
+
+
+def _count_or_none(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+WAYS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentParser], None]]] = {
+    "local": (_local, "on this machine, and again after a crash or hang", _local_options),
+    "slurm": (_slurm, "by Slurm, in one job that survives the loss of nodes", _slurm_options),
+    "kubernetes": (_kubernetes, "on Kubernetes, as an Indexed Job", _kubernetes_options),
+}

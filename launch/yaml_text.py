@@ -1,0 +1,35 @@
+"""Writes YAML for plain values: what people read in a manifest, without a library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # that YAML takes for something else
+
+
+def yaml_text(value: Any, indent: int = 0) -> str:
+    """Mappings, lists, texts, numbers and truth values as YAML, which ends in a line end."""
+    margin = " " * indent
+    if isinstance(value, Mapping) and value:
+        return "".join(f"{margin}{_scalar(key)}:{_inner(item, indent + 2)}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        lines = [yaml_text(item, indent + 2) for item in value]
+        return "".join(f"{margin}- {line[indent + 2 :]}" for line in lines)
+    return f"{margin}{_scalar(value)}\n"
+
+
+def _inner(value: Any, indent: int) -> str:
+    """What comes after the colon of a key."""
+    nested = isinstance(value, (Mapping, list, tuple)) and value
+    return f"\n{yaml_text(value, indent)}" if nested else f" {_scalar(value)}\n"
+
+
+def _scalar(value: Any) -> str:
+    """JSON is YAML, but for people a plain word needs no quotes."""
+    if isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS:
+        return value
+    return json.dumps(value)

@@ -35,6 +35,7 @@ class Pods:
     claims: Sequence[str]  # CLAIM:PATH, persistent volumes that all pods see
     retries: int  # failed pods, after which the Job is given up
     grace: int  # seconds that a pod has to save when it must go
+    directory: str  # in which the command runs, as pods see it
     arguments: Sequence[str]  # of megalite train
     namespace: str | None = None
 
@@ -100,6 +101,7 @@ def _pod(pods: Pods) -> dict[str, Any]:
             {
                 "name": "megalite",
                 "image": pods.image,
+                "workingDir": pods.directory,
                 # Without a shell around it: the first process of a container gets its signals.
                 "command": [
                     *("megalite-node", "--nodes", str(pods.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -55,8 +56,7 @@ def _local(args: argparse.Namespace) -> int:
 
 
 def _slurm(args: argparse.Namespace) -> int:
-    megalite = find_megalite(args.megalite)
-    checked = check(megalite, args.arguments, args.nodes * args.gpus_per_node)
+    checked = _checked(args)
     run = RunFolder(checked.folder)
     options = dict(_setting(text) for text in args.sbatch)
     for name in ("time", "partition", "account", "qos", "cpus_per_task"):
@@ -80,7 +80,7 @@ def _slurm(args: argparse.Namespace) -> int:
         srun=srun,
         preflight=args.preflight,
         python=args.python,
-        megalite=megalite,
+        megalite=args.megalite or ("megalite" if args.container or args.unchecked else find_megalite(None)),
         arguments=args.arguments,
     )
     text = batch_script(job)
@@ -103,8 +103,7 @@ def _slurm(args: argparse.Namespace) -> int:
 
 
 def _kubernetes(args: argparse.Namespace) -> int:
-    megalite = find_megalite(args.megalite)
-    checked = check(megalite, args.arguments, args.nodes * args.gpus_per_node)
+    checked = _checked(args)
     pods = Pods(
         name=args.name or re.sub(r"[^a-z0-9-]+", "-", checked.folder.name.lower()).strip("-"),
         image=args.image,
@@ -116,6 +115,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
         claims=args.claim,
         retries=args.retries,
         grace=args.grace,
+        directory=os.getcwd(),
         arguments=args.arguments,
         namespace=args.namespace,
     )
@@ -138,6 +138,14 @@ def _kubernetes(args: argparse.Namespace) -> int:
     print(f"output   kubectl logs --follow job/{pods.name}")
     print(f"end      kubectl delete --filename {shlex.quote(str(script))}   saves and ends")
     return DONE
+
+
+def _checked(args: argparse.Namespace) -> Checked:
+    """What would start on a cluster, after a check unless that is left to the job."""
+    ranks = args.nodes * args.gpus_per_node
+    if args.unchecked is not None:
+        return Checked(ranks, f"{ranks} ranks, not checked here", Path(args.unchecked).absolute(), "as configured")
+    return check(find_megalite(args.megalite), args.arguments, ranks)
 
 
 def _refuse_a_second(run: RunFolder) -> None:
@@ -229,6 +237,9 @@ def _local_options(local: argparse.ArgumentParser) -> None:
 def _cluster_options(way: argparse.ArgumentParser) -> None:
     way.add_argument("--nodes", type=_count, required=True, metavar="N", help="nodes that train")
     way.add_argument("--gpus-per-node", type=_count, default=8, metavar="G", help="ranks on each (default: 8)")
+    way.add_argument(
+        "--unchecked", metavar="RUN", help="megalite is not installed here: give the run's folder, the job checks"
+    )
     way.add_argument("--cpus-only", action="store_true", help="ask for no GPUs: the ranks train on CPUs")
 
 

@@ -32,4 +32,11 @@ def _scalar(value: Any) -> str:
     """JSON is YAML, but for people a plain word needs no quotes."""
     if isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS:
         return value
+    if isinstance(value, str):
+        return '"' + "".join(map(_escaped, value)) + '"'
     return json.dumps(value)
+
+
+def _escaped(character: str) -> str:
+    """JSON writes what is beyond 16 bits as two surrogates, which are no characters in YAML."""
+    return json.dumps(character)[1:-1] if ord(character) < 2**16 else f"\\U{ord(character):08x}"

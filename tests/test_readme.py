@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TESTED_PAGES = ("layout", "laptop_to_slurm", "extending")
+TESTED_PAGES = ("layout", "clusters", "extending")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

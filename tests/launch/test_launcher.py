@@ -1,0 +1,197 @@
+"""megalite-launch: what it writes and starts, with stand-ins for megalite, Slurm's commands and kubectl."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite_launch import launcher
+from megalite_launch.commands import run
+from megalite_launch.events import read_events
+from megalite_launch.yaml_text import yaml_text
+
+SLURM = ("slurm", "a config.yaml", "--nodes", "32")
+PODS = ("kubernetes", "a config.yaml", "--nodes", "2", "--image", "registry.example/megalite:1")
+MEGALITE = """#!/bin/sh
+echo "$@" >>asked
+[ -z "$REFUSED" ] || { echo "megalite: error: no such model" >&2; exit 2; }
+printf 'ranks   256\\nlayout  tp 8\\nfolder  runs/the run\\nsteps   0 to 10\\n'
+"""
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Runs megalite-launch in a folder whose `bin` has stand-ins; keywords are scripts of further commands."""
+    (tmp_path / "bin").mkdir()
+    for program in ("cp", "touch"):
+        (tmp_path / "bin" / program).symlink_to(str(shutil.which(program)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+
+    def start(*arguments: str, **scripts: str) -> int:
+        for name, text in {"megalite": MEGALITE, **scripts}.items():
+            (tmp_path / "bin" / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        try:
+            return run("launch", list(arguments))
+        except SystemExit as ended:  # argparse's
+            return int(str(ended.code))
+
+    return start
+
+
+def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--spares", "2", "--time", "2-00:00:00", "--partition", "gpu", "--sbatch", "reservation=week")
+    code = start(*SLURM, *options, "run.name=x y$(touch hurt)", sbatch='echo 4711; cp "$2" submitted')
+    assert code == 0
+    assert (
+        tmp_path / "asked"
+    ).read_text() == "train --check --world-size 256 -- a config.yaml run.name=x y$(touch hurt)\n"
+    folder = tmp_path / "runs" / "the run"
+    text = (folder / "launch" / "001.sbatch").read_text()
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    for wanted in ("--nodes=34", "--time=2-00:00:00", "--partition=gpu", "--reservation=week", "--requeue"):
+        assert wanted in directives
+    assert f'--output="{folder}/logs/slurm-%j.log"' in directives
+    command = shlex.split(text[text.index("exec ") :].replace("\\\n", " "))
+    assert command[command.index("--run") + 1] == str(folder)
+    assert command[command.index("--nodes") + 1] == "32"
+    assert command[command.index("--spares") + 1] == "2"
+    assert command[command.index("--") + 2 :] == ["train", "a config.yaml", "run.name=x y$(touch hurt)"]
+    (event,) = read_events(folder / "events.jsonl")
+    assert (event["event"], event["job"]) == ("submitted", "4711")
+    told = capsys.readouterr().out
+    assert f"megalite-status '{folder}' --follow" in told
+    assert "scancel 4711" in told
+    assert subprocess.run(["/bin/bash", "-n", str(folder / "launch" / "001.sbatch")]).returncode == 0
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_what_is_wrong_with_the_configuration_starts_nothing(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSED", "1")
+    assert start(*SLURM, sbatch="touch submitted") == 2
+    assert not (tmp_path / "submitted").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_where_megalite_is_only_in_the_image_the_job_checks(start: Start, tmp_path: Path) -> None:
+    options = ("--container", "image.sqsh", "--mounts", "/data:/data", "--unchecked", "runs/far")
+    assert start(*SLURM, *options, sbatch="echo 4711", megalite="touch hurt") == 0
+    text = (tmp_path / "runs/far/launch/001.sbatch").read_text()
+    assert "--srun=--container-image=image.sqsh" in text
+    assert "--srun=--container-mounts=/data:/data" in text
+    assert "-- megalite train 'a config.yaml'" in text
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_a_dry_run_writes_nothing(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (SLURM, PODS, ("local", "a config.yaml")):
+        assert start(*arguments, "--dry-run", sbatch="touch hurt", kubectl="touch hurt") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "bin"]
+    assert "#SBATCH --nodes=32" in capsys.readouterr().out
+
+
+def test_a_second_job_for_a_run_is_refused_while_the_first_is_there(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*SLURM, sbatch="echo 4711", squeue="exit 1") == 0
+    assert start(*SLURM, sbatch="touch hurt; echo 4712", squeue="echo RUNNING") == 2
+    assert "job 4711 of this run is RUNNING" in capsys.readouterr().err
+    assert not (tmp_path / "hurt").exists()
+    assert start(*SLURM, sbatch="echo 4713", squeue="exit 0") == 0  # it has ended
+    assert [event["job"] for event in read_events(tmp_path / "runs/the run/events.jsonl")] == ["4711", "4713"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scripts", "told"),
+    [
+        (SLURM, {}, "sbatch: is not on the PATH"),
+        (SLURM, {"sbatch": "echo 'invalid partition' >&2; exit 1"}, "invalid partition"),
+        (SLURM, {"sbatch": "echo 'what?'"}, "is no id of a job"),
+        (SLURM, {"megalite": "echo 1.0"}, "is not this version's megalite"),
+        ((*SLURM, "--megalite", "none"), {}, "--megalite none: is no program"),
+        ((*SLURM, "--partition", "a b"), {}, "--partition 'a b': Slurm's scripts allow only"),
+        ((*SLURM, "--sbatch", "a\nb=c"), {}, "is no option of sbatch"),
+        ((*SLURM, "--spares", "-1"), {}, "--spares"),
+        (("slurm", "a config.yaml"), {}, "--nodes"),
+        (("slurm", "--nodes", "0", "a config.yaml"), {}, "whole number from 1"),
+        (("cloud",), {}, "invalid choice: 'cloud'"),
+        ((*PODS, "--name", "A_b"), {}, "--name A_b: must be a name for Kubernetes"),
+        ((*PODS, "--claim", "data"), {}, "--claim data: must be CLAIM:PATH"),
+        ((*PODS, "--memory", "much"), {}, "--memory much: must be a quantity"),
+        (PODS, {"kubectl": "exit 1"}, "kubectl apply"),
+    ],
+)
+def test_bad_input(
+    start: Start, arguments: tuple[str, ...], scripts: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*arguments, **scripts) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) -> None:
+    options = ("--claim", "shared:/shared", "--memory", "1500Gi", "--gpus-per-node", "8", "run.name=$(HOME)")
+    assert start(*PODS, *options, kubectl='cp "$3" applied') == 0
+    service, job = yaml.safe_load_all((tmp_path / "applied").read_text())
+    assert (service["kind"], service["spec"]["clusterIP"], job["metadata"]["name"]) == ("Service", "None", "the-run")
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    rules = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert rules == {2: "FailJob", 4: "FailJob", 130: "FailJob", 3: "Ignore"}
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # else there is no failure policy
+    (container,) = pod["containers"]
+    assert container["command"][0] == "megalite-node"
+    assert container["workingDir"] == str(tmp_path)
+    assert container["command"][-3:] == ["train", "a config.yaml", "run.name=$$(HOME)"]
+    master = container["command"][container["command"].index("--master") + 1]
+    assert master == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert {"name": "claim-0", "mountPath": "/shared"} in container["volumeMounts"]
+
+
+def test_without_kubectl_the_manifest_is_there_to_be_applied(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*PODS) == 0
+    assert "kubectl apply -f" in capsys.readouterr().out
+    assert (tmp_path / "runs/the run/launch/001.yaml").exists()
+    assert start(*PODS) == 0
+    assert (tmp_path / "runs/the run/launch/002.yaml").exists()
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["yes", "1e3", "0x1", "a: b", "~", "-"]),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+def test_what_is_written_as_yaml_is_read_as_it_was(value: object) -> None:
+    assert yaml.safe_load(yaml_text(value)) == value
+
+
+def test_every_way_has_help(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    for way in launcher.WAYS:
+        assert start(way, "--help") == 0
+    assert start("--help") == 0
+    assert capsys.readouterr().out.count("usage: megalite-launch") == 4

@@ -28,7 +28,7 @@ LATE = """
 import os, signal, sys, time
 if os.environ["LOCAL_RANK"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
+    time.sleep(60)
 sys.exit(4)
 """
 

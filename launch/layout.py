@@ -6,13 +6,25 @@ several times: these are its attempts. An attempt is named JOB.RESTART.NUMBER, a
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
 NAME = re.compile(r"(?P<job>[A-Za-z0-9_-]+)\.(?P<restart>\d{1,9})\.(?P<number>\d{1,9})")
+
+
+def node_name() -> str:
+    """The name of this node: Slurm's, which may be another than that of the host, else that of the host, shortened."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def log_name(node: str, rank: int) -> str:
+    """The name of a rank's log in the folder of an attempt; srun makes the same of `%N-%t.log`."""
+    return f"{node}-{rank}.log"
 
 
 @dataclass(frozen=True, order=True)
@@ -62,7 +74,7 @@ class RunFolder:
         return self.attempts / str(attempt)
 
     def logs(self, attempt: Attempt) -> Path:
-        """The folder of what ranks have printed: NODE-RANK.log of each."""
+        """The folder of what ranks have printed; see `log_name`."""
         return self.path / "logs" / str(attempt)
 
     def newest_step(self) -> int:

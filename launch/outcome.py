@@ -10,7 +10,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,25 @@ class Outcome:
 
 
 def write_failure(attempt: Path, failure: Failure) -> None:
-    """Raises OSError. The first report of a rank stays."""
-    _write(attempt / f"fail-{failure.rank:05d}.json", asdict(failure))
+    """Raises OSError.
+
+    The first report of a rank stays. A later one with the same exit code may only give it another text: the rank has
+    found out more about what it had noted before.
+    """
+    path = attempt / f"fail-{failure.rank:05d}.json"
+    before = _read(path, Failure)
+    if isinstance(before, Failure):
+        if before.code != failure.code or failure.text in ("", before.text):
+            return
+        failure = replace(before, text=failure.text)
+    _write(path, asdict(failure))
 
 
 def write_outcome(attempt: Path, code: int, step: int) -> None:
-    """Raises OSError."""
-    _write(attempt / "outcome.json", asdict(Outcome(time.time(), code, step)))
+    """Raises OSError. The first outcome stays."""
+    path = attempt / "outcome.json"
+    if not path.exists():
+        _write(path, asdict(Outcome(time.time(), code, step)))
 
 
 def read_failures(attempt: Path) -> list[Failure]:
@@ -67,9 +79,7 @@ def read_outcome(attempt: Path) -> Outcome | None:
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
-    """Write a file that is whole as soon as it has its name; one that is there already stays."""
-    if path.exists():
-        return
+    """Write a file that is whole as soon as it has its name."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:

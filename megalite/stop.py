@@ -19,8 +19,12 @@ def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler
     return {number: signal.signal(number, handler) for number in heard}
 
 
-def end_at_once(interrupted: int = ExitCode.INTERRUPTED) -> dict[int, Handler]:
+def end_at_once(
+    interrupted: int = ExitCode.INTERRUPTED, last: Callable[[int], None] = lambda _: None
+) -> dict[int, Handler]:
     """Let the signals of `STOP` end this process with one line, whatever it is in the middle of; the handlers before.
+
+    last: called with the exit code, at last.
 
     The exit code is STOPPED, that of SIGINT `interrupted`. An exception would not do: modules that are being imported
     may lose it, or make another of it. Of many ranks the first speaks.
@@ -30,7 +34,9 @@ def end_at_once(interrupted: int = ExitCode.INTERRUPTED) -> dict[int, Handler]:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             with suppress(OSError):
                 os.write(2, f"megalite: stopped by {signal.Signals(number).name}\n".encode())
-        os._exit(interrupted if number == signal.SIGINT else ExitCode.STOPPED)
+        code = interrupted if number == signal.SIGINT else ExitCode.STOPPED
+        last(code)
+        os._exit(code)
 
     before = listen(end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # a batch script holds them up until there are handlers
@@ -69,9 +75,11 @@ def held_up() -> Iterator[None]:
 
 
 @contextmanager
-def ended_at_once(interrupted: int = ExitCode.INTERRUPTED) -> Iterator[None]:
+def ended_at_once(
+    interrupted: int = ExitCode.INTERRUPTED, last: Callable[[int], None] = lambda _: None
+) -> Iterator[None]:
     """`end_at_once`, meanwhile."""
-    before = end_at_once(interrupted)
+    before = end_at_once(interrupted, last)
     try:
         yield
     finally:

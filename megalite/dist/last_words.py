@@ -5,14 +5,20 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from megalite.dist.local import MEETING, error_file
 from megalite.dist.ranks import RankInfo
+from megalite.exit_codes import ExitCode
 from megalite.output import Outlet
+from megalite_launch.layout import ATTEMPT, RunFolder, node_name
+from megalite_launch.outcome import Failure, read_failures, write_failure, write_outcome
 
+PATIENCE = 5.0  # seconds that a rank which ends waits for a file system to take its report
 OUTCOME = "MEGALITE_OUTCOME"  # environment: a file for the exit code of the first rank to fail
 
 log = logging.getLogger("megalite")
@@ -25,6 +31,10 @@ def tell(code: int, text: str, rank_info: RankInfo) -> None:
     An empty `text` means that `code` is a verdict that needs no explanation.
     """
     note_outcome(code)
+    if code == ExitCode.STOPPED:
+        note_end(code, rank_info)
+    else:
+        note_failure(code, text, rank_info)
     with Outlet("last words"):  # which must not change the exit code
         if MEETING in os.environ:
             try:
@@ -45,6 +55,41 @@ def note_outcome(code: int) -> None:
         if outcome := os.environ.get(OUTCOME):
             with Path(outcome).open("x") as file:
                 file.write(f"{code}\n")
+
+
+def note_failure(code: int, text: str, rank_info: RankInfo, step: int = 0) -> None:
+    """Write down for the supervisor that this rank fails now, and why; before any politeness, as the time counts.
+
+    step: that was under way. Further notes of a failure may only add words to the first.
+    """
+    if attempt := os.environ.get(ATTEMPT):
+        failure = Failure(time.time(), rank_info.rank, node_name(), int(code), step, text)
+        _briefly(lambda: write_failure(Path(attempt), failure))
+
+
+def note_end(code: int, rank_info: RankInfo) -> None:
+    """Write down for the supervisor, on rank 0, that the ranks end as they should: with DONE or STOPPED."""
+
+    def write() -> None:
+        if not read_failures(folder):  # else Slurm ends the ranks that are left, and has asked nobody to stop
+            write_outcome(folder, int(code), RunFolder(folder.parent.parent).newest_step())
+
+    if rank_info.rank == 0 and (attempt := os.environ.get(ATTEMPT)):
+        folder = Path(attempt)
+        _briefly(write)
+
+
+def _briefly(write: Callable[[], None]) -> None:
+    """Write a report. Neither a file system that refuses it nor one that hangs may change how this rank ends."""
+
+    def attempt() -> None:
+        with suppress(OSError):
+            write()
+
+    with suppress(RuntimeError):  # no more threads
+        thread = threading.Thread(target=attempt, name="watchdog's report", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
 
 
 def _tell_launcher(code: int, text: str, rank_info: RankInfo) -> None:

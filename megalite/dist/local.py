@@ -20,6 +20,8 @@ from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import Outlet
 from megalite.stop import blocked, held_up, listen, restore
+from megalite_launch.layout import ATTEMPT, log_name, node_name
+from megalite_launch.outcome import Failure, write_failure
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
 LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
@@ -35,7 +37,7 @@ def error_file(meeting: Path, rank: int) -> Path:
 
 def log_file(logs: Path, rank: int) -> Path:
     """The file into which a rank without a terminal writes."""
-    return logs / f"rank_{rank:04d}.log"
+    return logs / (log_name(node_name(), rank) if ATTEMPT in os.environ else f"rank_{rank:04d}.log")
 
 
 def launch(
@@ -227,8 +229,9 @@ def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path 
     reports = [report for report in reports if report["code"] != ExitCode.STOPPED or report["rank"] in failed]
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
-        hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
-        print(f"megalite: rank {killed[0]} was killed by {name}{hint}{_see(logs, killed[0])}", file=sys.stderr)
+        told = f"killed by {name}{'; the machine may be out of memory' if name == 'SIGKILL' else ''}"
+        _note_killed(killed[0], 128 - codes[killed[0]], told)
+        print(f"megalite: rank {killed[0]} was {told}{_see(logs, killed[0])}", file=sys.stderr)
         return ExitCode.LOST_CONTACT
     if reports:
         first = min(reports, key=lambda report: (report["code"] == ExitCode.LOST_CONTACT, report["time"]))
@@ -237,6 +240,13 @@ def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path 
         return int(first["code"])
     print(f"megalite: rank {failed[0]} failed{_see(logs, failed[0])}", file=sys.stderr)
     return codes[failed[0]]
+
+
+def _note_killed(rank: int, code: int, text: str) -> None:
+    """Write the report that a killed rank could not."""
+    if attempt := os.environ.get(ATTEMPT):
+        with suppress(OSError):
+            write_failure(Path(attempt), Failure(time.time(), rank, node_name(), code, 0, text))
 
 
 def _see(logs: Path | None, rank: int) -> str:

@@ -3,7 +3,8 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import InputError, Unhealthy
-from megalite.dist.last_words import log, tell
+from megalite.dist.activity import Activity
+from megalite.dist.last_words import log, note_end, note_failure, tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import LostPeer, Meeting, meet
 from megalite.dist.ranks import RankInfo, let_others_speak
@@ -109,11 +111,23 @@ def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if code != ExitCode.DONE:
+    if code == ExitCode.DONE:
+        note_end(code, rank_info)
+    else:
         tell(code, "", rank_info)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
+
+
+@contextmanager
+def noting_failures(rank_info: RankInfo, activity: Activity) -> Iterator[None]:
+    """Note at once, for the supervisor, what fails meanwhile, and in which step."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        note_failure(*_explain(error), rank_info, activity.step)
+        raise
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
@@ -138,6 +152,7 @@ def _report(code: int, text: str, rank_info: RankInfo) -> None:
     that peer speak.
     """
     log.error(text)
+    note_failure(code, text, rank_info)
     found_by_all = code in (ExitCode.BAD_INPUT, ExitCode.UNHEALTHY)
     if MEETING not in os.environ and (code == ExitCode.LOST_CONTACT or (found_by_all and rank_info.rank != 0)):
         let_others_speak(code)

@@ -16,13 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.dist.activity import HIDDEN, Activity, locations, stacks
-from megalite.dist.last_words import tell
+from megalite.dist.last_words import note_failure, tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting, kept, reason
 from megalite.dist.neighbour import Neighbour
 from megalite.dist.ranks import HELD_BACK, RankInfo, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
-from megalite.dist.start import is_lost_peer
+from megalite.dist.start import is_lost_peer, noting_failures
 from megalite.exit_codes import ExitCode
 
 END = object()
@@ -42,9 +42,10 @@ def watched(meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: 
     activity.tick()
     watchdog = Watchdog(meeting, rank_info, activity, timeout)
     try:
-        yield
-        activity("waiting for the other ranks to end")
-        dist.barrier()
+        with noting_failures(rank_info, activity):
+            yield
+            activity("waiting for the other ranks to end")
+            dist.barrier()
     except RuntimeError as error:
         if is_lost_peer(error):
             watchdog.give_up(error)
@@ -189,6 +190,7 @@ class Watchdog:
 
     def _end(self, text: str, speaks: bool, part: Callable[[], None]) -> None:
         log.error("%s\nhere: %s\n%s", text, self._status(), stacks())
+        note_failure(ExitCode.LOST_CONTACT, text, self.rank_info, self.activity.step)
         if speaks:
             tell(ExitCode.LOST_CONTACT, text, self.rank_info)
         part()

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
 from megalite.data.check import Scans, check_data
 from megalite.dist.host import host_memory, on_cpus
-from megalite.dist.last_words import log, note_outcome, tell
+from megalite.dist.last_words import log, note_end, note_failure, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
 from megalite.dist.ranks import HOW_TO_START, RankInfo, find_rank_info, let_others_speak
 from megalite.dist.signals import die_with_launcher, end_when_stopped
@@ -35,17 +36,35 @@ WORKER = "megalite.train.worker"
 def run(args: argparse.Namespace) -> int:
     """Train, or with `args.check` only tell what would start. Returns the exit code."""
     rank_info = find_rank_info()
-    if args.check or rank_info is None:
+    if args.check:
         with ended_at_once(ExitCode.STOPPED):
             return _launch(args, _ranks(args.world_size, rank_info))
+    if rank_info is None:
+        launcher = RankInfo(0, 1, 0)
+        with ended_at_once(ExitCode.STOPPED, lambda code: note_end(code, launcher)), _noting_failures(launcher):
+            return _launch(args, args.world_size)
     die_with_launcher()
     end_when_stopped(rank_info, " before the first step", ExitCode.STOPPED)
     try:
-        return _be_rank(args, rank_info)
+        with _noting_failures(rank_info):
+            return _be_rank(args, rank_info)
     except InputError:
         if rank_info.rank != 0:
             let_others_speak(2)
         note_outcome(2)
+        raise
+
+
+@contextmanager
+def _noting_failures(rank_info: RankInfo) -> Iterator[None]:
+    """Note for the supervisor what this process fails of, without a group of ranks."""
+    try:
+        yield
+    except InputError as error:
+        note_failure(ExitCode.BAD_INPUT, f"error: {error}", rank_info)
+        raise
+    except Exception as error:
+        note_failure(ExitCode.FAILED, "".join(traceback.format_exception(error)), rank_info)
         raise
 
 

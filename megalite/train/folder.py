@@ -8,9 +8,10 @@ from pathlib import Path
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.dist.local import log_file
+from megalite_launch.layout import ATTEMPT
 
-FILES = ("metrics.jsonl", "config.yaml", "wandb.json")
-FOLDERS = ("lock", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", "wandb")
+FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "events.jsonl")
+FOLDERS = ("lock", "attempts", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", "wandb")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        return self.path / "logs"
+        """Of this attempt, where a supervisor has said which it is."""
+        attempt = os.environ.get(ATTEMPT)
+        return self.path / "logs" / Path(attempt).name if attempt else self.path / "logs"
 
     @property
     def data(self) -> Path:

@@ -104,6 +104,13 @@ def test_causes_come_before_what_follows_from_them(tmp_path: Path) -> None:
     assert read_failures(tmp_path) == [cause, early]
 
 
+def test_a_later_report_of_a_rank_may_only_add_words(tmp_path: Path) -> None:
+    first = Failure(1.0, 3, "n1", 5, 7, "lost a peer")
+    for failure in (first, Failure(2.0, 3, "n1", 5, 9, "rank 4 is gone"), Failure(3.0, 3, "n1", 5, 9, "")):
+        write_failure(tmp_path, failure)
+    assert read_failures(tmp_path) == [Failure(1.0, 3, "n1", 5, 7, "rank 4 is gone")]
+
+
 def test_the_outcome_of_an_attempt(tmp_path: Path) -> None:
     assert read_outcome(tmp_path) is None
     write_outcome(tmp_path, 3, 12)

@@ -19,7 +19,7 @@ from megalite.train.guard import Guard, Judged
 from megalite.train.metrics import Meter
 from megalite.train.pace import Pace
 from megalite.train.report import Record, Report
-from megalite.train.step import evaluate, train_step
+from megalite.train.step import CutShort, evaluate, train_step
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def train(
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None
     if start.step == 0:
-        _validate(job, batches, 0, report)
+        guard.stopped_by = _validate(job, batches, 0, report)
     # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
     while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
         taken_back = _train(job, batches, saver, report, guard, pace)
@@ -63,7 +63,7 @@ def train(
     with _telling_saves(report, saver, guard.progress.step):
         saver.finish()
     if guard.progress.step < last:
-        _tell_stop(report, guard)
+        _tell_stop(report, guard, start)
         return ExitCode.STOPPED
     return ExitCode.DONE
 
@@ -103,7 +103,7 @@ def _train(
                 report.record(step, record | source_tokens(batches.train.samples, guard.progress))
         if evaluates:
             with meter.paused():
-                _validate(job, batches, step, report)
+                guard.stopped_by = guard.stopped_by or _validate(job, batches, step, report)
         if saves or guard.stopped_by:
             with meter.paused():
                 job.activity("saving")
@@ -120,21 +120,31 @@ def _due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
 
 
-def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> None:
-    """Evaluate on the first `eval.steps` batches of the validation data, the same every time."""
+def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> tuple[str, ...]:
+    """Evaluate on the first `eval.steps` batches of the validation data, the same every time.
+
+    Returns the signals by which some rank was asked to stop meanwhile. Evaluation then ends early, without a record.
+    """
     size, steps = job.config.batch.global_, job.config.eval.steps
     if batches.valid is None or steps == 0:
-        return
+        return ()
     wanted = [GlobalBatch(size * index, size) for index in range(steps)]
 
     def loss_on(loader: Loader) -> float:
         return evaluate(job, (micros for _, micros in loader.batches(wanted)))
 
-    loss = loss_on(batches.valid)
-    record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
-    record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}
+    try:
+        loss = loss_on(batches.valid)
+        record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
+        record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}
+    except CutShort as cut:
+        if report is not None:
+            text = f"the evaluation after step {step} is cut short by {' and '.join(cut.asked)}, and left out"
+            report.event(step, "evaluation_cut", text, signals=cut.asked)
+        return cut.asked
     if report is not None:
         report.record(step, record)
+    return ()
 
 
 def source_tokens(samples: Samples, progress: Progress) -> Record:
@@ -202,8 +212,9 @@ def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
                 report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
 
 
-def _tell_stop(report: Report | None, guard: Guard) -> None:
+def _tell_stop(report: Report | None, guard: Guard, start: Progress) -> None:
     if report is not None:
         step, names = guard.progress.step, " and ".join(guard.stopped_by)
-        text = f"stopped by {names} after step {step}, which is saved; the same command continues"
+        saved = f"after step {step}, which is saved" if step > start.step else "before the first step"
+        text = f"stopped by {names} {saved}; the same command continues"
         report.event(step, "stopped", text, signals=guard.stopped_by)

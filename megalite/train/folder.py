@@ -9,7 +9,7 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.dist.local import log_file
 
-FILES = ("metrics.jsonl", "config.yaml", "wandb.json")
+FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "interval.json")
 FOLDERS = ("lock", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", "wandb")
 
 

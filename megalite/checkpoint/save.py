@@ -114,6 +114,7 @@ class Saver:
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
+        self.wrote: float | None = None  # seconds that the latest complete checkpoint took to write
         self._pending: Future[Saved | Failed] | None = None
         self._ended: list[Saved | Failed] = []
         self._failed: list[Failed] = []  # in a row, up to the latest
@@ -197,6 +198,8 @@ class Saver:
 
     def _note(self, outcome: Saved | Failed) -> None:
         self._ended.append(outcome)
+        if isinstance(outcome, Saved):
+            self.wrote = outcome.seconds
         self._failed = [*self._failed, outcome] if isinstance(outcome, Failed) else []
 
     def _make_plan(self, tensors: dict[str, Tensor]) -> Plan:

@@ -15,6 +15,7 @@ from megalite.exit_codes import ExitCode
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.terminal import scaled
 from megalite.train.build import Job
+from megalite.train.cadence import Cadence, due
 from megalite.train.guard import Guard, Judged
 from megalite.train.metrics import Meter
 from megalite.train.pace import Pace
@@ -48,11 +49,12 @@ def train(
     """
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None
+    cadence = Cadence.of(job, report)
     if start.step == 0:
         guard.stopped_by = _validate(job, batches, 0, report)
     # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
     while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
-        taken_back = _train(job, batches, saver, report, guard, pace)
+        taken_back = _train(job, batches, saver, report, guard, cadence, pace)
         if taken_back is not None:
             job.activity("rolling back")
             with _telling_saves(report, saver, guard.progress.step):
@@ -69,11 +71,18 @@ def train(
 
 
 def _train(
-    job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard, pace: Pace | None
+    job: Job,
+    batches: Batches,
+    saver: Saver,
+    report: Report | None,
+    guard: Guard,
+    cadence: Cadence,
+    pace: Pace | None,
 ) -> Judged | None:
     """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
     meter = Meter(job)
+    cadence.begin(progress.step)
     job.activity("reading a batch")
     wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
@@ -81,8 +90,8 @@ def _train(
         job.training(micros)  # a batch of another size needs another schedule, which may take seconds to make
         guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
 
-        sections = config.log, config.eval, config.checkpoint
-        logs, evaluates, saves = (_due(step, section.interval, last) for section in sections)
+        logs, evaluates = (due(step, section.interval, last) for section in (config.log, config.eval))
+        saves = cadence.due(step)
         for judged in guard.judge(at_once=logs or evaluates or saves):
             _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
@@ -91,6 +100,7 @@ def _train(
                     saver.settle()  # weights that could not be saved are the cause, and are named
             if not guard.allows(judged):
                 return judged
+        cadence.stepped(step, meter.training_seconds())
         if report is not None:
             report.stepped(step)
             _tell_saves(report, saver, step)
@@ -107,17 +117,12 @@ def _train(
         if saves or guard.stopped_by:
             with meter.paused():
                 job.activity("saving")
-                with _telling_saves(report, saver, step):
+                with _telling_saves(report, saver, step), cadence.saving(step, saver):
                     saver.save(guard.progress)
         if guard.stopped_by:
             break
         job.activity("reading a batch")
     return None
-
-
-def _due(step: int, interval: int, last: int) -> bool:
-    """Whether something is due that is done every `interval` steps and at the end; if that is 0, only at the end."""
-    return step == last or (interval > 0 and step % interval == 0)
 
 
 def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> tuple[str, ...]:

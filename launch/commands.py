@@ -13,6 +13,10 @@ from .outcome import BAD_INPUT, INTERRUPTED
 READER_LEFT = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
     "launch": ("launcher", "start a run on this machine, by Slurm or on Kubernetes"),
+    "preflight": ("preflight.main", "check the nodes of a job before it trains"),
+    "status": ("watch.status", "tell how a run does, and where its time went"),
+    "logs": ("watch.logs", "show the first failure of a run in context"),
+    "goodput": ("goodput.main", "simulate and account the share of time that trains"),
     "node": ("node", "start the ranks of one of several machines"),
 }
 
@@ -47,4 +51,8 @@ def _program(name: str) -> Callable[[], int]:
 
 
 launch = _program("launch")
+preflight = _program("preflight")
+status = _program("status")
+logs = _program("logs")
+goodput = _program("goodput")
 node = _program("node")

@@ -13,13 +13,15 @@ from itertools import accumulate, pairwise
 class Passes:
     """Seconds of a model's passes for one micro-batch.
 
-    forward, backward: of all layers before each, and at last of all. embedding, head: forward and backward.
+    forward, backward: of all layers before each, and at last of all. embedding, head: forward and backward. weights:
+    of all backward passes, what a split one leaves to W.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     embedding: tuple[float, float]
     head: tuple[float, float]
+    weights: float
 
     @property
     def there(self) -> float:
@@ -43,6 +45,22 @@ class Passes:
         """Of the layer that takes least, both passes."""
         both = [there + back for there, back in zip(self.forward, self.backward, strict=True)]
         return min(after - before for before, after in pairwise(both))
+
+    def first_waits(self, ranks: int, layers: int) -> float:
+        """Seconds until a rank's first pass, on average, where each stage before has at least so many layers."""
+        if ranks == 1 or not layers:
+            return 0.0
+        embedding = self.embedding[0] * (ranks - 1)
+        return (sum(self.forward[: ranks * layers : layers]) + embedding) / ranks
+
+    def one_after_all(self, m: int, first: int) -> float:
+        """Seconds of a split pipeline whose first stage has `first` layers: one micro-batch's way, the rest at its end.
+
+        No micro-batch comes back to the first stage before it has gone all the way, and then all of the first stage's
+        backward passes are left; likewise, the last micro-batch sets out when all of its forward passes are done.
+        """
+        there, back = self.forward[first] + self.embedding[0], self.backward[first] + self.embedding[1]
+        return self.there + self.back - self.weights + max((m - 1) * there, (m - 1) * back)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
 WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
 
 
@@ -68,7 +69,7 @@ class Space:
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
-        self._waits: dict[tuple[object, ...], list[Chain]] = {}
+        self._waits: dict[tuple[object, ...], tuple[list[Chain], float]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self.estimate = Estimate(config, pins, self.kinds)
 
@@ -175,9 +176,9 @@ class Space:
             self._times[key] = Passes(
                 tuple(accumulate((time.forward.total for time in each), initial=0.0)),
                 tuple(accumulate((time.backward.total for time in each), initial=0.0)),
-                (embedding.forward.total, embedding.backward.total),
-                (head.forward.total, head.backward.total),
-                sum(time.weights for time in each) + head.weights,
+                tuple(accumulate((time.weights for time in each), initial=0.0)),
+                (embedding.forward.total, embedding.backward.total, embedding.weights),
+                (head.forward.total, head.backward.total, head.weights),
             )
         return self._times[key]
 
@@ -243,18 +244,20 @@ class Space:
         if choice.mode in ("zero2", "zero3") and whole:
             slower = constants.overlap * min(passes.shortest_backward, shared.least)
         known = choice.mode != "zero3" and not choice.offload_activations and not self._mixed(choice)
-        if choice.mode == "zero2" and known:  # what is left of each reduction follows that of the one before
+        if choice.mode in ("zero2", "zero3") and schedule in HALVED:
+            reduced = m * shared.reduced / pp
+        elif choice.mode == "zero2" and known:  # what is left of each reduction follows that of the one before
             reduced = m * (shared.reduced - (1 + constants.overlap) * passes.back) / pp
         each = m * (forward + backward + slower * passes.layers) / pp
         if schedule is None:
             return max(shape.bound, reduced, each + passes.first_waits(pp, self._fewest(pp)))
-        found, first = self._chains(shape, choice, whole)
+        split, found, way = self._chains(shape, choice, whole)
+        first = split[0]
         left = 0.0
         if whole and known:
             left = (shared.reduced + shared.summed) / passes.layers * first - (1 + constants.overlap) * (
                 passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
             )
-        way = passes.one_after_all(m, first) if schedule in SPLITTING else 0.0
         chained = (m * (each.busy + each.layers * slower) + each.wait + max(0.0, left) for each in found)
         return max(shape.bound, reduced, each, way, *chained)
 
@@ -274,8 +277,8 @@ class Space:
         stages = pp * max(1, min(most, self.model.layers // pp))
         return self.model.layers // stages if len(set(layer_costs(self.model))) == 1 else 1
 
-    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], int]:
-        """What pipeline ranks wait for and do, and the layers of the first stage."""
+    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[Sequence[int], list[Chain], float]:
+        """Layers of stages, what ranks wait for and do, and a bound for a pipeline with split backward passes."""
         pipeline = choice.pp, choice.schedule, choice.virtual
         if pipeline not in self._splits:
             config = choice.applied(self.config, self.pins)
@@ -283,8 +286,11 @@ class Space:
         split, owners = self._splits[pipeline]
         key = shape.choice, choice.schedule, choice.virtual
         if key not in self._waits:
-            self._waits[key] = chains(shape.passes, split, owners, whole)
-        return self._waits[key], split[0]
+            way = 0.0
+            if choice.schedule in SPLITTING:
+                way = shape.passes.split_back(choice.schedule, shape.micro_batches, split)
+            self._waits[key] = chains(shape.passes, split, owners, whole), way
+        return split, *self._waits[key]
 
     def _shared(self, choice: Choice) -> "Exchanged":
         """Seconds of data-parallel communication of a pipeline's layers for one micro-batch."""

@@ -27,7 +27,7 @@ def figures(verdict: Verdict) -> dict[str, Any]:
     copies = [
         min(rates)
         for sheet in sheets
-        for rates in zip(*([v for _, v in gpu_values(sheet.measured, key)] for key in ("to_device", "to_host")))  # noqa: B905
+        for rates in zip(*([v for _, v in gpu_values(sheet.measured, key)] for key in ("to_device", "to_host")))
     ]
     reduced = [rate for rate in (number(sheet.measured, "all_reduce") for sheet in sheets) if rate]
     pairs = [rate for sheet in sheets for found in pair_rates(sheet).values() for rate in found if rate]

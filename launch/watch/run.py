@@ -238,7 +238,9 @@ class Watched:
     def _look_at_starts(self) -> None:
         """How many steps the latest start is to make, and on how many ranks."""
         try:
-            found = sorted(path for path in (self.folder.path / "starts").iterdir() if re.fullmatch(r"\d+\.json", path.name))
+            found = sorted(
+                path for path in (self.folder.path / "starts").iterdir() if re.fullmatch(r"\d+\.json", path.name)
+            )
         except OSError:
             found = []
         if len(found) == self._newest_start:

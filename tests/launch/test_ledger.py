@@ -224,7 +224,9 @@ def test_steps_that_were_saved_but_not_reported_count() -> None:
 
 
 def test_a_save_and_an_evaluation_between_records() -> None:
-    ledger = told(*BEGUN, *records(1, 2, 130), ("evaluated", 137, 2), ("saved", 140, 2, 2 * SECOND), *records(3, 4, 140))
+    ledger = told(
+        *BEGUN, *records(1, 2, 130), ("evaluated", 137, 2), ("saved", 140, 2, 2 * SECOND), *records(3, 4, 140)
+    )
     assert seconds(ledger, 142) == {"waiting": 100, "restarting": 30, "training": 5, "evaluating": 5, "saving": 2}
 
 
@@ -254,14 +256,18 @@ def test_a_job_that_vanished_waited_since_it_was_last_heard_of() -> None:
 
 def test_a_record_that_arrives_after_the_end_of_its_attempt_belongs_to_it() -> None:
     late = [("attempt_ended", 134.5, "crash", 1, None, 0), *records(1, 5, 130)[4:]]
-    ledger = told(*BEGUN, *records(1, 4, 130), *late, ("attempt_began", 140, "1.0.1", ["n1"], 8, 5), ("resumed", 145, 5))
+    ledger = told(
+        *BEGUN, *records(1, 4, 130), *late, ("attempt_began", 140, "1.0.1", ["n1"], 8, 5), ("resumed", 145, 5)
+    )
     assert seconds(ledger, 150) == {"waiting": 100, "restarting": 30 + 15.5, "training": 4.5}
 
 
 def test_a_start_that_is_heard_of_before_its_attempt_belongs_to_it() -> None:
     """The supervisor's clock is ahead of that of the ranks."""
     crash = [("attempt_ended", 140, "crash", 1, None, 4), ("resumed", 142, 4)]
-    ledger = told(*BEGUN, *records(1, 4, 130), *crash, ("attempt_began", 143, "1.0.1", ["n1"], 8, 4), *records(5, 6, 150))
+    ledger = told(
+        *BEGUN, *records(1, 4, 130), *crash, ("attempt_began", 143, "1.0.1", ["n1"], 8, 4), *records(5, 6, 150)
+    )
     assert [part.name for part in ledger.parts] == ["1.0.0", "1.0.1"]
     assert seconds(ledger, 152) == {"waiting": 100, "restarting": 30 + 10, "training": 6, "lost": 6}
 

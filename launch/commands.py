@@ -16,13 +16,13 @@ PROGRAMS = {  # the module and the summary of each, by what `python3 launch` cal
     "preflight": ("preflight.main", "check the nodes of a job before it trains"),
     "status": ("watch.status", "tell how a run does, and where its time went"),
     "logs": ("watch.logs", "show the first failure of a run in context"),
-    "goodput": ("goodput.main", "simulate and account the share of time that trains"),
+    "goodput": ("goodput.command", "simulate and account the share of time that trains"),
     "node": ("node", "start the ranks of one of several machines"),
 }
 
 
-def run(name: str, arguments: list[str] | None = None) -> int:
-    """Run a program and return its exit code. arguments: those of the command line, if None."""
+def run(name: str, arguments: list[str]) -> int:
+    """Run a program and return its exit code."""
     program = f"megalite-{name}"
     try:
         try:
@@ -47,7 +47,7 @@ def run(name: str, arguments: list[str] | None = None) -> int:
 
 
 def _program(name: str) -> Callable[[], int]:
-    return lambda: run(name)
+    return lambda: run(name, sys.argv[1:])
 
 
 launch = _program("launch")

@@ -113,9 +113,10 @@ class Ledger:
 
     def job_ended(self, time: int) -> None:
         now = self.at(time)
-        self._end(now, False)
+        if self.phase != "ended":
+            self._end(now, False)
         self._close(now)
-        self._spend(now, RESTARTING, None)
+        self._spend(now, RESTARTING if self.job_on else WAITING, None)
         self.phase, self.job_on, self._part = "queue", False, None
 
     # What training says
@@ -141,7 +142,7 @@ class Ledger:
         self._spend(now, LOST, self._part)
         self._tail = (0, LOST)
         self._go_back(step)
-        self.phase = "starting"
+        self.phase, self._resumed = "starting", True
 
     def record(self, time: int, step: int, step_time: int, loss: float, seconds: float) -> None:
         """Steps up to `step` were made. step_time: of one, in microseconds; seconds: the same as it was told."""
@@ -236,7 +237,8 @@ class Ledger:
         if self.phase == "ended" and not late and now > self._ended_at + LATE:
             self._close(now)
             self.phase = "queue"
-        if self.phase == "queue":
+        if self.phase == "queue" or self._part is None:
+            self.phase = "queue"
             self._open(f"start {len(self.parts) + 1}", None, self.cursor)
             self._unbound = True
         if self.phase in ("queue", "starting"):

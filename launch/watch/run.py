@@ -149,7 +149,7 @@ class Watched:
 
     def _attempt_ended(self, at: int, event: Event) -> None:
         first = event.get("first")
-        kept = None
+        kept: Optional[dict[str, Any]] = None
         if isinstance(first, dict):
             kept = {
                 "rank": whole(first.get("rank")),
@@ -174,8 +174,8 @@ class Watched:
             for node in ok if isinstance(ok, list) else []:
                 if isinstance(node, str) and printable(node, 64) in self.nodes:
                     self._node(printable(node, 64)).bad = ""
-            for node, why in bad.items() if isinstance(bad, dict) else []:
-                self._node(printable(node, 64)).bad = printable(why, 200) or "refused"
+            for refused, why in bad.items() if isinstance(bad, dict) else []:
+                self._node(printable(refused, 64)).bad = printable(why, 200) or "refused"
 
     def _node(self, name: str) -> Node:
         if name not in self.nodes and len(self.nodes) >= NODES:

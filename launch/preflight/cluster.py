@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-from .compare import Verdict, pair_rates
+from .compare import Verdict
 from .errors import BadInput
 from .findings import number
 from .gpus import gpu_values
@@ -30,7 +30,12 @@ def figures(verdict: Verdict) -> dict[str, Any]:
         for rates in zip(*([v for _, v in gpu_values(sheet.measured, key)] for key in ("to_device", "to_host")))
     ]
     reduced = [rate for rate in (number(sheet.measured, "all_reduce") for sheet in sheets) if rate]
-    pairs = [rate for sheet in sheets for found in pair_rates(sheet).values() for rate in found if rate]
+    pairs = [
+        pair["rate"] / pair["ranks"]
+        for sheet in sheets
+        for pair in sheet.measured.get("pairs", ())
+        if number(pair, "rate") and number(pair, "ranks")
+    ]
     return {
         "nodes": len(sheets),
         "gpus": gpus,
@@ -38,7 +43,7 @@ def figures(verdict: Verdict) -> dict[str, Any]:
         "matmul": median(products),
         "host": median(copies) if copies else None,
         "node": median(reduced) if reduced and gpus > 1 else None,
-        "network": median(pairs) / gpus if pairs else None,
+        "network": median(pairs) if pairs else None,
     }
 
 

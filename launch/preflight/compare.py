@@ -104,7 +104,9 @@ def _speeds(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
             if values[sheet.node]:
                 place, slowest = min(values[sheet.node], key=lambda pair: pair[1])
                 share = slowest / middle if middle > 0 else 0.0
-                text = f"GPU {place}: {slowest / scale:.4g} {unit}, {share:.0%} of the median of {len(every)} GPUs"
+                text = (
+                    f"{device(sheet)} {place}: {slowest / scale:.4g} {unit}, {share:.0%} of the median of {len(every)}"
+                )
                 limit = "matmul" if key == "matmul" else "copy"
                 sheet.judge(check, round(share, 4), "<", thresholds.of(sheet.gpu), limit, text)
 
@@ -119,10 +121,16 @@ def _bits(nodes: Sequence[Sheet]) -> None:
             continue
         usual = _most(every)
         for sheet in alike:
-            wrong = [f"GPU {place}" for place, digest in enumerate(digests[sheet.node]) if digest != usual]
-            text = f"{', '.join(wrong)}: other bits than most of {len(every)} GPUs" if wrong else "equal on all GPUs"
+            wrong = [f"{device(sheet)} {place}" for place, digest in enumerate(digests[sheet.node]) if digest != usual]
+            text = (
+                f"{', '.join(wrong)}: other bits than most of {len(every)}" if wrong else f"equal on all {len(every)}"
+            )
             if digests[sheet.node]:
-                sheet.add("result bits", FAIL if wrong else OK, wrong, "equal on all GPUs", text)
+                sheet.add("result bits", FAIL if wrong else OK, wrong, "equal on all", text)
+
+
+def device(sheet: Sheet) -> str:
+    return "rank" if sheet.gpu == "cpu" else "GPU"
 
 
 def _digests(sheet: Sheet) -> list[str]:
@@ -164,15 +172,15 @@ def pair_rates(sheet: Sheet) -> dict[str, list[float]]:
 def _pairs(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
     """A node is bad if all its pairs are slow, at least two: one slow pair may be the partner's fault."""
     rates = {sheet.node: [rate for found in pair_rates(sheet).values() for rate in found] for sheet in nodes}
-    every = [rate for found in rates.values() for rate in found]
-    middle = median(every) if every else 0.0
+    fastest = [max(found) for found in rates.values() if found]  # of each: a bad node slows its partners' other pair
+    middle = median(fastest) if fastest else 0.0
     for sheet in nodes:
         found, limits = rates[sheet.node], thresholds.of(sheet.gpu)
         if not found:
             continue
         network, best = number(sheet.measured, "network"), max(found)
         fail, warn = limits.number("pair_fail"), limits.number("pair_warn")
-        whole, of = (network, "the adapters' sum") if network else (middle, "the median of all pairs")
+        whole, of = (network, "the adapters' sum") if network else (middle, "the median of nodes")
         slow = fail is not None and best < fail * whole
         result = FAIL if slow and len(found) > 1 else WARN if slow or (warn and best < warn * middle) else OK
         result = FAIL if best == 0.0 and len(found) > 1 else result

@@ -13,15 +13,17 @@ HARDWARE = SLOWDOWNS[:3]  # the rest is the driver's own doing
 Values = dict[str, Optional[float]]  # by the name of a GPU
 
 
-def check_gpus(sheet: Sheet, expected: Optional[int], thresholds: Thresholds, before: Mapping[str, float]) -> None:
+def check_gpus(
+    sheet: Sheet, expected: Optional[int], thresholds: Thresholds, before: Mapping[str, float], most: float
+) -> None:
     """Ask nvidia-smi and judge the answers. expected: GPUs that there should be, None: as many as there are.
 
-    before: corrected ECC errors of GPUs at an earlier preflight, by uuid.
+    before: corrected ECC errors of GPUs at an earlier preflight, by uuid. most: seconds that it may take altogether.
     """
     general = thresholds.of("")
     limit = general.number("smi_seconds") or 10.0
     try:
-        found = survey(limit, limit)
+        found = survey(min(limit, most), most)
     except SmiError as error:
         sheet.add("nvidia-smi", FAIL, None, f"answers in {limit:g} s", str(error))
         return

@@ -56,7 +56,7 @@ def check_node(order: Order, thresholds: Thresholds) -> Sheet:
             stack.callback(_wait_for_others, order, deadline)
         if order.gpus != 0:
             sheet.gpu = ""
-            check_gpus(sheet, order.gpus, thresholds, _corrected_before(order))
+            check_gpus(sheet, order.gpus, thresholds, _corrected_before(order), SECONDS["light"] * 0.6)
         limits = thresholds.of(sheet.gpu)
         if order.gpus != 0:
             check_xids(sheet, limits)
@@ -65,7 +65,7 @@ def check_node(order: Order, thresholds: Thresholds) -> Sheet:
             sheet.add("free space", UNCHECKED, None, "", "where checkpoints go is not known (--run)")
         else:
             check_room(sheet, order.folder, order.checkpoint, limits)
-        _versions(sheet, order)
+        _versions(sheet, order, deadline)
         _between_nodes(sheet, order, limits, deadline)
     return sheet
 
@@ -85,9 +85,9 @@ def _corrected_before(order: Order) -> dict[str, float]:
     return {}
 
 
-def _versions(sheet: Sheet, order: Order) -> None:
+def _versions(sheet: Sheet, order: Order, deadline: float) -> None:
     try:
-        found = order.trainer.ask(VERSIONS, (), SECONDS["light"] / 2)
+        found = order.trainer.ask(VERSIONS, (), max(1.0, min(10.0, deadline - time.monotonic())))
     except TrainerError as error:
         sheet.add("versions", FAIL, None, "the environment works", f"{' '.join(order.trainer.python)}: {error}")
         return

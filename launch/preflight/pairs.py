@@ -39,7 +39,7 @@ def measure_pairs(
         for first, second in pairs:
             if node in (first, second):
                 partner = second if node == first else first
-                result: dict[str, Any] = {"partner": partner, "round": number}
+                result: dict[str, Any] = {"partner": partner, "round": number, "ranks": max(1, gpus)}
                 try:
                     ranks = _Pair(f"pair:{number}:{first}:{second}", first, board, trainer, gpus, size, deadline)
                     result["rate"] = ranks.measure(0 if node == first else 1)

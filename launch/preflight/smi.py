@@ -18,7 +18,7 @@ from typing import Optional
 LONGEST = 2**20  # characters of an answer
 GPU = re.compile(r"GPU (\d+):")
 LINK = re.compile(r"Link (\d+): (.+)")
-SPEED = re.compile(r"([0-9.]+) GB/s")
+SPEED = re.compile(r"([0-9]+(?:\.[0-9]+)?) GB/s")
 COUNTER = re.compile(r"([A-Za-z ]+?)s?: (\d+)")
 ERRORS = (  # counters that should be 0; corrected symbols and FEC histograms, of newer drivers, are not
     "Replay Error",
@@ -149,7 +149,7 @@ def links(text: str) -> list[list[Optional[float]]]:
         link = LINK.fullmatch(line.strip())
         if link and found:
             speed = SPEED.fullmatch(link[2])
-            found[-1].append(float(speed[1]) or None if speed and speed[1].count(".") < 2 else None)
+            found[-1].append(float(speed[1]) or None if speed else None)
     return found
 
 
@@ -165,14 +165,15 @@ def link_errors(text: str) -> dict[str, int]:
     return found
 
 
-def survey(limit: float, timeout: float) -> Survey:
-    """Ask for everything. limit: seconds for the first answer; timeout: for all others, which are asked together.
+def survey(limit: float, most: float) -> Survey:
+    """Ask for everything. limit: seconds for the first answer; most: for all, the others being asked together.
 
     Raises SmiError if there is no first answer.
     """
     start = time.monotonic()
     gpus = _query("--query-gpu", BASE, limit)
     found = Survey(time.monotonic() - start, gpus)
+    timeout = max(1.0, most - found.seconds)
     with ThreadPoolExecutor(8) as pool:
         jobs = {name: pool.submit(_query, "--query-gpu", columns, timeout) for name, columns in GROUPS.items()}
         slowdown = pool.submit(_slowdowns, timeout)

@@ -105,6 +105,7 @@ def shown(value: object) -> str:
     return "null" if value is None else repr(value) if isinstance(value, float) else str(value)
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES)), st.sampled_from(["", "  # a comment: [", "\r"]))
 def test_sections_are_read_as_they_were_written(sections: dict[str, dict[str, object]], end: str) -> None:
     lines = []

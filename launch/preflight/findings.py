@@ -69,7 +69,7 @@ class Sheet:
     @property
     def reason(self) -> str:
         """Why the node failed, in one line; empty if it did not."""
-        return "; ".join(finding.text for finding in self.of(FAIL))
+        return "; ".join(f"{finding.check}: {' '.join(finding.text.split())}" for finding in self.of(FAIL))
 
 
 def as_json(sheet: Sheet) -> dict[str, Any]:

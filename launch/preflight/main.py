@@ -23,7 +23,7 @@ from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
 from .errors import BadInput
 from .findings import NODE, write_sheet, write_whole
-from .node import Order, check_node
+from .node import SECONDS, Order, check_node
 from .show import sheet_text, verdict_text
 from .storage import checkpoint_bytes
 from .thresholds import Thresholds, load_thresholds
@@ -72,8 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
-    level.add_argument("--light", action="store_true", help="what takes at most 20 s; the default")
-    level.add_argument("--full", action="store_true", help="measure speeds as well; at most 3 minutes")
+    how: dict[str, Any] = {"dest": "level", "action": "store_const", "default": "light"}
+    level.add_argument("--light", const="light", **how, help="what takes at most 20 s; the default")
+    level.add_argument("--full", const="full", **how, help="measure speeds as well; at most 3 minutes")
+    level.add_argument("--level", choices=tuple(SECONDS), default="light", help="the same, as a word")
     add("--run", type=Path, metavar="RUN", help="the run folder, where checkpoints go")
     add("--checkpoints", type=Path, metavar="DIR", help="where checkpoints go, if not into RUN/checkpoints")
     add("--checkpoint-size", metavar="SIZE", help="of one, as in 350GiB; by default that of the newest")
@@ -106,7 +108,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.write_cluster:
         if not alone:
             raise BadInput("--write-cluster: one node of several cannot tell; give it together with --compare")
-        if not options.full:
+        if options.level != "full":
             raise BadInput("--write-cluster: needs --full, which measures speeds")
         check_target(options.write_cluster)
     sheet = check_node(order, thresholds)
@@ -143,7 +145,6 @@ def _finish(options: argparse.Namespace, verdict: Verdict, thresholds: Threshold
 
 
 def _order(options: argparse.Namespace) -> Order:
-    level = "full" if options.full else "light"
     node = options.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = _nodes(options.nodes) if options.nodes else [node]
     if not NODE.fullmatch(node):
@@ -163,13 +164,13 @@ def _order(options: argparse.Namespace) -> Order:
         node=node,
         nodes=nodes,
         port=options.port,
-        level=level,
+        level=options.level,
         gpus=options.gpus,
         folder=folder,
         checkpoint=size or (checkpoint_bytes(folder) if folder else None),
         attempts=options.run and options.run / "attempts",
         trainer=_trainer(options),
-        write_size=_size("--write-size", options.write_size or ("256MiB" if options.full else "1MiB")),
+        write_size=_size("--write-size", options.write_size or ("256MiB" if options.level == "full" else "1MiB")),
         probe_size=probe,
         probe_seconds=options.probe_seconds,
     )

@@ -20,7 +20,8 @@ from .storage import check_room, check_shm, judge_write, read_back, write
 from .thresholds import Limits, Thresholds
 from .trainer import Trainer, TrainerError
 
-SECONDS = {"light": 20.0, "full": 180.0}  # that a preflight may take
+SECONDS = {"light": 20.0, "full": 165.0}  # that a preflight may take; who waits for it allows 20 and 180
+BOARD = {"light": 8.0, "full": 30.0}  # seconds until the first node must have begun
 VERSIONS = "megalite_launch.preflight.versions"
 CPU = "cpu"
 
@@ -102,7 +103,7 @@ def _between_nodes(sheet: Sheet, order: Order, limits: Limits, deadline: float) 
         board: Optional[Board] = None
         if len(order.nodes) > 1:
             try:
-                board = Board(order.nodes[0], order.port, min(deadline, time.monotonic() + 15))
+                board = Board(order.nodes[0], order.port, min(deadline, time.monotonic() + BOARD[order.level]))
                 stack.callback(board.close)
                 stack.callback(_leave, board, order.node)
                 _clock(sheet, board, order.nodes[0])

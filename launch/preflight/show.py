@@ -58,5 +58,7 @@ def _printable(text: str) -> str:
 
 
 def _summary(sheet: Sheet) -> str:
-    bad, mild = len(sheet.of(FAIL)), len(sheet.of(WARN))
-    return f"{'FAILED' if bad else 'passed'}: {bad} failed, {mild} warned, {len(sheet.of(UNCHECKED))} not checked\n"
+    """Ends with the reason, in one line, by which a supervisor tells why a node was left out."""
+    bad, mild, rest = (len(sheet.of(result)) for result in (FAIL, WARN, UNCHECKED))
+    counts = f"{bad} failed, {mild} warned, {rest} not checked\n"
+    return f"{counts}FAILED: {_printable(sheet.reason)}\n" if bad else f"passed: {counts}"

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import in_process
+from commands import Result, in_process
 from fake_smi import FakeSmi
 
+import megalite_launch
 from megalite.planner.hardware import load_cluster
 from megalite_launch.preflight import kernel_log
 from megalite_launch.preflight.main import CODES, main
@@ -99,7 +101,7 @@ def test_a_node_with_gpus_is_checked_in_full(
     }
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 8
-    assert all(f"--device cuda --local-rank {place} " in asked[place] for place in range(8))
+    assert all(any(f"--device cuda --local-rank {place} " in line for line in asked) for place in range(8))
     assert not list((run / "checkpoints").glob(".preflight*"))
     node = json.loads((run / "attempts/1.0.0/preflight-n1.json").read_text())
     assert node["versions"] == VERSIONS | {"driver": "550.54.15", "nccl": "2.28.3"}
@@ -150,18 +152,18 @@ def test_this_machine_is_measured_for_real(
     assert found["versions"]["torch"].startswith("2.")
 
 
-def nodes_together(names: list[str], *words: object, wait: float = 60.0) -> list[subprocess.CompletedProcess[str]]:
+def nodes_together(names: list[str], *words: object, late: float = 0.0) -> list[tuple[str, str]]:
+    """What each node prints, where the others come some seconds after the first."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "megalite_launch.preflight.main", "--nodes", ",".join(names), "--port", str(port)]
-    running = [
-        subprocess.Popen(
-            [*command, "--node", name, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for name in names
-    ]
-    return [subprocess.CompletedProcess(process.args, 0, *process.communicate(timeout=wait)) for process in running]
+    running = []
+    for name in names:
+        own = [*command, "--node", name, *map(str, words)]
+        running.append(subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        time.sleep(late if name == names[0] else 0.0)
+    return [process.communicate(timeout=60) for process in running]
 
 
 def test_nodes_check_each_other_and_are_compared(preflight: Preflight, run: Path, python: str, tmp_path: Path) -> None:
@@ -170,8 +172,8 @@ def test_nodes_check_each_other_and_are_compared(preflight: Preflight, run: Path
     done = nodes_together(
         *(names, "--full", "--gpus", 0, "--run", run, "--attempt", attempt, "--python", python, "--write-size", "1MiB")
     )
-    for process in done:
-        assert "passed: 0 failed" in process.stdout, process
+    for printed, errors in done:
+        assert "passed: 0 failed" in printed, (printed, errors)
     found = {name: json.loads((attempt / f"preflight-{name}.json").read_text()) for name in names}
     for place, name in enumerate(names):
         measured = found[name]["measured"]
@@ -205,6 +207,14 @@ def test_a_light_preflight_of_two_nodes_is_quick_even_if_one_is_missing(run: Pat
     process.send_signal(signal.SIGTERM)  # it waits for the other one
     assert process.wait(10) == 3
     assert not list((run / "checkpoints").glob(".preflight*"))
+
+
+def test_the_first_node_waits_for_those_that_come_later(tmp_path: Path, python: str) -> None:
+    names = ["127.0.0.1", "127.0.0.2"]
+    words = ("--level", "light", "--gpus", 0, "--python", python, "--attempt", tmp_path / "attempt")
+    nodes_together(names, *words, late=1.0)
+    node = json.loads((tmp_path / "attempt/preflight-127.0.0.2.json").read_text())
+    assert (node["level"], node["measured"]["clock"]["reference"]) == ("light", names[0])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +273,28 @@ def test_an_environment_that_does_not_work_fails(preflight: Preflight, run: Path
     assert [line.split()[1] for line in printed.splitlines() if line.startswith(("versions ", "probe "))] == [
         "FAIL"
     ] * 2
-    assert printed.count("ended with 1: nothing") == 2
+    assert "FAILED: versions: false: ended with 1: nothing; probe: " in printed.splitlines()[-1]
+
+
+def test_nothing_but_the_standard_library_is_imported() -> None:
+    code = """
+import sys
+before = set(sys.modules)  # an editable installation has its own finder
+import megalite_launch.preflight.main, megalite_launch.preflight.versions
+found = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(found - sys.stdlib_module_names - {"megalite_launch"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(shutil.which("python3.9") is None, reason="needs a Python 3.9")
+def test_the_python_of_an_old_login_node_is_enough(run: Path, python: str, tmp_path: Path) -> None:
+    (tmp_path / "megalite_launch").symlink_to(Path(megalite_launch.__file__).parent)
+    words = ["--gpus", "0", "--run", str(run), "--python", python]
+    command = ["python3.9", "-m", "megalite_launch.preflight.main", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 def test_the_help_tells_the_exit_codes(preflight: Preflight, capsys: pytest.CaptureFixture[str]) -> None:

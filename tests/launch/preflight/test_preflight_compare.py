@@ -88,7 +88,7 @@ def test_a_slow_gpu_is_found_by_the_median_of_all(key: str, share: float, check:
 def test_a_gpu_that_computes_other_bits_is_named() -> None:
     sheets = four()
     sheets["n2"].measured["gpus"][7]["digest"] = "cd"
-    assert compared(sheets).bad == {"n2": "GPU 7: other bits than most of 32"}
+    assert compared(sheets).bad == {"n2": "result bits: GPU 7: other bits than most of 32"}
 
 
 def test_bits_of_another_pytorch_are_not_compared() -> None:
@@ -97,7 +97,7 @@ def test_bits_of_another_pytorch_are_not_compared() -> None:
     for gpu in sheets["n2"].measured["gpus"]:
         gpu["digest"] = "cd"
     verdict = compared(sheets)
-    assert verdict.bad == {"n2": "2.12.0, on most nodes 2.13.0"}
+    assert verdict.bad == {"n2": "torch version: 2.12.0, on most nodes 2.13.0"}
 
 
 @pytest.mark.parametrize(("rate", "result"), [(441e9, "ok"), (439e9, "warn"), (399e9, "fail")])
@@ -195,7 +195,7 @@ def test_a_node_with_another_version_is_bad(name: str) -> None:
 
 def test_a_node_with_other_gpus_is_bad() -> None:
     sheets = {**four(), "n2": node("n2", gpu="NVIDIA H200")}
-    assert compared(sheets).bad == {"n2": "GPUs are NVIDIA H200, on most nodes NVIDIA H100 80GB HBM3"}
+    assert compared(sheets).bad == {"n2": "GPU kind: GPUs are NVIDIA H200, on most nodes NVIDIA H100 80GB HBM3"}
 
 
 def test_a_file_says_all_and_is_read_again(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_files_of_an_attempt_tell_which_nodes_are_bad(tmp_path: Path) -> Non
     (tmp_path / "preflight-n3.json").write_text("{")
     verdict = compare_folder(tmp_path, OURS, NODES)
     assert verdict.ok == ["n1"]
-    assert verdict.bad["n2"] == "7 GPUs of 8 expected"
+    assert verdict.bad["n2"] == "GPU count: 7 GPUs of 8 expected"
     assert "preflight-n3.json: is no file of megalite-preflight" in verdict.bad["n3"]
     assert verdict.bad["n4"] == "has not finished its preflight: it left no file"
     assert list(compare_folder(tmp_path, OURS).bad) == ["n2", "n3"]
@@ -273,4 +273,5 @@ def test_tables_are_aligned_and_name_what_is_wrong() -> None:
     assert lines[2].startswith("write  FAIL    disk ?[31m is full")
     assert lines[3][:15].isspace()
     assert lines[3][15:].startswith(("is ", "full "))
-    assert lines[-1] == "FAILED: 1 failed, 0 warned, 0 not checked"
+    assert lines[-2] == "1 failed, 0 warned, 0 not checked"
+    assert lines[-1].startswith("FAILED: write: disk ?[31m is full is full")

@@ -12,8 +12,8 @@ from .errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
-TIME = re.compile(r"(\d+-)?\d{1,4}(:\d{1,2}){0,2}")
 NAME = re.compile(r"[A-Za-z0-9_-]+")
+HELD = ("TERM", "INT", "HUP", "USR1", "USR2")  # signals
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Job:
     options: Mapping[str, str]  # of sbatch, without dashes; an empty value: an option that takes none
     srun: Sequence[str]  # options of srun, such as a container's
     preflight: str  # off, light or full
+    gpus: int | None  # that a node should have; None: not told
+    trainer: str  # the Python that has megalite, for what preflight measures
     python: str  # that runs the supervisor, outside of any container
     megalite: str  # the command, as ranks call it
     arguments: Sequence[str]  # of megalite train
@@ -49,11 +51,14 @@ def batch_script(job: Job) -> str:
         **job.options,
     }
     lines = [f"#SBATCH {_option(name, value)}" for name, value in asked.items()]
+    check = [job.megalite, "train", "--check", "--world-size", "{ranks}", "--", *job.arguments]
     supervisor = [
-        *(job.python, str(PACKAGE), "supervise"),
+        *("env", f"--block-signal={','.join(HELD)}", job.python, str(PACKAGE), "supervise"),  # until it can hear them
         *("--run", str(job.run), "--nodes", str(job.nodes), "--min-nodes", str(job.least_nodes)),
-        *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--preflight", job.preflight),
-        *(f"--srun={option}" for option in job.srun),
+        *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--check", shlex.join(check)),
+        *("--preflight", job.preflight),
+        *(("--preflight-command", shlex.join(_preflight(job))) if job.preflight != "off" else ()),
+        *(f"--srun-option={option}" for option in job.srun),
     ]
     command = [job.megalite, "train", *job.arguments]
     return "\n".join(
@@ -65,6 +70,13 @@ def batch_script(job: Job) -> str:
             "",
         ]
     )
+
+
+def _preflight(job: Job) -> list[str]:
+    """What checks a node, where the supervisor fills in the level and the attempt's folder."""
+    words = [job.python, str(PACKAGE), "preflight", "--level", "{mode}", "--attempt", "{attempt}"]
+    gpus = [] if job.gpus is None else ["--gpus", str(job.gpus)]
+    return [*words, "--run", str(job.run), *gpus, "--python", shlex.quote(job.trainer)]
 
 
 def _option(name: str, value: str) -> str:

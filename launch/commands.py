@@ -13,6 +13,7 @@ from .outcome import BAD_INPUT, INTERRUPTED
 READER_LEFT = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
     "launch": ("launcher", "start a run on this machine, by Slurm or on Kubernetes"),
+    "supervise": ("supervisor", "look after the ranks of a job; batch scripts call it"),
     "preflight": ("preflight.main", "check the nodes of a job before it trains"),
     "status": ("watch.status", "tell how a run does, and where its time went"),
     "logs": ("watch.logs", "show the first failure of a run in context"),

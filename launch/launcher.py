@@ -46,7 +46,16 @@ def _local(args: argparse.Namespace) -> int:
     megalite = find_megalite(args.megalite)
     checked = check(megalite, args.arguments, args.ranks)
     command = [sys.executable, str(Path(__file__).parent), "supervise", "--backend", "local"]
-    command += ["--run", str(checked.folder), "--", megalite, "train", *args.arguments]
+    command += [
+        "--run",
+        str(checked.folder),
+        "--ranks-per-node",
+        str(checked.ranks),
+        "--",
+        megalite,
+        "train",
+        *args.arguments,
+    ]
     if args.dry_run:
         print(shlex.join(command))
         return DONE
@@ -79,6 +88,8 @@ def _slurm(args: argparse.Namespace) -> int:
         options=options,
         srun=srun,
         preflight=args.preflight,
+        gpus=None if args.cpus_only else args.gpus_per_node,
+        trainer=args.trainer,
         python=args.python,
         megalite=args.megalite or ("megalite" if args.container or args.unchecked else find_megalite(None)),
         arguments=args.arguments,
@@ -257,6 +268,12 @@ def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     slurm.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option; repeatable")
     slurm.add_argument("--srun", action="append", default=[], metavar="OPTION", help="another, as --srun=--mpi=none")
     slurm.add_argument("--preflight", choices=("off", "light", "full"), default="light", help="default: light")
+    slurm.add_argument(
+        "--trainer",
+        default="python3" if not Path(sys.executable).with_name("megalite").exists() else sys.executable,
+        metavar="PATH",
+        help="the Python that has megalite, for what preflight measures",
+    )
     slurm.add_argument("--python", default=sys.executable, metavar="PATH", help="3.9 or newer, for the supervisor")
     slurm.add_argument(
         "--warning", type=_count, default=WARNING, metavar="S", help=f"seconds to save in at the limit ({WARNING})"

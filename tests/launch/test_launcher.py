@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite_launch import launcher
+from megalite_launch import launcher, supervisor
 from megalite_launch.commands import run
 from megalite_launch.events import read_events
 from megalite_launch.yaml_text import yaml_text
@@ -68,6 +68,18 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert command[command.index("--run") + 1] == str(folder)
     assert command[command.index("--nodes") + 1] == "32"
     assert command[command.index("--spares") + 1] == "2"
+    options = command[command.index("supervise") + 1 :]
+    assert supervisor.parser().parse_args(options).run == folder  # it knows all of them
+    check = shlex.split(command[command.index("--check") + 1])
+    assert check[1:] == [
+        "train",
+        "--check",
+        "--world-size",
+        "{ranks}",
+        "--",
+        "a config.yaml",
+        "run.name=x y$(touch hurt)",
+    ]
     assert command[command.index("--") + 2 :] == ["train", "a config.yaml", "run.name=x y$(touch hurt)"]
     (event,) = read_events(folder / "events.jsonl")
     assert (event["event"], event["job"]) == ("submitted", "4711")
@@ -91,8 +103,8 @@ def test_where_megalite_is_only_in_the_image_the_job_checks(start: Start, tmp_pa
     options = ("--container", "image.sqsh", "--mounts", "/data:/data", "--unchecked", "runs/far")
     assert start(*SLURM, *options, sbatch="echo 4711", megalite="touch hurt") == 0
     text = (tmp_path / "runs/far/launch/001.sbatch").read_text()
-    assert "--srun=--container-image=image.sqsh" in text
-    assert "--srun=--container-mounts=/data:/data" in text
+    assert "--srun-option=--container-image=image.sqsh" in text
+    assert "--srun-option=--container-mounts=/data:/data" in text
     assert "-- megalite train 'a config.yaml'" in text
     assert not (tmp_path / "hurt").exists()
 

@@ -85,7 +85,7 @@ class Space:
                                 needed = self.least_memory(first, limit)
                                 if needed <= limit:
                                     yield self._shape(first)
-                                elif self.tightest is None or needed < self.tightest[0]:
+                                elif needed < (self.tightest[0] if self.tightest else float("inf")):
                                     self.tightest = needed, first
 
     def least_memory(self, choice: Choice, limit: float) -> float:
@@ -192,6 +192,13 @@ class Space:
         return self._times[key]
 
     def _schedules(self, first: Choice) -> Iterator[tuple[str, int | None]]:
+        """Schedules and virtual stages, with as many stages as a pinned split has."""
+        split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
+        for name, virtual in self._named(first):
+            if split is None or name not in NAMES or len(split) == first.pp * (virtual or SCHEDULES[name]):
+                yield name, virtual
+
+    def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
         """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
         pp = first.pp
         key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"

@@ -29,7 +29,7 @@ from megalite.schedule.simulate import Timeline, simulate
 UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
 HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 MUON_ELEMENT = 2  # bytes of an element that Muon sends
-SHORTER = 0.01  # by which a run of few rounds may tell too much: at most 0.6 % of 3,000 layouts drawn at random
+SHORTER = 0.01  # by which a run of few rounds is taken to tell too much; docs/planner.md has what was measured
 MUON_SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from megalite import __version__
-from megalite.advice.asked import USUAL, amount, gpu_counts, positive
+from megalite.advice.asked import USUAL, amount, gibibytes, gpu_counts, positive
 from megalite.config.load import files_and_overrides
 from megalite.config.rules.ranges import RANKS
 from megalite.entry import exit_code
@@ -126,7 +126,7 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument
     add("--gpus", type=gpu_counts, metavar="N|A-B", help="number of GPUs, or a range whose numbers are compared")
     add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {USUAL})")
-    add("--max-memory", type=positive, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")
+    add("--max-memory", type=gibibytes, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")
     add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")
     add("--days", type=positive, metavar="D", help="with --tokens and a range of GPUs: the longest run")
     add("--budget", type=amount, metavar="USD", help="with --tokens and a range of GPUs: the most expensive run")

@@ -135,6 +135,14 @@ def positive(text: str) -> float:
     return value
 
 
+def gibibytes(text: str) -> float:
+    """A finite number of GiB above 0."""
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of GiB above 0, as in 70") from None
+
+
 def gpu_counts(text: str) -> range:
     """`64`, or `8-512` for a range whose ends a step doubles."""
     match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text)

@@ -1,9 +1,11 @@
 """`megalite plan`: the fastest layouts of a model on a cluster, without torch, a GPU or a launcher."""
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -25,6 +27,7 @@ from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
+from megalite.planner.space import Space
 from megalite.planner.texts import seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
@@ -235,10 +238,12 @@ def _told(asked: Asked, found: Found) -> str:
 def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
     batch, model = asked.config.batch, asked.config.model
     if found.tightest is None:
+        if asked.pins:
+            return f"--gpus {gpus}: no layout is possible with {_contradicting(asked, gpus)}"
         return (
             f"--gpus {gpus}: no layout is possible with batch.global = {batch.global_:,}: data-parallel ranks must "
             f"divide it, and tp, cp and pp must divide the GPUs, model.heads = {model.heads}, model.kv_heads = "
-            f"{model.kv_heads} and so on; use a multiple of the GPUs as batch.global, or pin fewer keys"
+            f"{model.kv_heads} and so on; use a multiple of the GPUs as batch.global"
         )
     needed, choice = found.tightest
     over = (needed - asked.limit) / GIB
@@ -247,6 +252,33 @@ def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
         f"nearest is {layout_text(choice)}, which needs {needed / GIB:.1f} GiB, {over:.1f} too many; use more GPUs, "
         "--offload, a shorter model.sequence_length, or pin fewer keys"
     )
+
+
+def _contradicting(asked: Asked, gpus: int) -> str:
+    """The pinned keys that leave no layout, and which of them may be left out for one."""
+
+    def possible(pins: Mapping[str, Any]) -> bool:
+        space = Space(asked.config, gpus, asked.timer, pins, asked.offload)
+        return any(True for shape in space.shapes(float("inf")) for _ in space.sharings(shape))
+
+    def shown(keys: Iterable[str]) -> str:
+        return ", ".join(f"{key} = {json.dumps(asked.pins[key])}" for key in keys)
+
+    needed = list(asked.pins)  # of the keys, some that contradict each other: without any of them there is a layout
+    for key in asked.pins:
+        fewer = [each for each in needed if each != key]
+        if not possible({each: asked.pins[each] for each in fewer}):
+            needed = fewer
+    batch, model = asked.config.batch, asked.config.model
+    rule = (
+        f"their products must divide {gpus:,} GPUs, data-parallel ranks times batch.micro must divide batch.global = "
+        f"{batch.global_:,}, and the model has heads = {model.heads}, kv_heads = {model.kv_heads} and layers = "
+        f"{model.layers}"
+    )
+    if not needed:
+        return f"batch.global = {batch.global_:,} and any keys: {rule}; use a multiple of the GPUs as batch.global"
+    alone = "it" if len(needed) == 1 else "any one of these"
+    return f"{shown(needed)}: {rule}; leave {alone} out, or use another --gpus"
 
 
 def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> None:
@@ -258,6 +290,7 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
         f"# {layout_text(choice_of(prediction.config))}, planned for {prediction.gpus} × {asked.cluster.name}:\n"
         f"# {seconds_text(prediction.seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s/GPU\n"
     )
+    _check_file("--write", args.write, SUFFIXES)  # again: another run may have written it meanwhile
     write_whole(Path(args.write), header + dump(config))
 
 
@@ -265,4 +298,6 @@ def _save(args: argparse.Namespace, page: Callable[[], str]) -> None:
     """Write the page, which is made only where one was asked for."""
     if args.html is not None:
         with Console(stderr=True).status("Drawing, and planning for other numbers of GPUs ..."):
-            write_whole(Path(args.html), page())
+            content = page()
+            _check_file("--html", args.html, (".html",))
+            write_whole(Path(args.html), content)

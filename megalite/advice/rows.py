@@ -29,6 +29,8 @@ def layout_text(choice: Choice) -> str:
     replicas = f"{choice.replicas} × " if choice.replicas > 1 else ""
     if choice.replicas * choice.shards > 1:
         parts.append(f"dp {replicas}{choice.shards} {choice.mode}")
+    elif choice.cp > 1:  # these ranks share states, too
+        parts.append(choice.mode)
     parts.append(f"micro {choice.micro}")
     if choice.recompute != "none":
         parts.append(f"recompute {choice.recompute}")

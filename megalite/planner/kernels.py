@@ -46,9 +46,9 @@ class Kernels:
         """Reading and writing so many bytes of memory."""
         return moved / self._memory
 
-    def attention(self, flops: float, share: float) -> float:
+    def attention(self, flops: float, share: float, precision: str = "bf16") -> float:
         """Fused attention of so many operations, at a share of the peak."""
-        return flops / (self.gpu.peak["bf16"] * share)
+        return flops / (self.gpu.peak.get(precision, self.gpu.peak["bf16"]) * share)
 
     def rate(self, precision: str) -> float:
         """FLOP/s that large matrix products keep up."""

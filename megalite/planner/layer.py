@@ -96,9 +96,10 @@ class LayerModel:
     def head(self) -> tuple[float, float, float]:
         """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
         work, t, v = self.work, self.work.tokens, self.work.vocab / self.work.tp
-        forward = self.kernels.matmul(t, v, work.width)
-        weights = self.kernels.matmul(v, work.width, t)
-        backward = self.kernels.matmul(t, work.width, v) + weights
+        precision = work.outside
+        forward = self.kernels.matmul(t, v, work.width, precision=precision)
+        weights = self.kernels.matmul(v, work.width, t, precision=precision)
+        backward = self.kernels.matmul(t, work.width, v, precision=precision) + weights
         logits = self.kernels.passes(self.program.logit * work.element / USUAL * t * v)
         return forward + logits / 3, backward + logits * 2 / 3, weights
 
@@ -131,7 +132,8 @@ class LayerModel:
         seen = attended_pairs(s, work.window) / s  # keys of a query, on average
         flops = 4 * work.tokens * seen * work.q / work.tp
         there, back = attention_shares(self.program, self.cluster.gpu.name, work.head_size)
-        return self.kernels.attention(flops, there), self.kernels.attention(ATTENTION_BACKWARD * flops, back)
+        forward = self.kernels.attention(flops, there, work.outside)
+        return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, work.outside)
 
     def _passes(self) -> tuple[float, float]:
         """Passes over activations: forward, backward."""

@@ -23,7 +23,7 @@ from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import HOST_SHARE, SPLIT, Shared, StageTime, Timer
-from megalite.planner.tables import PICTURED, ROUNDS, Cost, costs_of, enough
+from megalite.planner.tables import PICTURED, Cost, costs_of, enough
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.simulate import Timeline, simulate
 
@@ -31,6 +31,7 @@ UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host
 HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 MUON_ELEMENT = 2  # bytes of an element that Muon sends
+SHORTER = 0.01  # by which a run of few rounds is taken to tell too much; docs/planner.md has what was measured
 MUON_SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
 
 
@@ -129,10 +130,29 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     )
 
 
-def step_seconds(plan: Plan, timer: Timer, rounds: int = ROUNDS) -> float:
-    """`predict`'s seconds alone, which take less time to find; with fewer `rounds` about, and in less time still."""
+def step_seconds(plan: Plan, timer: Timer) -> float:
+    """`predict`'s seconds alone, which take less time to find."""
     stages = timer.stages(plan)
-    return _time(plan, stages, timer, micro_batches(plan.config), rounds)[0] + _update(plan, stages, timer)
+    return _time(plan, stages, timer, micro_batches(plan.config))[0] + _update(plan, stages, timer)
+
+
+def least_seconds(plan: Plan, timer: Timer, rounds: int) -> float:
+    """Seconds that `step_seconds` finds at least, from a run of fewer rounds and with a margin of SHORTER.
+
+    Each micro-batch that was left out takes as much as those of the last round, or as the busiest rank computes.
+    """
+    config, stages = plan.config, timer.stages(plan)
+    m, pp = micro_batches(config), config.parallel.pp
+    few, update = enough(config, m, rounds), _update(plan, stages, timer)
+    end = _run(plan, stages, timer, few)[0]
+    if few == m:
+        return end + update
+    busiest = max(
+        sum(stages[stage].forward.total + stages[stage].backward.total for stage in plan.stages_of(rank))
+        for rank in range(pp)
+    )
+    each = min(busiest, (end - _run(plan, stages, timer, few - pp)[0]) / pp)
+    return (1 - SHORTER) * (end + (m - few) * each + update)
 
 
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
@@ -143,18 +163,18 @@ def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
 
 
-def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int, rounds: int = ROUNDS) -> tuple[float, float]:
+def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
     """Seconds of a step of `m` micro-batches without the update; and of them, those after all compute."""
-    config = plan.config
-    few, pp, transfer = enough(config, m, rounds), config.parallel.pp, transfer_seconds(config, timer)
-
-    def run(m: int) -> tuple[float, float]:
-        clock = timer.tables.clock(config, m)
-        return clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer)
-
-    end, computed = run(few)
-    more = (m - few) * (end - run(few - pp)[0]) / pp if few < m else 0.0
+    few, pp = enough(plan.config, m), plan.config.parallel.pp
+    end, computed = _run(plan, stages, timer, few)
+    more = (m - few) * (end - _run(plan, stages, timer, few - pp)[0]) / pp if few < m else 0.0
     return end + more, end - computed
+
+
+def _run(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
+    """The end of the last action of a step of `m` micro-batches, and that of the last compute."""
+    clock = timer.tables.clock(plan.config, m)
+    return clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer_seconds(plan.config, timer))
 
 
 def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:

@@ -1,9 +1,9 @@
 """The fastest layouts that fit, best first (A*). Imports no torch.
 
 Nodes wait in a heap, the one with the lowest bound of its seconds in front. In turn, a node is a shape, a shape with
-its states shared out, a layout with the bound of its time, one with the time of a short step, and, if its memory
-(walked through action by action, `plan.memory`) fits, one with the time of a longer one. A layout that comes to the
-front with that is the fastest of all that are left, since no bound is lower.
+its states shared out, a layout with the bound of its time, one with what a short step tells, and one with its time. A
+layout that comes to the front with that is the fastest of all that are left, since no bound is lower. Then its memory
+is walked through action by action (`plan.memory`); it is a result if it fits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,21 +15,22 @@ from typing import Any
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.plan.activations import Activations
 from megalite.plan.memory import Memory, each_rank
+from megalite.plan.parts import Item
 from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.walk import Walk, on_device
 from megalite.planner.choice import Choice
-from megalite.planner.predict import Prediction, predict, step_seconds
+from megalite.planner.predict import Prediction, least_seconds, predict, step_seconds
 from megalite.planner.space import Shape, Space
 from megalite.planner.stages import Timer
-from megalite.schedule.actions import Action
+from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES
-from megalite.schedule.simulate import LIVE
 
 WANTED = 10  # results
 ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the memory of every rank walked through
-SHORT = 3  # rounds of a step that is timed to find out whether it is worth more
+SHORT = 3  # rounds of a step that is timed first
 CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, before the rest may stay unproven
 
 
@@ -74,14 +75,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Node:
-    """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known about; (fits) one that
-    fits with so many bytes, and whose time is known exactly."""
+    """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known about; (timed) exactly."""
 
     shape: Shape
     choice: Choice | None = None
     whole: bool = False
     plan: Plan | None = None
-    fits: int | None = None
+    timed: bool = False
 
 
 def search(
@@ -114,17 +114,16 @@ def search(
                 continue
             for bound, child in _children(space, node, room, found):
                 heappush(heap, (bound, next(number), child))
-        elif node.fits is None and node.choice is not None:
+        elif not node.timed:
+            heappush(heap, (step_seconds(node.plan, timer), next(number), replace(node, timed=True)))
+        elif node.choice is not None and (least := space.estimate.memory(node.choice)) > room:  # was learned meanwhile
+            found.too_large(least, node.choice)
+        elif node.choice is not None:
             found.walked += 1
-            needed = _likely_fullest(node.plan, limit)
-            space.estimate.learn(node.choice, needed)
-            if needed > limit:
-                found.too_large(needed, node.choice)
-            else:
-                heappush(heap, (step_seconds(node.plan, timer), next(number), replace(node, fits=needed)))
-        elif node.choice is not None and node.fits is not None:
-            needed = node.fits
-            if not found.results or node.choice.pp <= ALL_RANKS:
+            rank, peak = _likely_fullest(node.plan, limit)
+            needed = on_device(peak)
+            space.estimate.learn(node.choice, rank, peak)
+            if needed <= limit and (not found.results or node.choice.pp <= ALL_RANKS):
                 needed = _all_ranks(node.plan, timer)
             if needed > limit:
                 found.too_large(needed, node.choice)
@@ -138,7 +137,7 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
     """What a node leads to, with bounds."""
     if node.choice is None:
         for bound, choice in space.sharings(node.shape):
-            if space.estimate.memory(choice) <= room:
+            if space.least_memory(choice, room) <= room:
                 yield bound, Node(node.shape, choice)
     elif not node.whole:
         for bound, choice in space.choices(node.shape, node.choice):
@@ -152,7 +151,7 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
         found.too_large(space.estimate.memory(node.choice), node.choice)
     elif plan := _plan(space, node.choice):
         found.timed += 1
-        yield step_seconds(plan, space.timer, SHORT), Node(node.shape, node.choice, True, plan)
+        yield least_seconds(plan, space.timer, SHORT), Node(node.shape, node.choice, True, plan)
 
 
 def _plan(space: Space, choice: Choice) -> Plan | None:
@@ -173,28 +172,48 @@ def filled(config: Config, m: int) -> int:
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
     if schedule not in NAMES or schedule == "gpipe":
         return m
-    return min(m, {"1f1b": pp + 2, "zb_h1": pp + 2, "zb_h2": 2 * pp, "interleaved_1f1b": 2 * pp}.get(schedule, 3 * pp))
+    if schedule == "interleaved_1f1b":
+        return as_full(config, m)
+    return min(m, {"1f1b": pp + 2, "zb_h1": pp + 2, "zb_h2": 2 * pp}.get(schedule, 3 * pp))
 
 
-def _likely_fullest(plan: Plan, limit: float) -> int:
-    """Bytes of the pipeline rank that most likely is the fullest; or of the first that needs more than `limit`.
+def _likely_fullest(plan: Plan, limit: float) -> tuple[int, Mapping[Item, int]]:
+    """The pipeline rank that most likely is the fullest, and its bytes; or the first that needs more than `limit`.
 
-    Looked at are both ends, and of the others those that keep most layers for backward passes, and that have most.
+    Looked at are both ends, and of the others those that keep most for backward passes, and that have most layers.
     """
-    config, most = plan.config, 0
+    config = plan.config
     pp, m = config.parallel.pp, filled(config, micro_batches(config))
-    sizes = [len(layers) for layers in plan.layers]
-    kept = [
-        max(accumulate(LIVE.get(item.kind, 0) * sizes[item.stage] for item in program if isinstance(item, Action)))
-        for program in plan.table(m).programs
-    ]
-    layers = [sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(pp)]
+    inputs = {("activations", "inputs"): micro_batches(config) * Activations(config).inputs}
+    kept = _kept_at_once(plan, m)
+    layers = [sum(len(plan.layers[stage]) for stage in plan.stages_of(rank)) for rank in range(pp)]
     ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
+    found: tuple[int, Mapping[Item, int]] = (0, {})
     for rank in sorted(ranks, key=lambda rank: -kept[rank]):
-        most = max(most, on_device(Walk(plan, m, rank).run()))
-        if most > limit:
+        peak = Walk(plan, m, rank).run() | inputs
+        if on_device(peak) > on_device(found[1]):
+            found = rank, peak
+        if on_device(peak) > limit:
             break
-    return most
+    return found
+
+
+def _kept_at_once(plan: Plan, m: int) -> list[int]:
+    """By rank: bytes that layers keep for backward passes at most, and for W what the other half leaves."""
+    of_layer = {}
+    for layer in {layer for stage in range(plan.stages) for layer in plan.recomputed(stage)}:
+        part = Activations(plan.config).layer(*layer)
+        left = sum(sum(held.values()) for held in part.put_off.values())
+        of_layer[layer] = sum(each.bytes for each in part.kept), left
+    changes = []
+    for stage in range(plan.stages):
+        kept, left = (sum(of_layer[layer][what] for layer in plan.recomputed(stage)) for what in (0, 1))
+        changes.append({Kind.F: kept, Kind.B: -kept, Kind.I: left - kept, Kind.W: -left})
+    programs = ([item for item in program if isinstance(item, Action)] for program in plan.table(m).programs)
+    return [
+        max(accumulate(changes[item.stage].get(item.kind, 0) for item in program if item.stage < plan.stages))
+        for program in programs
+    ]
 
 
 def _all_ranks(plan: Plan, timer: Timer) -> int:

@@ -17,7 +17,7 @@ from megalite.plan.pipeline import placement
 from megalite.plan.split import layer_costs, split_of
 from megalite.planner.bounds import Chain, Passes, chains
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
-from megalite.planner.estimate import Estimate
+from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
@@ -82,11 +82,20 @@ class Space:
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
-                                needed = self.estimate.memory(first)
+                                needed = self.least_memory(first, limit)
                                 if needed <= limit:
                                     yield self._shape(first)
-                                elif self.tightest is None or needed < self.tightest[0]:
+                                elif needed < (self.tightest[0] if self.tightest else float("inf")):
                                     self.tightest = needed, first
+
+    def least_memory(self, choice: Choice, limit: float) -> float:
+        """Bytes that a layout needs at least under any schedule; or under the first that may need at most `limit`."""
+        least = float("inf")
+        for schedule, virtual in self._schedules(choice):
+            least = min(least, self.estimate.memory(choice._replace(schedule=schedule, virtual=virtual)))
+            if least <= limit:
+                break
+        return least
 
     def sharings(self, shape: Shape) -> Iterator[tuple[float, Choice]]:
         """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
@@ -164,7 +173,7 @@ class Space:
 
     def _passes(self, base: Work, choice: Choice) -> Passes:
         """Seconds of the model's passes for a micro-batch."""
-        mode = "none" if self._mixed(choice) else mode_of(choice)
+        mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
         key = base, mode
         if key not in self._times:
             times = {
@@ -183,6 +192,13 @@ class Space:
         return self._times[key]
 
     def _schedules(self, first: Choice) -> Iterator[tuple[str, int | None]]:
+        """Schedules and virtual stages, with as many stages as a pinned split has."""
+        split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
+        for name, virtual in self._named(first):
+            if split is None or name not in NAMES or len(split) == first.pp * (virtual or SCHEDULES[name]):
+                yield name, virtual
+
+    def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
         """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
         pp = first.pp
         key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"
@@ -243,7 +259,7 @@ class Space:
         whole, slower, reduced = schedule in WHOLE, 0.0, 0.0
         if choice.mode in ("zero2", "zero3") and whole:
             slower = constants.overlap * min(passes.shortest_backward, shared.least)
-        known = choice.mode != "zero3" and not choice.offload_activations and not self._mixed(choice)
+        known = choice.mode != "zero3" and not choice.offload_activations and not mixed(self.config, self.pins, choice)
         if choice.mode in ("zero2", "zero3") and schedule in HALVED:
             reduced = m * shared.reduced / pp
         elif choice.mode == "zero2" and known:  # what is left of each reduction follows that of the one before
@@ -260,12 +276,6 @@ class Space:
             )
         chained = (m * (each.busy + each.layers * slower) + each.wait + max(0.0, left) for each in found)
         return max(shape.bound, reduced, each, way, *chained)
-
-    def _mixed(self, choice: Choice) -> bool:
-        """Whether layers of a stage may recompute in different ways, so that only the fastest of these is a bound."""
-        return choice.recompute == "budget" or (
-            self.config.train.recompute_every > 1 and "train.recompute" in self.pins
-        )
 
     def _fewest(self, pp: int) -> int:
         """Layers that each stage has at least but the last, under any schedule."""

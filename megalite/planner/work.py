@@ -47,6 +47,11 @@ class Work:
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
 
     @property
+    def outside(self) -> str:
+        """The precision of attention and of the output layer, which fp8 leaves in bf16."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
     def gpus(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 

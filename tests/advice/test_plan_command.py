@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megalite.advice.asked import Asked
+from megalite.advice.rows import layout_text
 from megalite.cli import main
 from megalite.config.load import load
 from megalite.config.validate import check
+from megalite.planner.choice import Choice
 
 MODEL = "configs/model/llama3.2_1b.yaml"
 SMALL = [MODEL, "batch.global=16", "parallel.pp=1"]  # few layouts
@@ -112,6 +115,34 @@ def test_what_is_written_is_the_best_layout_and_loads(plan: Run, tmp_path: Path)
     assert seconds(again)[0] == seconds(output)[0]
 
 
+def test_a_pinned_split_has_a_stage_for_each_entry(plan: Run) -> None:
+    output = plan(MODEL, "batch.global=16", "parallel.pipeline.split=[9, 7]", "--gpus", "4")
+    layouts = re.findall(r"^\d +(\S.*?)  ", output, flags=re.MULTILINE)
+    assert layouts
+    assert all("pp 2 " in layout for layout in layouts)
+
+
+def test_a_layout_tells_its_data_mode_where_ranks_share_states() -> None:
+    alone = Choice(1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, False)
+    assert "zero2" not in layout_text(alone)
+    assert "zero2" in layout_text(alone._replace(cp=2))
+    assert "zero2" in layout_text(alone._replace(shards=2))
+
+
+def test_what_another_run_has_written_meanwhile_stays(
+    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, searched = tmp_path / "best.yaml", Asked.search
+
+    def slow(*arguments: object, **options: object) -> object:
+        path.write_text("of another run")
+        return searched(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Asked, "search", slow)
+    assert "there is such a file already" in refused(*SMALL, "--gpus", "8", "--write", str(path))
+    assert path.read_text() == "of another run"
+
+
 BAD = [
     ([*SMALL], "--gpus: is needed"),
     ([*SMALL, "--gpus", "0"], "--gpus"),
@@ -124,7 +155,17 @@ BAD = [
     ([*SMALL, "--gpus", "8", "--write", "best.txt"], "must end in .yaml"),
     ([*SMALL, "--gpus", "8", "--write", MODEL], "there is such a file already"),
     ([*SMALL, "--gpus", "8", "--max-memory", "1"], "no layout fits into the 1.0 GiB"),
-    ([MODEL, "batch.global=16", "parallel.tp=3", "--gpus", "8"], "no layout is possible"),
+    ([*SMALL, "--gpus", "8", "--max-memory", "80GiB"], "must be a number of GiB"),
+    ([MODEL, "batch.global=16", "parallel.tp=3", "--gpus", "8"], "no layout is possible with parallel.tp = 3:"),
+    (  # recompute has no part in it
+        [MODEL, "batch.global=16", "parallel.tp=4", "train.recompute=full", "parallel.pp=4", "--gpus", "8"],
+        "no layout is possible with parallel.tp = 4, parallel.pp = 4:",
+    ),
+    (
+        [*SMALL, "parallel.pipeline.schedule=1f1b", "parallel.pipeline.virtual_stages=2", "--gpus", "8"],
+        'parallel.pipeline.schedule = "1f1b", parallel.pipeline.virtual_stages = 2:',
+    ),
+    ([*SMALL, "parallel.pipeline.split=[8, 8]", "--gpus", "8"], "parallel.pipeline.split = [8, 8]"),
     ([MODEL, "batch.global=7", "--gpus", "64", "parallel.pp=1", "parallel.tp=1"], "no layout is possible"),
     ([MODEL, "parallel={tp: 2}", "--gpus", "8"], "keys of their own"),
     ([MODEL, "batch.micro=auto", "--as-is", "--gpus", "8"], "needs a number"),

@@ -9,16 +9,19 @@ from megalite.plan.memory import memory_of_ranks
 from megalite.planner import search as searching
 from megalite.planner.choice import Choice
 from megalite.planner.hardware import load_cluster
+from megalite.planner.predict import step_seconds
 from megalite.planner.search import Found, search
 from megalite.planner.space import Space
 from megalite.planner.stages import Timer
 
 GIB = 2**30
-TIMERS = {name: Timer(load_cluster(name)) for name in ("h100_sxm", "rtx4090")}
+TIMERS = {name: Timer(load_cluster(name)) for name in ("h100_sxm", "l40s", "rtx4090")}
 PINS = {"parallel.cp": 1, "parallel.data.mode": "zero1", "batch.micro": 1}
+SHARED = {"parallel.tp": 1, "parallel.cp": 1, "parallel.data.mode": "zero3", "batch.micro": 1}
 CASES = [  # model, keys, GPUs, cluster, GiB, pins, offload
     ("tiny_tied", ["batch.global=6"], 6, "h100_sxm", 72, {}, False),
     ("tiny_qwen", ["batch.global=12"], 4, "rtx4090", 21, PINS, False),
+    ("mistral_7b_v0.1", ["batch.global=48", "model.layers=5"], 24, "l40s", 40, SHARED, False),
     ("llama3_8b", ["batch.global=4"], 4, "h100_sxm", 30, {**PINS, "parallel.pp": 2}, True),
 ]
 
@@ -40,8 +43,9 @@ def test_the_search_finds_what_an_exhaustive_one_does(case: tuple, monkeypatch: 
         for seconds, child in children(space, node, room, found):
             if node.whole and node.choice is not None:
                 simulated += 1
-                bound = space._bound(node.shape, node.choice, node.choice.schedule)
-                late.append((bound / seconds, node.choice))
+                bound = max(seconds, space._bound(node.shape, node.choice, node.choice.schedule))
+                assert child.plan is not None
+                late.append((bound / step_seconds(child.plan, timer), node.choice))
             yield seconds, child
 
     fast = search(config, gpus, timer, limit, pins, wanted=5, offload=offload)

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from megalite.planner.constants import FITTED
 from megalite.planner.hardware import Level, Link, known_clusters, load_cluster
 from megalite.planner.kernels import Kernels
+from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group, Net
+from megalite.planner.programs import MEGALITE
+from megalite.planner.work import Work
 
 H100 = load_cluster("h100_sxm")
 KERNELS = Kernels(H100.gpu)
@@ -31,6 +34,17 @@ def test_more_work_takes_no_less_time(m: int, n: int, k: int, times: int) -> Non
     assert KERNELS.matmul(m, n * times, k) >= time
     assert KERNELS.matmul(m, n, k * times) >= time
     assert KERNELS.matmul(m, n, k, batch=times) >= time
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+def test_no_layer_nor_head_is_faster_than_its_precision(precision: str) -> None:
+    work = Work(1, 4096, 32, 8, 128, 14336, 32000, 8192, precision=precision)  # type: ignore[arg-type]
+    model, peak = LayerModel(work, MEGALITE, H100), H100.gpu.peak[precision]
+    attention = 4 * work.tokens * work.sequence / 2 * work.q
+    layer, (forward, backward, _) = model.layer(), model.head()
+    assert layer.forward.total > (2 * work.tokens * work.layer_parameters + attention) / peak
+    assert layer.backward.total > (4 * work.tokens * work.layer_parameters + 2 * attention) / peak
+    assert forward + backward > 6 * work.tokens * work.width * work.vocab / peak
 
 
 def test_large_products_run_at_the_rate_that_clocks_allow() -> None:

@@ -154,5 +154,5 @@ def _nodes(found: Summary) -> str:
 
 def _decisions(found: Summary) -> str:
     latest = reversed(found["decisions"][-DECISIONS:])
-    rows = [(clock(each["time"]), each["by"], printable(each["text"], 500)) for each in latest]
-    return section("Latest decisions", table(("time", "by", "what"), rows, (0, 1, 2))) if rows else ""
+    rows = [(clock(each["time"]), f"{each['by']}: {printable(each['text'], 500)}") for each in latest]
+    return section("Latest decisions", table(("time", "what"), rows, (0, 1))) if rows else ""

@@ -71,7 +71,6 @@ class Watched:
         self.loss = self.tokens_per_second = self.step_seconds = 0.0
         self.report_steps = 1  # between two records
         self.valid: list[tuple[int, float]] = []  # step and loss of evaluations
-        self.failures = 0
         self._attempts: list[Event] = []  # what failures are counted by
         self._latest = 0
         self._newest_start = -1
@@ -269,6 +268,6 @@ class Watched:
         found = [CHECKPOINT.match(name) for name in names]
         return max((int(name[1]) for name in found if name), default=None)
 
-    def interruptions(self) -> tuple[int, float]:
-        """How often attempts have failed, and in how many hours of ranks."""
-        return interruptions(self._attempts, self.now)
+    def interruptions(self, end: float) -> tuple[int, float]:
+        """How often attempts have failed, and in how many hours of ranks. end: of an attempt that goes on."""
+        return interruptions(self._attempts, end)

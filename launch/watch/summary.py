@@ -72,7 +72,7 @@ def summary(run: Watched) -> Summary:
     eta = None
     if usual is not None and left is not None and effective and not state.over:
         eta = left * usual / max(effective, 0.01)
-    failures, rank_hours = run.interruptions()
+    failures, rank_hours = run.interruptions(end / SECOND)
     return {
         "run": str(run.folder.path),
         "time": run.now,

@@ -15,7 +15,8 @@ from megalite_launch.events import append_event, read_events
 from megalite_launch.layout import Attempt, RunFolder
 from megalite_launch.outcome import Failure, read_failures, read_outcome, write_failure, write_outcome
 
-SOURCES = sorted((Path(__file__).parents[2] / "launch").rglob("*.py"))
+LAUNCH = Path(__file__).parents[2] / "launch"
+SOURCES = sorted(LAUNCH.rglob("*.py"))
 
 
 def test_the_exit_codes_are_those_of_megalite() -> None:
@@ -29,11 +30,12 @@ def test_the_sources_are_python_3_9(path: Path) -> None:
 
 
 def test_nothing_but_the_standard_library_is_imported() -> None:
-    modules = [f"megalite_launch.{path.stem}" for path in SOURCES if path.parent.name == "launch"]
+    paths = [path.relative_to(LAUNCH).with_suffix("") for path in SOURCES]
+    modules = [".".join(("megalite_launch", *path.parts)).removesuffix(".__init__") for path in paths]
     code = f"""
 import sys
 before = set(sys.modules)  # an editable installation has its own finder
-for name in {[module for module in modules if not module.endswith("__")]}:
+for name in {modules}:
     __import__(name)
 found = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print(sorted(found - sys.stdlib_module_names - {{"megalite_launch"}}))

@@ -1,7 +1,8 @@
 """Check nodes before a job trains on them.
 
-On one machine, megalite-preflight --full tells whether its GPUs, disk and software are fit. A job's supervisor runs it
-on every node at once with --nodes and --attempt, and compares the files that they leave with --compare.
+On one machine, megalite-preflight --full tells whether its GPUs, disk and
+software are fit. A job's supervisor runs it on every node at once with --nodes
+and --attempt, and compares the files that they leave with --compare.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from ..layout import RunFolder
 from ..outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
@@ -113,13 +114,13 @@ def _check(options: argparse.Namespace) -> int:
             raise BadInput("--write-cluster: needs --full, which measures speeds")
         check_target(options.write_cluster)
     sheet = check_node(order, thresholds)
+    verdict = compare([sheet], thresholds)
+    print(sheet_text(verdict.sheets[sheet.node]), end="", flush=True)
     if options.attempt:
         try:
             write_sheet(options.attempt, sheet)
         except OSError as error:
             raise BadInput(f"--attempt {options.attempt}: cannot be written: {error.strerror}") from None
-    verdict = compare([sheet], thresholds)
-    print(sheet_text(verdict.sheets[sheet.node]), end="")
     return _finish(options, verdict, thresholds, verdict.as_json()["nodes"][sheet.node])
 
 
@@ -169,7 +170,7 @@ def _order(options: argparse.Namespace) -> Order:
         gpus=options.gpus,
         folder=folder,
         checkpoint=size or (checkpoint_bytes(folder) if folder else None),
-        attempts=options.run and options.run / "attempts",
+        attempts=options.run and RunFolder(options.run).attempts,
         trainer=_trainer(options),
         write_size=_size("--write-size", options.write_size or ("256MiB" if options.level == "full" else "1MiB")),
         probe_size=probe,
@@ -179,7 +180,7 @@ def _order(options: argparse.Namespace) -> Order:
 
 def _checkpoints(run: Path) -> Path:
     """Where a run's checkpoints go; before the first one, its folder."""
-    found = run / "checkpoints"
+    found = RunFolder(run).checkpoints
     return found.resolve() if found.is_dir() else run.resolve()
 
 

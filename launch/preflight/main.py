@@ -55,13 +55,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         return _compare(options) if options.compare else _check(options)
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except _Stopped:
-        print("stopped", file=sys.stderr)
+        print(f"{COMMAND}: stopped", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(f"{COMMAND}: interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
         for number, handler in before.items():

@@ -260,7 +260,7 @@ def test_the_first_node_waits_for_those_that_come_later(tmp_path: Path, python: 
 def test_bad_input_is_one_message(preflight: Preflight, words: list[str], problem: str) -> None:
     code, printed, errors = preflight(*words)
     assert (code, printed) == (2, "")
-    assert errors.startswith(f"error: {problem}")
+    assert errors.startswith(f"megalite-preflight: error: {problem}")
     assert errors.count("\n") == 1
 
 

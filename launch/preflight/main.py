@@ -1,7 +1,8 @@
 """Check nodes before a job trains on them.
 
-On one machine, megalite-preflight --full tells whether its GPUs, disk and software are fit. A job's supervisor runs it
-on every node at once with --nodes and --attempt, and compares the files that they leave with --compare.
+On one machine, megalite-preflight --full tells whether its GPUs, disk and
+software are fit. A job's supervisor runs it on every node at once with --nodes
+and --attempt, and compares the files that they leave with --compare.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from ..layout import RunFolder
 from ..outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
@@ -53,13 +55,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         return _compare(options) if options.compare else _check(options)
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except _Stopped:
-        print("stopped", file=sys.stderr)
+        print(f"{COMMAND}: stopped", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(f"{COMMAND}: interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
         for number, handler in before.items():
@@ -112,13 +114,13 @@ def _check(options: argparse.Namespace) -> int:
             raise BadInput("--write-cluster: needs --full, which measures speeds")
         check_target(options.write_cluster)
     sheet = check_node(order, thresholds)
+    verdict = compare([sheet], thresholds)
+    print(sheet_text(verdict.sheets[sheet.node]), end="", flush=True)
     if options.attempt:
         try:
             write_sheet(options.attempt, sheet)
         except OSError as error:
             raise BadInput(f"--attempt {options.attempt}: cannot be written: {error.strerror}") from None
-    verdict = compare([sheet], thresholds)
-    print(sheet_text(verdict.sheets[sheet.node]), end="")
     return _finish(options, verdict, thresholds, verdict.as_json()["nodes"][sheet.node])
 
 
@@ -168,7 +170,7 @@ def _order(options: argparse.Namespace) -> Order:
         gpus=options.gpus,
         folder=folder,
         checkpoint=size or (checkpoint_bytes(folder) if folder else None),
-        attempts=options.run and options.run / "attempts",
+        attempts=options.run and RunFolder(options.run).attempts,
         trainer=_trainer(options),
         write_size=_size("--write-size", options.write_size or ("256MiB" if options.level == "full" else "1MiB")),
         probe_size=probe,
@@ -178,7 +180,7 @@ def _order(options: argparse.Namespace) -> Order:
 
 def _checkpoints(run: Path) -> Path:
     """Where a run's checkpoints go; before the first one, its folder."""
-    found = run / "checkpoints"
+    found = RunFolder(run).checkpoints
     return found.resolve() if found.is_dir() else run.resolve()
 
 

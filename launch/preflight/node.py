@@ -20,7 +20,7 @@ from .storage import check_room, check_shm, judge_write, read_back, write
 from .thresholds import Limits, Thresholds
 from .trainer import Trainer, TrainerError
 
-SECONDS = {"light": 20.0, "full": 165.0}  # that a preflight may take; who waits for it allows 20 and 180
+SECONDS = {"light": 18.0, "full": 165.0}  # that a preflight may take; who waits for it allows 20 and 180
 BOARD = {"light": 8.0, "full": 30.0}  # seconds until the first node must have begun
 VERSIONS = "megalite_launch.preflight.versions"
 CPU = "cpu"

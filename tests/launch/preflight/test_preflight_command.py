@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +34,12 @@ ANSWER = {
     "right": True,
 }
 VERSIONS = {"commit": "c0", "megalite": "0.1.0", "torch": "2.13.0", "nccl": None, "python": "3.11.7"}
+
+
+def old_python_works() -> bool:
+    """Whether there is a Python 3.9; pyenv puts a program of that name there in any case."""
+    found = shutil.which("python3.9")
+    return found is not None and subprocess.run([found, "-c", ""], capture_output=True, timeout=60).returncode == 0
 
 
 @pytest.fixture
@@ -101,6 +108,7 @@ def test_a_node_with_gpus_is_checked_in_full(
     }
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 8
+    assert set(results(report)) <= documented()
     assert all(any(f"--device cuda --local-rank {place} " in line for line in asked) for place in range(8))
     assert not list((run / "checkpoints").glob(".preflight*"))
     node = json.loads((run / "attempts/1.0.0/preflight-n1.json").read_text())
@@ -127,6 +135,13 @@ def test_a_sick_gpu_ends_with_1_and_is_compared_with_the_last_time(
     assert code == 1
     assert "ECC uncorrectable  FAIL" in printed
     assert results(tmp_path / "r.json")["ECC corrected"] == "warn"
+
+
+def documented() -> set[str]:
+    """The checks that docs/preflight.md names."""
+    page = (Path(__file__).parents[3] / "docs/preflight.md").read_text()
+    names = set(re.findall(r"`([^`\n]+)`", page))
+    return names | {f"{name} version" for name in names}
 
 
 def test_this_machine_is_measured_for_real(
@@ -191,6 +206,9 @@ def test_nodes_check_each_other_and_are_compared(preflight: Preflight, run: Path
     assert [line.split()[:2] for line in printed.splitlines()[1:]] == [[name, "ok"] for name in names]
     assert load_cluster(str(out)).network.bandwidth == 465e9
     code, printed, _ = preflight("--compare", attempt, "--nodes", ",".join([*names, "n9"]), "--json", tmp_path / "j")
+    assert {
+        found["check"] for node in json.loads((tmp_path / "j").read_text())["nodes"].values() for found in node["fine"]
+    } <= documented()
     assert code == 1
     assert json.loads((tmp_path / "j").read_text())["bad"] == {"n9": "has not finished its preflight: it left no file"}
 
@@ -242,7 +260,7 @@ def test_the_first_node_waits_for_those_that_come_later(tmp_path: Path, python: 
 def test_bad_input_is_one_message(preflight: Preflight, words: list[str], problem: str) -> None:
     code, printed, errors = preflight(*words)
     assert (code, printed) == (2, "")
-    assert errors.startswith(f"error: {problem}")
+    assert errors.startswith(f"megalite-preflight: error: {problem}")
     assert errors.count("\n") == 1
 
 
@@ -288,12 +306,7 @@ print(sorted(found - sys.stdlib_module_names - {"megalite_launch"}))
     assert done.stdout.strip() == "[]"
 
 
-def runs(python: str) -> bool:
-    """Whether there is such a Python; a version manager may only pretend so."""
-    return shutil.which(python) is not None and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0
-
-
-@pytest.mark.skipif(not runs("python3.9"), reason="needs a Python 3.9")
+@pytest.mark.skipif(not old_python_works(), reason="needs a Python 3.9")
 def test_the_python_of_an_old_login_node_is_enough(run: Path, python: str, tmp_path: Path) -> None:
     (tmp_path / "megalite_launch").symlink_to(Path(megalite_launch.__file__).parent)
     words = ["--gpus", "0", "--run", str(run), "--python", python]

@@ -196,6 +196,15 @@ def test_kinds_of_ours_name_clusters_that_there_are_and_keys_of_all() -> None:
             assert values.get("cluster") in (None, *known_clusters())
 
 
+def test_the_example_of_the_page_is_a_file_of_a_site(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/preflight.md").read_text()
+    (tmp_path / "site.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    found = load_thresholds(tmp_path / "site.yaml")
+    assert found.of("NVIDIA H200").number("save_seconds") == 120
+    assert found.of("NVIDIA H100 80GB HBM3").number("network_gb") == 200
+    assert found.of("NVIDIA L4").number("temperature_warn") is None
+
+
 def test_a_site_replaces_single_keys_and_adds_kinds(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("all:\n  inodes: 5\nh200:\n  nvlinks: null\nx100:\n  names: [NVIDIA L4]\n  nvlinks: 4\n")

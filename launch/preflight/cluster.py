@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+from ..errors import UserError
 from .compare import Verdict
-from .errors import BadInput
 from .findings import number
 from .gpus import gpu_values
 from .thresholds import Thresholds
@@ -18,11 +18,11 @@ PROGRAM = "megalite.planner.measured"
 
 
 def figures(verdict: Verdict) -> dict[str, Any]:
-    """Medians over the nodes that are fine: GPUs per node, and bytes/s or FLOP/s for a GPU. Raises BadInput."""
+    """Medians over the nodes that are fine: GPUs per node, and bytes/s or FLOP/s for a GPU. Raises UserError."""
     sheets = [verdict.sheets[node] for node in verdict.ok]
     products = [value for sheet in sheets for _, value in gpu_values(sheet.measured, "matmul")]
     if not products:
-        raise BadInput("--write-cluster: no node that is fine has measured anything; run it with --full")
+        raise UserError("--write-cluster: no node that is fine has measured anything; run it with --full")
     gpus = round(median(len(gpu_values(sheet.measured, "matmul")) for sheet in sheets if "gpus" in sheet.measured))
     copies = [
         min(rates)
@@ -48,23 +48,23 @@ def figures(verdict: Verdict) -> dict[str, Any]:
 
 
 def check_target(out: Path) -> None:
-    """Raises BadInput if no cluster file can be written there."""
+    """Raises UserError if no cluster file can be written there."""
     if out.suffix not in (".yaml", ".yml"):
-        raise BadInput(f"--write-cluster {out}: must end in .yaml")
+        raise UserError(f"--write-cluster {out}: must end in .yaml")
     if out.exists():
-        raise BadInput(f"--write-cluster {out}: there is such a file already; give another name")
+        raise UserError(f"--write-cluster {out}: there is such a file already; give another name")
     if not out.parent.is_dir():
-        raise BadInput(f"--write-cluster {out}: there is no folder {out.parent}")
+        raise UserError(f"--write-cluster {out}: there is no folder {out.parent}")
 
 
 def write_cluster(verdict: Verdict, out: Path, base: Optional[str], thresholds: Thresholds, trainer: Trainer) -> None:
-    """Write the cluster file `base` with the figures that were measured in place of its own. Raises BadInput."""
+    """Write the cluster file `base` with the figures that were measured in place of its own. Raises UserError."""
     found = figures(verdict)
     gpu = verdict.sheets[verdict.ok[0]].gpu
     base = base or thresholds.of(gpu).text("cluster")
     if base is None:
-        raise BadInput(f"--write-cluster: no cluster file is known for {gpu}; name one like it with --cluster")
+        raise UserError(f"--write-cluster: no cluster file is known for {gpu}; name one like it with --cluster")
     try:
         trainer.ask(PROGRAM, [base, str(out)], 60.0, json.dumps(found))
     except TrainerError as error:
-        raise BadInput(f"--write-cluster {out}: {error}") from None
+        raise UserError(f"--write-cluster {out}: {error}") from None

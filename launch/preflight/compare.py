@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-from .errors import BadInput
+from ..errors import UserError
 from .findings import FAIL, FILE, OK, WARN, Sheet, as_json, number, read_sheet, sheet_path
 from .gpus import gpu_values
 from .thresholds import Thresholds
@@ -47,22 +47,22 @@ class Verdict:
 def compare_folder(folder: Path, thresholds: Thresholds, nodes: Optional[Sequence[str]] = None) -> Verdict:
     """Compare the files in the folder of an attempt. nodes: those that should be there; None: those that are.
 
-    A node without a file, or with one that cannot be read, is bad. Raises BadInput if there is no node at all.
+    A node without a file, or with one that cannot be read, is bad. Raises UserError if there is no node at all.
     """
     if nodes is None:
         try:
             names = [FILE.fullmatch(path.name) for path in sorted(folder.iterdir())]
         except OSError as error:
-            raise BadInput(f"{folder}: cannot be read: {error.strerror}") from None
+            raise UserError(f"{folder}: cannot be read: {error.strerror}") from None
         nodes = [name["node"] for name in names if name]
         if not nodes:
-            raise BadInput(f"{folder}: has no preflight-NODE.json; give the folder of an attempt that was checked")
+            raise UserError(f"{folder}: has no preflight-NODE.json; give the folder of an attempt that was checked")
     sheets, missing = [], {}
     for node in nodes:
         path = sheet_path(folder, node)
         try:
             sheets.append(read_sheet(path))
-        except BadInput as error:
+        except UserError as error:
             missing[node] = str(error) if path.exists() else "has not finished its preflight: it left no file"
     return compare(sheets, thresholds, missing)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from .errors import BadInput
+from ..errors import UserError
 from .thresholds import Limits
 
 OK, WARN, FAIL, UNCHECKED = "ok", "warn", "fail", "unchecked"
@@ -120,15 +120,15 @@ def write_sheet(folder: Path, sheet: Sheet) -> Path:
 
 
 def read_sheet(path: Path) -> Sheet:
-    """Raises BadInput if the file is none of a node."""
+    """Raises UserError if the file is none of a node."""
     try:
         with path.open("rb") as file:
             read = json.loads(file.read(LARGEST), parse_constant=_refuse)
         return _sheet(read)
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{path}: is no file of megalite-preflight: {error}; run the check again") from None
+        raise UserError(f"{path}: is no file of megalite-preflight: {error}; run the check again") from None
 
 
 def _sheet(read: Any) -> Sheet:

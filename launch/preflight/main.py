@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from ..errors import UserError
 from ..layout import RunFolder
 from ..outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
-from .errors import BadInput
 from .findings import NODE, write_sheet, write_whole
 from .node import SECONDS, Order, check_node
 from .show import sheet_text, verdict_text
@@ -54,7 +54,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     before = _listen()
     try:
         return _compare(options) if options.compare else _check(options)
-    except BadInput as error:
+    except UserError as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except _Stopped:
@@ -109,9 +109,9 @@ def _check(options: argparse.Namespace) -> int:
     alone = len(order.nodes) == 1
     if options.write_cluster:
         if not alone:
-            raise BadInput("--write-cluster: one node of several cannot tell; give it together with --compare")
+            raise UserError("--write-cluster: one node of several cannot tell; give it together with --compare")
         if options.level != "full":
-            raise BadInput("--write-cluster: needs --full, which measures speeds")
+            raise UserError("--write-cluster: needs --full, which measures speeds")
         check_target(options.write_cluster)
     sheet = check_node(order, thresholds)
     verdict = compare([sheet], thresholds)
@@ -120,7 +120,7 @@ def _check(options: argparse.Namespace) -> int:
         try:
             write_sheet(options.attempt, sheet)
         except OSError as error:
-            raise BadInput(f"--attempt {options.attempt}: cannot be written: {error.strerror}") from None
+            raise UserError(f"--attempt {options.attempt}: cannot be written: {error.strerror}") from None
     return _finish(options, verdict, thresholds, verdict.as_json()["nodes"][sheet.node])
 
 
@@ -140,7 +140,7 @@ def _finish(options: argparse.Namespace, verdict: Verdict, thresholds: Threshold
         try:
             write_whole(options.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
         except OSError as error:
-            raise BadInput(f"--json {options.json}: cannot be written: {error.strerror}") from None
+            raise UserError(f"--json {options.json}: cannot be written: {error.strerror}") from None
     if options.write_cluster:
         write_cluster(verdict, options.write_cluster, options.cluster, thresholds, _trainer(options))
     return FAILED if verdict.bad else DONE
@@ -150,16 +150,16 @@ def _order(options: argparse.Namespace) -> Order:
     node = options.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = _nodes(options.nodes) if options.nodes else [node]
     if not NODE.fullmatch(node):
-        raise BadInput(f"--node {node!r:.100}: must be a name of letters, digits, dots and dashes")
+        raise UserError(f"--node {node!r:.100}: must be a name of letters, digits, dots and dashes")
     if node not in nodes:
-        raise BadInput(f"--nodes {options.nodes:.200}: {node} is not among them; give --node NAME")
+        raise UserError(f"--nodes {options.nodes:.200}: {node} is not among them; give --node NAME")
     if options.run is not None and not options.run.is_dir():
-        raise BadInput(f"--run {options.run}: is no folder; give that of a run")
+        raise UserError(f"--run {options.run}: is no folder; give that of a run")
     folder = options.checkpoints or (options.run and _checkpoints(options.run))
     if folder is not None and not folder.is_dir():
-        raise BadInput(f"--checkpoints {folder}: is no folder")
+        raise UserError(f"--checkpoints {folder}: is no folder")
     if not 0 <= options.probe_seconds <= 30:
-        raise BadInput(f"--probe-seconds {options.probe_seconds}: must be from 0 to 30")
+        raise UserError(f"--probe-seconds {options.probe_seconds}: must be from 0 to 30")
     size = _size("--checkpoint-size", options.checkpoint_size) if options.checkpoint_size else None
     probe = _size("--probe-size", options.probe_size or ("16MiB" if options.gpus == 0 else "1GiB"))
     return Order(
@@ -188,9 +188,9 @@ def _trainer(options: argparse.Namespace) -> Trainer:
     try:
         words = shlex.split(options.python)
     except ValueError as error:
-        raise BadInput(f"--python {options.python:.100}: {error}") from None
+        raise UserError(f"--python {options.python:.100}: {error}") from None
     if not words:
-        raise BadInput("--python: names no command")
+        raise UserError("--python: names no command")
     return Trainer(tuple(words))
 
 
@@ -198,9 +198,9 @@ def _nodes(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if not NODE.fullmatch(name):
-            raise BadInput(f"--nodes: {name!r:.100} is no name of a node; give names with commas, without brackets")
+            raise UserError(f"--nodes: {name!r:.100} is no name of a node; give names with commas, without brackets")
     if len(set(names)) < len(names):
-        raise BadInput("--nodes: a name is there twice")
+        raise UserError("--nodes: a name is there twice")
     return names
 
 
@@ -215,7 +215,7 @@ def _size(option: str, text: str) -> int:
     found = SIZE.fullmatch(text)
     size = float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]] if found else 0.0
     if not 1 <= size < 1e18:
-        raise BadInput(f"{option} {text:.60}: must be a size above 0, such as 350GiB, 20GB or a number of bytes")
+        raise UserError(f"{option} {text:.60}: must be a size above 0, such as 350GiB, 20GB or a number of bytes")
     return int(size)
 
 

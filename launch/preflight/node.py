@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from ..errors import UserError
 from .board import Board, Host, Unreachable
-from .errors import BadInput
 from .findings import FAIL, OK, UNCHECKED, Sheet, read_sheet
 from .gpus import check_gpus
 from .kernel_log import check_xids
@@ -45,7 +45,7 @@ class Order:
 
 
 def check_node(order: Order, thresholds: Thresholds) -> Sheet:
-    """Everything that this node can find out. Raises BadInput if it cannot even keep the board."""
+    """Everything that this node can find out. Raises UserError if it cannot even keep the board."""
     deadline = time.monotonic() + SECONDS[order.level]
     sheet = Sheet(order.node, order.level, gpu=CPU)
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def check_node(order: Order, thresholds: Thresholds) -> Sheet:
             try:
                 stack.enter_context(Host(order.port))
             except OSError as error:
-                raise BadInput(f"--port {order.port}: cannot be listened at: {error.strerror}; give another") from None
+                raise UserError(f"--port {order.port}: cannot be listened at: {error.strerror}; give another") from None
             stack.callback(_wait_for_others, order, deadline)
         if order.gpus != 0:
             sheet.gpu = ""
@@ -79,7 +79,7 @@ def _corrected_before(order: Order) -> dict[str, float]:
         with suppress(OSError):
             times.append((path.stat().st_mtime, path))
     for _, path in sorted(times, reverse=True):
-        with suppress(BadInput):
+        with suppress(UserError):
             counted = read_sheet(path).measured.get("corrected")
             if isinstance(counted, dict):
                 return {uuid: float(value) for uuid, value in counted.items() if isinstance(value, (int, float))}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Union
 
-from .errors import BadInput
+from ..errors import UserError
 
 Scalar = Union[float, str]
 Value = Union[Scalar, list[Scalar], None]
@@ -67,7 +67,7 @@ class Thresholds:
 
 
 def load_thresholds(site: Optional[Path] = None) -> Thresholds:
-    """Ours, with the keys that the file `site` replaces. Raises BadInput, naming file, line and rule."""
+    """Ours, with the keys that the file `site` replaces. Raises UserError, naming file, line and rule."""
     sections = read_sections(OURS)
     if site is not None:
         for kind, values in read_sections(site).items():
@@ -75,9 +75,9 @@ def load_thresholds(site: Optional[Path] = None) -> Thresholds:
             for key, value in values.items():
                 problem = _misfit(kind, key, value, known)
                 if problem:
-                    raise BadInput(f"{site}: {kind}: {key}: {problem}")
+                    raise UserError(f"{site}: {kind}: {key}: {problem}")
             if kind not in sections and not isinstance(values.get("names"), list):
-                raise BadInput(f"{site}: {kind}: a new kind needs `names: [...]`, as nvidia-smi prints them")
+                raise UserError(f"{site}: {kind}: a new kind needs `names: [...]`, as nvidia-smi prints them")
             sections[kind] = {**sections.get(kind, {}), **values}
     return Thresholds(sections)
 
@@ -102,20 +102,20 @@ def _misfit(kind: str, key: str, value: Value, known: set[str]) -> str:
 
 
 def read_sections(path: Path) -> Sections:
-    """The sections of a file. Raises BadInput if it cannot be read, or is no such file."""
+    """The sections of a file. Raises UserError if it cannot be read, or is no such file."""
     try:
         with path.open("rb") as file:
             raw = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > LARGEST:
-        raise BadInput(f"{path}: has more than {LARGEST:,} bytes; it is no file of thresholds")
+        raise UserError(f"{path}: has more than {LARGEST:,} bytes; it is no file of thresholds")
     try:
         return parse_sections(raw.decode())
     except UnicodeDecodeError:
-        raise BadInput(f"{path}: is not UTF-8 text") from None
+        raise UserError(f"{path}: is not UTF-8 text") from None
     except ValueError as error:
-        raise BadInput(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def parse_sections(text: str) -> Sections:

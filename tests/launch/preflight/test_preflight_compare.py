@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from megalite_launch.errors import UserError
 from megalite_launch.preflight.compare import Verdict, compare, compare_folder
-from megalite_launch.preflight.errors import BadInput
 from megalite_launch.preflight.findings import Finding, Sheet, as_json, read_sheet, write_sheet
 from megalite_launch.preflight.show import sheet_text, verdict_text
 from megalite_launch.preflight.thresholds import load_thresholds
@@ -234,7 +234,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: dict[str, Any]) -> No
     sheet = node("n1")
     text = str(as_json(sheet) | damage).replace("'", '"').replace("True", "true").replace("None", "null")
     (tmp_path / "preflight-n1.json").write_text(text)
-    with pytest.raises(BadInput, match=r"preflight-n1.json: is no file of megalite-preflight"):
+    with pytest.raises(UserError, match=r"preflight-n1.json: is no file of megalite-preflight"):
         read_sheet(tmp_path / "preflight-n1.json")
 
 
@@ -246,9 +246,9 @@ def test_strange_measurements_of_a_node_do_no_harm() -> None:
 
 
 def test_an_empty_folder_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="has no preflight-NODE"):
+    with pytest.raises(UserError, match="has no preflight-NODE"):
         compare_folder(tmp_path, OURS)
-    with pytest.raises(BadInput, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match="cannot be read: No such file"):
         compare_folder(tmp_path / "none", OURS)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.planner.hardware import known_clusters
-from megalite_launch.preflight.errors import BadInput
+from megalite_launch.errors import UserError
 from megalite_launch.preflight.smi import Broken, SmiError, count, flag, link_errors, links, table
 from megalite_launch.preflight.thresholds import OURS, load_thresholds, parse_sections, read_sections
 
@@ -155,20 +155,20 @@ def test_any_text_is_sections_or_refused_by_line(text: str) -> None:
 def test_a_bad_file_is_one_message(tmp_path: Path, text: str, problem: str) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(text)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(UserError) as error:
         load_thresholds(site)
     assert str(error.value).startswith(f"{site}: {problem}")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"none.yaml: cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"none.yaml: cannot be read: No such file"):
         load_thresholds(tmp_path / "none.yaml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(BadInput, match="binary: is not UTF-8"):
+    with pytest.raises(UserError, match="binary: is not UTF-8"):
         load_thresholds(tmp_path / "binary")
     with (tmp_path / "large").open("wb") as file:
         os.truncate(file.fileno(), 2**30)
-    with pytest.raises(BadInput, match="large: has more than"):
+    with pytest.raises(UserError, match="large: has more than"):
         load_thresholds(tmp_path / "large")
 
 

@@ -221,7 +221,10 @@ class Ledger:
         """Account for the end of the attempt before. Where nobody told it, that is when it was last heard of."""
         if self.phase in ("training", "starting"):
             self._end(max(silent_since, self.cursor), False)
-        if self.phase == "ended":
+        if self.phase == "ended" and self._part is None:  # an end that no beginning belongs to
+            self._spend(self._ended_at, RESTARTING, None)
+            self._tail = (0, LOST)
+        elif self.phase == "ended":
             account = SAVING if self._well else LOST
             self._tail = (self._spend(self._ended_at, account, self._part), account)
         self._unbound = False
@@ -324,7 +327,8 @@ class Ledger:
         gone, at = 0, len(self.steps) - 1
         while at >= 0 and self.steps[at] > step:
             before = self.steps[at - 1] if at else 0
-            keep = max(step - before, 0)
-            gone += self.took[at] - self.took[at] * keep // (self.steps[at] - before)
+            gone += self.took[at]
+            if before < step:  # of these steps, some count
+                gone -= self.took[at] * (step - before) // (self.steps[at] - before)
             at -= 1
         return gone

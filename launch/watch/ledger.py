@@ -222,9 +222,13 @@ class Ledger:
         if self.phase in ("training", "starting"):
             self._end(max(silent_since, self.cursor), False)
         if self.phase == "ended":
-            account = SAVING if self._well else LOST
+            account = self._ending()
             self._tail = (self._spend(self._ended_at, account, self._part), account)
         self._unbound = False
+
+    def _ending(self) -> str:
+        """What the time from the last report to the end of an attempt is; without an attempt, nothing was lost."""
+        return RESTARTING if self._part is None else SAVING if self._well else LOST
 
     def _inside(self, now: int) -> int:
         return min(now, self._ended_at) if self.phase == "ended" else now
@@ -311,7 +315,7 @@ class Ledger:
             spent[WAITING] += rest
         else:
             ending = min(max(self._ended_at - self.cursor, 0), rest)
-            spent[SAVING if self._well else LOST] += ending
+            spent[self._ending()] += ending
             spent[RESTARTING if self.job_on else WAITING] += rest - ending
         if self.phase in ("ended", "queue") and not self._well and checkpoint is not None:
             gone = self._beyond(checkpoint)
@@ -324,7 +328,7 @@ class Ledger:
         gone, at = 0, len(self.steps) - 1
         while at >= 0 and self.steps[at] > step:
             before = self.steps[at - 1] if at else 0
-            keep = max(step - before, 0)
-            gone += self.took[at] - self.took[at] * keep // (self.steps[at] - before)
+            keep = self.took[at] * (step - before) // (self.steps[at] - before) if before < step else 0
+            gone += self.took[at] - keep
             at -= 1
         return gone

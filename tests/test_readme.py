@@ -81,7 +81,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 20
+    assert len(tour) == 21
     outputs, shown = {}, []
     for line in tour:
         words = shlex.split(line)
@@ -97,6 +97,8 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     assert "resuming at step 2, sample " in outputs["megalite train"]
     assert "step 4/4" in outputs["megalite train"]
     assert "step-00000004: intact" in outputs["megalite-inspect-checkpoint verify"]
+    assert "finished" in outputs["megalite-status runs/small"]
+    assert "16,384" in outputs["megalite-goodput simulate"]
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
     assert "measured" in shown[-2]
     assert "NVIDIA H100" in shown[-1]

@@ -221,13 +221,14 @@ class Ledger:
         """Account for the end of the attempt before. Where nobody told it, that is when it was last heard of."""
         if self.phase in ("training", "starting"):
             self._end(max(silent_since, self.cursor), False)
-        if self.phase == "ended" and self._part is None:  # an end that no beginning belongs to
-            self._spend(self._ended_at, RESTARTING, None)
-            self._tail = (0, LOST)
-        elif self.phase == "ended":
-            account = SAVING if self._well else LOST
+        if self.phase == "ended":
+            account = self._ending()
             self._tail = (self._spend(self._ended_at, account, self._part), account)
         self._unbound = False
+
+    def _ending(self) -> str:
+        """What the time from the last report to the end of an attempt is; without an attempt, nothing was lost."""
+        return RESTARTING if self._part is None else SAVING if self._well else LOST
 
     def _inside(self, now: int) -> int:
         return min(now, self._ended_at) if self.phase == "ended" else now
@@ -314,7 +315,7 @@ class Ledger:
             spent[WAITING] += rest
         else:
             ending = min(max(self._ended_at - self.cursor, 0), rest)
-            spent[SAVING if self._well else LOST] += ending
+            spent[self._ending()] += ending
             spent[RESTARTING if self.job_on else WAITING] += rest - ending
         if self.phase in ("ended", "queue") and not self._well and checkpoint is not None:
             gone = self._beyond(checkpoint)
@@ -327,8 +328,7 @@ class Ledger:
         gone, at = 0, len(self.steps) - 1
         while at >= 0 and self.steps[at] > step:
             before = self.steps[at - 1] if at else 0
-            gone += self.took[at]
-            if before < step:  # of these steps, some count
-                gone -= self.took[at] * (step - before) // (self.steps[at] - before)
+            keep = self.took[at] * (step - before) // (self.steps[at] - before) if before < step else 0
+            gone += self.took[at] - keep
             at -= 1
         return gone

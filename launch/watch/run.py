@@ -225,6 +225,8 @@ class Watched:
             saves.under_way = None if saves.under_way == checkpoint else saves.under_way
         elif kind in ("done", "stopped", "failed"):
             ledger.training_ended(at, step, kind != "failed")
+            if kind == "done" and ledger.parts and ledger.parts[-1].cause == "stopped":
+                ledger.parts[-1].cause = "finished"
             self.ended, self.reason = str(kind), printable(line.get("reason") or "")
             saves.under_way = None
         else:

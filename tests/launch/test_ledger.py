@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite_launch.watch.ledger import ACCOUNTS, SECOND, Ledger, nothing
@@ -28,10 +28,12 @@ CALLS: list[st.SearchStrategy[tuple[str, tuple[object, ...]]]] = [
     st.tuples(st.just("saved"), st.tuples(TIMES, STEPS, TIMES)),
     st.tuples(st.just("training_ended"), st.tuples(TIMES, STEPS, st.booleans())),
 ]
+BEGAN_LATER = "attempt_began", (0, "1.0.0", ["n1"], 8, 1)  # at a step that its first record falls short of
 RECORD = st.tuples(st.just("record"), st.tuples(TIMES, STEPS, st.integers(1, 10**9), st.just(1.0), st.just(1.0)))
 
 
 @settings(max_examples=300)
+@example([BEGAN_LATER, ("record", (0, 0, 1, 1.0, 1.0)), ("job_ended", (0,))], False, 0, False)
 @given(
     st.lists(st.one_of(RECORD, RECORD, RECORD, *CALLS), max_size=60),
     st.booleans(),

@@ -135,6 +135,12 @@ def test_a_run_without_a_supervisor(tmp_path: Path) -> None:
     assert (found["state"], found["text"]) == ("failed", "failed: ranks lost contact")
     assert found["accounts"] | {"training": 20, "lost": 1} == found["accounts"]
     assert found["wall"] == 21
+    run.now += 100
+    run.metric(10, event="resumed")
+    run.metric(10, event="done")
+    found = seen(tmp_path / "run", run.now)
+    assert [each["cause"] for each in found["attempts"]] == ["failed", "finished"]
+    assert found["state"] == "finished"
 
 
 LINES = st.one_of(

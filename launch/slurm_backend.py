@@ -20,8 +20,8 @@ from .slurm import Job, Slurm
 
 AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
 AGAIN = 5.0  # seconds until ranks that have not ended are asked once more: they may not have been there
-DYING = 5.0  # seconds that killed steps get to disappear; on a frozen node they never do
-LEAVING = 2.0  # seconds that an srun gets to end its step
+DYING = 3.0  # seconds that killed steps get to disappear; on a frozen node they never do
+LEAVING = 1.0  # seconds that an srun gets to end its step
 GUARD = "megalite-guard"  # the name of the guard's step
 PORTS = range(12000, 27000)  # below the range from which systems hand out ports
 HELD = ["env", "--block-signal=" + ",".join(signal.Signals(number).name[3:] for number in HEARD)]
@@ -62,13 +62,14 @@ class Ranks:
     def kill(self, pause: Pause) -> None:
         """Kill srun, then all steps but the guard: without their srun they would go on."""
         ask(self.process, signal.SIGKILL)
-        deadline = time.monotonic() + DYING
-        while left := [step for step, name in (self.slurm.steps() or {}).items() if name != GUARD]:
-            for step in left:
+        deadline, told = time.monotonic() + DYING, set[str]()
+        while left := {step for step, name in (self.slurm.steps() or {}).items() if name != GUARD}:
+            for step in left - told:
                 self.slurm.kill(step)
+            told |= left
             if time.monotonic() >= deadline:
                 return
-            pause(0.5)
+            pause(0.2)
 
     def said(self) -> list[str]:
         try:

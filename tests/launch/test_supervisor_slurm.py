@@ -51,6 +51,7 @@ def cases(submit: Submit) -> dict[str, Case]:
         "limit": submit("limit", *limit, sbatch=("--time=1",)),
         "warned": submit("warned", *limit, sbatch=("--time=1", "--signal=B:USR2@5")),
         "finish": submit("finish"),
+        "spare": submit("spare", "--fail", "1", "--at", "8", supervisor=("--spares", "1")),
         "error": submit("error", "--fail", "1", "--at", "8", "--rank", "3"),
         "bad": submit("bad", "--fail", "2", "--at", "3"),
         "full": submit("full", "--full", "10"),
@@ -74,6 +75,13 @@ def test_an_error_that_comes_back_ends_the_job(cases: dict[str, Case]) -> None:
     assert case.causes() == ["crash"] * 4  # the first has saved step 5
     assert "3 attempts in a row have saved no newer checkpoint: rank 3 on 127.0.0.2: failed at step 8" in case.log
     assert case.all("attempt_ended")[0]["first"]["node"] == NODES[1]
+
+
+def test_a_spare_takes_the_place_of_a_node_that_fails_twice(cases: dict[str, Case]) -> None:
+    case = cases["spare"]
+    assert case.ended() == ("FAILED", "1:0", "0"), case.log
+    assert [event["nodes"] for event in case.all("attempt")] == [[NODES[0]], [NODES[0]], [NODES[1]], [NODES[1]]]
+    assert [event["node"] for event in case.all("left_out")] == [NODES[0]]
 
 
 @pytest.mark.parametrize(("name", "code", "cause"), [("bad", 2, "bad_input"), ("full", 4, "unhealthy")])
@@ -135,6 +143,7 @@ def test_a_job_cancelled_while_it_saves_stays_cancelled(submit: Submit) -> None:
     case.until(lambda: bool(list(case.run.glob("attempts/*/saving"))), "a save")
     case.cluster.run("scancel", case.job)
     assert case.ended()[::2] == ("CANCELLED", "0"), case.log
+    assert case.causes() == ["stopped"]  # after its save
     assert not case.all("requeue")
     assert case.all("not_requeued")
     states = stand_in.recorded(case.run)

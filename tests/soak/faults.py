@@ -58,7 +58,7 @@ class Campaign:
             text = f"#!/bin/sh\n[ ! -e '{self.broken}' ] || exit 1\nexec /usr/bin/{name} \"$@\"\n"
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-        how = ("--min-nodes", "1", "--guard-seconds", str(GUARD), "--preflight-seconds", "3")
+        how = ("--min-nodes", "1", "--guard-seconds", str(GUARD), "--preflight-seconds", "3", "--max-strikes", "1000")
         endless = ("--steps", "100000000", "--pause", "0.1")
         self.case: Case = supervised_job.submit(cluster, "run", *endless, supervisor=how, path=f"{tools}:")
         self.folder = RunFolder(self.case.run)
@@ -84,11 +84,17 @@ class Campaign:
         last = json.loads(self.case.run.joinpath("metrics.jsonl").read_text().splitlines()[-1])
         return "step" in last and "event" not in last and last["time"] > since
 
-    def rank(self, which: Callable[[list[int]], int] | None = None) -> tuple[int, int]:
-        """A rank that is there, and its process id."""
-        ranks = range(self.case.all("attempt")[-1]["ranks"])
-        chosen = self.random.choice(ranks) if which is None else which(list(ranks))
-        return chosen, self.case.ranks(chosen)
+    def rank(self) -> tuple[int, int]:
+        """A rank of the attempt under way, and its process id. Waits for one: an attempt may just be beginning."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            chosen = self.random.randrange(self.case.all("attempt")[-1]["ranks"])
+            try:
+                return chosen, self.case.ranks(chosen)
+            except LookupError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
 
 def kill_a_rank(run: Campaign) -> None:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 OLDEST := .venv-oldest
 
-.PHONY: install quickstart test test-oldest check bench soak corrupt gpu clean
+.PHONY: install quickstart test test-oldest check bench soak corrupt faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -56,6 +56,10 @@ soak: install
 
 corrupt: install
 	PYTHONPATH=tests $(BIN)/python tests/soak/corrupt.py --out docs/corruption.md
+
+# Needs Slurm's daemons (apt-get install slurm-wlm munge) and root, which slurmd must be.
+faults: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/soak/faults.py --faults 66 --seed 1 --out docs/faults.md
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -100,8 +101,9 @@ class Slurm:
         return {step[1]: step[2] or "" for step in found if step}
 
     def kill(self, step: str) -> None:
-        """Kill a step on all of its nodes, also one whose srun is gone."""
-        self._call(["scancel", "--signal=KILL", f"{self.number}.{step}"])
+        """Have a step killed on all of its nodes, also one whose srun is gone. Does not wait: a node may be frozen."""
+        command = ["scancel", "--signal=KILL", f"{self.number}.{step}"]
+        threading.Thread(target=self._call, args=(command,), name=f"kill {step}", daemon=True).start()
 
 
 def patiently(ask: Callable[[], T | None], pause: Callable[[float], object], patience: float) -> T | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ from .slurm import Job, Slurm
 
 AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
 AGAIN = 5.0  # seconds until ranks that have not ended are asked once more: they may not have been there
-DYING = 5.0  # seconds that killed steps get to disappear; on a frozen node they never do
-LEAVING = 2.0  # seconds that an srun gets to end its step
+DYING = 3.0  # seconds that killed steps get to disappear; on a frozen node they never do
+LEAVING = 1.0  # seconds that an srun gets to end its step
 GUARD = "megalite-guard"  # the name of the guard's step
+TRIES = 20
 PORTS = range(12000, 27000)  # below the range from which systems hand out ports
 HELD = ["env", "--block-signal=" + ",".join(signal.Signals(number).name[3:] for number in HEARD)]
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
@@ -34,7 +36,7 @@ class Options:
 
     ranks_per_node: int
     preflight: str = "off"  # or light, or full
-    preflight_command: Sequence[str] = ()  # with {mode}, {attempt} and {node}
+    preflight_command: Sequence[str] = ()  # with {mode} and {attempt}
     preflight_seconds: float = 60.0
     srun: Sequence[str] = ()  # more options for the srun of the ranks, as for a container
     guard_seconds: float = 60.0
@@ -62,13 +64,14 @@ class Ranks:
     def kill(self, pause: Pause) -> None:
         """Kill srun, then all steps but the guard: without their srun they would go on."""
         ask(self.process, signal.SIGKILL)
-        deadline = time.monotonic() + DYING
-        while left := [step for step, name in (self.slurm.steps() or {}).items() if name != GUARD]:
-            for step in left:
+        deadline, told = time.monotonic() + DYING, set[str]()
+        while left := {step for step, name in (self.slurm.steps() or {}).items() if name != GUARD}:
+            for step in left - told:
                 self.slurm.kill(step)
+            told |= left
             if time.monotonic() >= deadline:
                 return
-            pause(0.5)
+            pause(0.2)
 
     def said(self) -> list[str]:
         try:
@@ -131,7 +134,8 @@ class SlurmBackend:
             size.append(f"--cpus-per-task={cores}")  # srun does not inherit it from sbatch
         how = ["--overlap", "--export=ALL", "--kill-on-bad-exit=1", "--distribution=block", "--open-mode=append"]
         logs = [f"--output={here}/%N-%t.log"]
-        more = {"MASTER_ADDR": self.options.master or start.nodes[0], "MASTER_PORT": str(self._port(start.number))}
+        master = self.options.master or start.nodes[0]
+        more = {"MASTER_ADDR": master, "MASTER_PORT": str(self._port(master, start.number))}
         more["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or cores or "1"
         ranks = [*self._hold(), *command]
         with log.open("ab") as said:
@@ -172,9 +176,16 @@ class SlurmBackend:
             self._held = HELD if works else []
         return self._held
 
-    def _port(self, number: int) -> int:
-        """One for every attempt, as the one before may still be in use."""
-        return PORTS[(int(self.job.partition("_")[0]) * 31 + self.restart * 7 + number) % len(PORTS)]
+    def _port(self, host: str, number: int) -> int:
+        """One for every attempt, as the one before may still be in use, and none at which somebody listens."""
+        first = int(self.job.partition("_")[0]) * 31 + self.restart * 7 + number
+        for more in range(TRIES):
+            port = PORTS[(first + more) % len(PORTS)]
+            try:
+                socket.create_connection((host, port), timeout=1).close()
+            except OSError:
+                break
+        return port
 
     def _examine(
         self, groups: Sequence[tuple[str, ...]], folder: Path, full: bool, stopped: Callable[[], bool]
@@ -206,8 +217,9 @@ class SlurmBackend:
         if self.options.preflight == "off" or not self.options.preflight_command:
             return ["true"]  # whether the node answers
         mode = "full" if full and self.options.preflight == "full" else "light"
-        words = {"{mode}": mode, "{attempt}": str(folder)}
-        return [words.get(word, word) for word in self.options.preflight_command]
+        return [
+            word.replace("{mode}", mode).replace("{attempt}", str(folder)) for word in self.options.preflight_command
+        ]
 
     def _srun(
         self, arguments: Sequence[str], said: IO[bytes] | None = None, env: dict[str, str] | None = None

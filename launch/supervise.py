@@ -61,6 +61,11 @@ class Check:
     code: int
     text: str = ""
 
+    @property
+    def refuses(self) -> bool:
+        """Any other failure, as of a file system for a moment, is no verdict: the ranks look again."""
+        return self.code == BAD_INPUT
+
 
 class Supervisor:
     """Looks after the ranks of one start of a job, or of one call on this machine."""
@@ -197,14 +202,14 @@ class Supervisor:
         if choice.fit >= self.wants.least:  # the configuration fits no number of nodes that there are
             check = self._checks[min(self.wants.nodes, choice.fit)]
             wanted = self._checks.get(self.wants.nodes) or self._checked(self.wants.nodes)
-            if wanted.code:
-                return Move(END, wanted.code if wanted.code == BAD_INPUT else policy.FAILED, f"refused: {wanted.text}")
+            if wanted.refuses:
+                return Move(END, BAD_INPUT, f"refused: {wanted.text}")
             return Move(REQUEUE, UNFIT, f"training does not fit the {choice.fit} nodes that are left: {check.text}")
         stuck = policy.count_stuck(self.events, self.backend.job) + 1
         return policy.no_nodes(choice.fit, self.wants.least, stuck, self.limits)
 
     def _fits(self, nodes: int) -> bool:
-        return self._checked(nodes).code == 0
+        return not self._checked(nodes).refuses
 
     def _checked(self, nodes: int) -> Check:
         if nodes not in self._checks:

@@ -119,15 +119,29 @@ def _code(text: str) -> int:
 
 
 def _first_said(seen: Seen) -> First | None:
-    """The first task that srun calls ended, before it began to end the others itself."""
+    """The task that ended the others, by what srun says of single tasks.
+
+    Of those that srun names before it begins to end the others itself, one that a signal has killed counts before one
+    that has ended by itself, as the latter may only have missed the former. A task that was lost in between is known by
+    being the only one that was killed and not terminated.
+    """
+    before: list[First] = []
+    after: list[First] = []
+    ending = False
     for line in seen.said:
-        if any(sign in line for sign in ENDING):
-            return None
         if node := NODE_FAILED.search(line):
             return First(None, node[1], f"Node failure on {node[1]}")
+        ending = ending or any(sign in line for sign in ENDING)
         if tasks := TASKS.search(line):
-            return First(_ranks(tasks[2])[0], tasks[1], tasks[3])
-    return None
+            (after if ending else before).append(First(_ranks(tasks[2])[0], tasks[1], tasks[3]))
+    killed = [first for first in before if _code(first.text) < 0]
+    lost = [first for first in after if _code(first.text) < 0 and not first.text.startswith("Terminated")]
+    alone = (
+        lost
+        if len(lost) == 1 and not seen.reaped and all(_code(first.text) == LOST_CONTACT for first in before)
+        else []
+    )
+    return next(iter([*killed, *alone, *before]), None)
 
 
 def _who(seen: Seen, told: Failure) -> First:

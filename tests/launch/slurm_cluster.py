@@ -34,13 +34,17 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+SlurmctldParameters=preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=10
 SlurmdTimeout=10
 ReturnToService=2
 SchedulerParameters=sched_interval=2,sched_min_interval=0
 FirstJobId={ports[0]}
 NodeName=127.0.0.[1-2] NodeHostname={host} Port=[{ports[1]},{ports[2]}] CPUs=16 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=15 State=UP
+PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
 """
 
 
@@ -59,7 +63,7 @@ class Cluster:
         self.folder = folder
         path = f"{environment['PATH']}:{SYSTEM}"
         self.environment = {**environment, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}  # by name; slurmd's by node
 
     def __enter__(self) -> "Cluster":
         try:
@@ -88,7 +92,7 @@ class Cluster:
         """Wait for something; raises TimeoutError with the daemons' messages."""
         deadline = time.monotonic() + timeout
         while not done():
-            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons):
+            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons.values()):
                 raise TimeoutError(f"never saw {what}{self._logs()}")
             time.sleep(0.1)
 
@@ -104,6 +108,40 @@ class Cluster:
         entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         return [int(entry.name) for entry in entries if marks <= _environment(entry)]
 
+    def freeze(self, node: str) -> list[int]:
+        """Stop all processes of a node: its slurmd, what that has started, and their srun. Returns their ids."""
+        slurmd = self._daemons[node].pid
+        os.kill(slurmd, signal.SIGSTOP)  # before it can start or notice anything
+        found: set[int] = set()
+        while new := self._of_node(node) - found:
+            for process in new:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGSTOP)
+            found |= new
+        return [slurmd, *found]
+
+    def thaw(self, processes: list[int]) -> None:
+        for process in reversed(processes):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+    def crash(self, node: str) -> None:
+        """Have a node lose its power. Frozen first, none of its processes can tell of the death of another."""
+        processes = self.freeze(node)
+        self._daemons.pop(node)
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def revive(self, node: str) -> None:
+        """Switch a node on again that has crashed."""
+        self._daemon(node, "slurmd", "-D", "-N", node)
+
+    def _of_node(self, node: str) -> set[int]:
+        """Processes of jobs on a node, and the daemons of their steps."""
+        jobs = set(self.processes(SLURMD_NODENAME=node))
+        return jobs | ({_parent(process) for process in jobs} & set(self.processes()))
+
     def _start(self) -> None:
         (self.folder / "state").mkdir()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -112,17 +150,17 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(text)
         munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         files = [f"--{option}={self.folder}/munge.{end}" for option, end in munge.items()]
-        self._daemon("munged", "--foreground", "--force", *files)  # force: the folder lies in a temporary one
+        self._daemon("munged", "munged", "--foreground", "--force", *files)  # force: the folder lies in a temporary one
         self.until((self.folder / "munge.socket").exists, "the socket of munged", 30)
-        self._daemon("slurmctld", "-D", "-c")
+        self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node)
+            self._daemon(node, "slurmd", "-D", "-N", node)
         self.until(lambda: self.run("sinfo", "-h", "-o", "%T %D", check=False) == "idle 2", "two idle nodes", 30)
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
             daemon = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self._daemons.append(daemon)
+        self._daemons[name] = daemon
 
     def _stop(self) -> None:
         """Kill the daemons and all that they have started."""
@@ -130,7 +168,7 @@ class Cluster:
             for process in ours:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            for daemon in self._daemons:
+            for daemon in self._daemons.values():
                 daemon.poll()
             time.sleep(0.1)
 
@@ -144,6 +182,13 @@ def _environment(process: Path) -> set[str]:
         return set((process / "environ").read_text(errors="replace").split("\0"))
     except OSError:
         return set()
+
+
+def _parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _ports(count: int) -> list[int]:

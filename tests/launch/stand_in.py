@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from megalite_launch.layout import ATTEMPT, RunFolder, node_name
+from megalite_launch.layout import ATTEMPT, Attempt, RunFolder, node_name
 from megalite_launch.outcome import Failure, write_failure, write_outcome
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -47,6 +47,14 @@ def recorded(run: Path) -> list[int]:
     return list(found.values())
 
 
+def alive(process: int) -> bool:
+    """Whether a process of this machine runs, and does not only wait to be noticed."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 class Rank:
     """One rank of the run folder `options.run`."""
 
@@ -67,6 +75,7 @@ class Rank:
             if asked and not self.options.deaf:
                 (self.attempt / "stop").touch()
             self.miss_others()
+            self.fail_as_asked()
             if self.rank == 0:
                 self.lead()
             elif self.options.fail and self.rank == self.options.rank:
@@ -80,6 +89,10 @@ class Rank:
             return
         if self.step == 0:
             self.step, self.state = self.resume()
+        here = Attempt.parse(self.attempt.name)
+        others = (Attempt.parse(path.name) for path in self.run.attempts.iterdir())
+        if here and any(other and other.job == here.job and other > here for other in others):
+            self.end(5, "another attempt has taken over")  # while this one was frozen
         if list(self.attempt.glob("fail-*")):
             return  # as a collective, which a dead rank does not join
         if (self.attempt / "stop").exists():
@@ -126,7 +139,7 @@ class Rank:
         """As a watchdog does."""
         now = time.time()
         for path in self.attempt.glob("alive-*"):
-            if now - path.stat().st_mtime > LOST or not Path("/proc", path.read_text()).exists():
+            if now - path.stat().st_mtime > LOST or not alive(int(path.read_text())):
                 self.end(5, f"rank {path.name[6:]} gave no sign of life")
 
     def fail_at(self, step: int) -> None:
@@ -135,6 +148,15 @@ class Rank:
         if self.options.fail and step >= self.options.at and not (self.options.once and once.exists()):
             once.touch()
             self.end(self.options.fail, f"failed at step {step}, as it was told")
+
+    def fail_as_asked(self) -> None:
+        """Fail if the run folder has a file `fail-RANK`, with the exit code in it and perhaps the word spin."""
+        asked = self.run.path / f"fail-{self.rank}"
+        if asked.exists():
+            code, *spin = asked.read_text().split()
+            asked.unlink()
+            self.options.spin = self.options.spin or bool(spin)
+            self.end(int(code), "failed, as it was asked to")
 
     def tell(self, record: dict[str, object]) -> None:
         with self.run.metrics.open("a") as file:

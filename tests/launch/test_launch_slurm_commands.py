@@ -12,7 +12,7 @@ from megalite_launch.guard import Guard, Heart, guard
 from megalite_launch.layout import RunFolder
 from megalite_launch.slurm import Answer, Job, Slurm, call, patiently
 
-SHOWN = """JobId=7 JobName=a   JobState=RUNNING Requeue=1
+SHOWN = """JobId=7 JobName=a   JobState=RUNNING Reason=None   Requeue=1 Restarts=0
    UserId=root(0)
    JobState={state} Reason={reason} Dependency=(null)
    Requeue=0 Restarts=4 BatchFlag=1 Reboot=0 ExitCode=0:0

@@ -3,138 +3,17 @@
 import errno
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_slurm import RUNNING, Ranks, World
 
 from megalite_launch.events import append_event, read_events
-from megalite_launch.layout import RunFolder
-from megalite_launch.outcome import Failure, write_failure, write_outcome
 from megalite_launch.policy import UNFIT, Limits
 from megalite_launch.slurm import Job
 from megalite_launch.supervise import Check, Supervisor, Wants
-
-RUNNING = Job("RUNNING", may_requeue=True, nodes="n[1-3]")
-
-
-class Clock:
-    """Time that passes only by pauses."""
-
-    def __init__(self) -> None:
-        self.time, self.pauses = 0.0, 0
-
-    def now(self) -> float:
-        return self.time
-
-    def pause(self, seconds: float) -> None:
-        self.time += seconds
-        self.pauses += 1
-        assert self.pauses < 100_000, "it would wait without end"
-
-
-class Ranks:
-    """Ranks that end when their script says so: it is called at every look, and returns the exit code."""
-
-    def __init__(self, script: Callable[["Ranks"], int | None], folder: Path, run: RunFolder) -> None:
-        self.script, self.folder, self.run = script, folder, run
-        self.looks, self.asked, self.killed = 0, list[int](), False
-
-    def poll(self) -> int | None:
-        self.looks += 1
-        return -9 if self.killed else self.script(self)
-
-    def ask_to_stop(self, number: int) -> None:
-        self.asked.append(number)
-
-    def kill(self, pause: Callable[[float], None]) -> None:
-        self.killed = True
-
-    def said(self) -> list[str]:
-        return []
-
-    def save(self, step: int) -> None:
-        (self.run.checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
-
-    def fail(self, code: int, rank: int = 3, text: str = "why") -> int:
-        write_failure(self.folder, Failure(1.0, rank, f"n{1 + rank // 2}", code, 1, text))
-        return 143
-
-    def finish(self, code: int = 0) -> int:
-        write_outcome(self.folder, code, 9)
-        return code
-
-
-class Fake:
-    """A backend of three nodes. attempts: the script of each attempt; the last one stays."""
-
-    def __init__(self, run: RunFolder, *attempts: Callable[[Ranks], int | None]) -> None:
-        self.run, self.attempts = run, list(attempts)
-        self.where, self.job, self.restart, self.other = "slurm", "7", 0, ""
-        self.jobs: list[Job | None] = [RUNNING]
-        self.bad: list[dict[str, str]] = [{}]
-        self.refusals = [""]
-        self.ran: list[tuple[str, ...]] = []
-        self.ranks: list[Ranks] = []
-        self.full: list[bool] = []
-        self.did: list[str] = []
-
-    def rival(self, events: Sequence[dict]) -> str:
-        return self.other
-
-    def standing(self) -> Job | None:
-        return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
-
-    def nodes(self, job: Job | None) -> list[str]:
-        return ["n1", "n2", "n3"]
-
-    def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:
-        self.full.append(full)
-        return self.bad.pop(0) if len(self.bad) > 1 else self.bad[0]
-
-    def start(self, start: object, command: Sequence[str]) -> Ranks:
-        assert command == ["train", "a b"]
-        self.ran.append(start.nodes)  # type: ignore[attr-defined]
-        script = self.attempts.pop(0) if len(self.attempts) > 1 else self.attempts[0]
-        self.ranks.append(Ranks(script, start.folder, self.run))  # type: ignore[attr-defined]
-        return self.ranks[-1]
-
-    def requeue(self) -> str:
-        self.did.append("requeue")
-        return self.refusals.pop(0) if len(self.refusals) > 1 else self.refusals[0]
-
-    def begin(self) -> None:
-        self.did.append("begin")
-
-    def end(self) -> None:
-        self.did.append("end")
-
-
-class World:
-    def __init__(self, path: Path) -> None:
-        self.folder = RunFolder(path / "run")
-        self.clock = Clock()
-        self.check: Callable[[int], Check] = lambda ranks: Check(0)
-        self.wants, self.limits = Wants(2, 1, 0, 2), Limits()
-
-    def supervisor(self, *attempts: Callable[[Ranks], int | None]) -> Supervisor:
-        self.slurm = Fake(self.folder, *attempts)
-        return Supervisor(
-            self.folder,
-            ["train", "a b"],
-            self.slurm,
-            self.wants,
-            self.limits,
-            lambda ranks: self.check(ranks),
-            self.clock,
-        )
-
-    def told(self) -> list[str]:
-        return [event["event"] for event in read_events(self.folder.events)]
-
-    def last(self, event: str) -> dict:
-        return [found for found in read_events(self.folder.events) if found["event"] == event][-1]
 
 
 @pytest.fixture
@@ -191,8 +70,12 @@ def test_bad_input_and_unhealthy_training_end_it_at_once(world: World, code: int
 
 
 def test_a_node_that_fails_first_twice_is_replaced_by_a_spare(world: World) -> None:
-    assert world.supervisor(crash, crash, lambda ranks: ranks.finish()).run() == 0
-    assert world.slurm.ran == [("n1", "n2"), ("n1", "n2"), ("n1", "n3")]
+    def save_and_crash(ranks: Ranks) -> int | None:
+        ranks.save(len(world.slurm.ran))
+        return ranks.fail(1, rank=4)
+
+    assert world.supervisor(crash, crash, save_and_crash, lambda ranks: ranks.finish()).run() == 0
+    assert world.slurm.ran == [("n1", "n2"), ("n1", "n2"), ("n1", "n3"), ("n1", "n3")]
     assert (world.last("left_out")["node"], world.told().count("left_out")) == ("n2", 1)
 
 
@@ -235,6 +118,11 @@ def test_what_fits_no_number_of_nodes_is_bad_input(world: World) -> None:
     assert world.supervisor(crash).run() == 2
     assert world.slurm.ran == []
     assert "model.heads = 3: no" in world.last("end")["reason"]
+
+
+def test_a_check_that_fails_otherwise_leaves_it_to_the_ranks(world: World) -> None:
+    world.check = lambda ranks: Check(1, "a file system that does not answer")
+    assert world.supervisor(lambda ranks: ranks.finish()).run() == 0
 
 
 def test_what_does_not_fit_the_nodes_that_are_left_waits_for_others(world: World) -> None:

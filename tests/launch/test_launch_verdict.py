@@ -119,3 +119,13 @@ def test_without_any_words_the_exit_code_counts(code: int, cause: str) -> None:
 def test_the_first_failure_in_one_line(text: str, shown: str) -> None:
     assert str(First(3, "n2", text)) == shown
     assert str(First(None, None, "x")) == "x"
+
+
+def test_a_kill_that_srun_tells_late_is_still_the_cause() -> None:
+    missed, killed = "srun: error: n1: task 1: Exited with exit code 5", KILLED
+    told = [failure(5, rank=1, text="rank 3 is gone")]
+    for said in ([missed, killed, *TERMINATED], [missed, TERMINATED[0], killed, TERMINATED[1]]):
+        ended = judge(seen(said=said, failures=told))
+        assert (ended.cause, ended.first) == ("killed", First(3, "n2", "Killed"))
+    both = [missed, TERMINATED[0], killed, "srun: error: n1: task 0: Killed"]  # by Slurm, as they did not end
+    assert judge(seen(said=both, failures=told)).cause == "lost_contact"

@@ -80,6 +80,10 @@ class RollCall:
             ranks = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
         return [Status(**json.loads(text)) for text in self.store.multi_get([f"rank {rank}" for rank in ranks])]
 
+    def missing(self) -> list[int]:
+        """Ranks that have not answered yet."""
+        return [] if self.complete() else [r for r in range(self.size) if not self.store.check([f"rank {r}"])]
+
     def conclude(self, timeout: float, hosts: dist.Store) -> Verdict:
         """Publish the verdict: the job ends if a peer is lost, or if no rank has made progress for `timeout` seconds.
 

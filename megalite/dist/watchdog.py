@@ -19,7 +19,7 @@ from megalite.dist.activity import HIDDEN, Activity, locations, stacks
 from megalite.dist.last_words import note_failure, tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting, kept, reason
-from megalite.dist.neighbour import Neighbour
+from megalite.dist.neighbour import Neighbour, all_ended
 from megalite.dist.ranks import HELD_BACK, RankInfo, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
 from megalite.dist.start import is_lost_peer, noting_failures
@@ -28,7 +28,9 @@ from megalite.exit_codes import ExitCode
 END = object()
 LOOKS = 1600  # at the store, of all ranks, in a second
 SILENCE = 60.0  # seconds without an answer, after which the store counts as lost: disks and hosts stall for a while
-DEPUTY_FIRST = 3.0  # seconds by which the deputy tells of the loss of the store before others, who then need not
+LOOKS_TO_ANSWER = 3  # in which a rank that is alive answers
+LAUNCHER_FIRST = 2.0  # seconds in which a launcher may end this rank because of another: it takes 0.7 s
+DEPUTY_FIRST = 1.5  # seconds by which the deputy tells of the loss of the store before others, who then need not
 
 log = logging.getLogger("megalite")
 
@@ -135,9 +137,12 @@ class Watchdog:
         concludes = self._ask(call.answer, status)
         deadline = time.monotonic() + self.patience
         if concludes:
-            launcher_speaks_until = time.monotonic() + HELD_BACK if self._ask(call.cause) else 0.0
+            began, lost = time.monotonic(), self._ask(call.cause)
+            launcher_speaks_until = began + LAUNCHER_FIRST if lost else 0.0
+            # Who does not listen has ended. But a rank that is only in doubt may answer, and shows that it has not.
+            believed_from = began if lost else began + LOOKS_TO_ANSWER * self.interval
             while time.monotonic() < launcher_speaks_until or (
-                time.monotonic() < deadline and not self._ask(call.complete)
+                time.monotonic() < deadline and not self._ask(self._all_heard, call, time.monotonic() >= believed_from)
             ):
                 time.sleep(self.interval / 5)
             verdict: Verdict = self._ask(call.conclude, self.timeout, self._hosts)
@@ -148,6 +153,10 @@ class Watchdog:
                 return found
             time.sleep(self.interval / 5)
         raise StoreGone("the rank that was to conclude a roll call is gone")
+
+    def _all_heard(self, call: RollCall, believed: bool) -> bool:
+        """Whether all have answered, or with `believed` those who have not cannot: their processes have ended."""
+        return call.complete() or (believed and self._next is not None and all_ended(self._hosts, call.missing()))
 
     def _status(self) -> Status:
         what, since = self.activity.now
@@ -168,7 +177,7 @@ class Watchdog:
         """End the process: the keeper of the store is lost, unless the job has just ended."""
         rank_info, deputy = self.rank_info, self.rank_info.rank == self.meeting.deputy
         with suppress(queue.Empty):
-            deadline = time.monotonic() + HELD_BACK + (0 if deputy else DEPUTY_FIRST)
+            deadline = time.monotonic() + LAUNCHER_FIRST + (0 if deputy else DEPUTY_FIRST)
             while self._told.get(timeout=max(0.0, deadline - time.monotonic())) is not END:
                 pass
             return

@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megalite.dist.activity import HIDDEN, Activity, locations, stacks
-from megalite.dist.last_words import note_failure, tell
+from megalite.dist.activity import HIDDEN, Activity, Awaiting, locations, stacks
+from megalite.dist.flight import keep, record, recorded
+from megalite.dist.last_words import briefly, note_failure, tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting, kept, reason
 from megalite.dist.neighbour import Neighbour, all_ended
@@ -36,13 +39,18 @@ log = logging.getLogger("megalite")
 
 
 @contextmanager
-def watched(meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> Iterator[None]:
+def watched(
+    meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float, flights: Path | None = None
+) -> Iterator[None]:
     """End the process with LOST_CONTACT if no rank notes any activity for `timeout` seconds, or a peer is lost.
 
     Collective: ranks leave together, by a barrier of the default process group, which must exist by then.
+
+    flights: a folder, in which ranks that end so leave what they have recorded of their collectives.
     """
     activity.tick()
-    watchdog = Watchdog(meeting, rank_info, activity, timeout)
+    record()
+    watchdog = Watchdog(meeting, rank_info, activity, timeout, flights)
     try:
         with noting_failures(rank_info, activity):
             yield
@@ -79,8 +87,16 @@ class StoreGone(Exception):
 class Watchdog:
     """Watches one rank, and answers when another rank calls the roll."""
 
-    def __init__(self, meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank_info: RankInfo,
+        activity: Activity,
+        timeout: float,
+        flights: Path | None = None,
+    ) -> None:
         self.meeting, self.rank_info, self.activity, self.timeout = meeting, rank_info, activity, timeout
+        self.flights = flights
         self.interval = between_looks(timeout, rank_info.world_size)
         self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
         # Connections that no other thread waits on.
@@ -162,7 +178,13 @@ class Watchdog:
         what, since = self.activity.now
         began = time.time() - (time.monotonic() - since)
         host, rank_info = self.meeting.host, self.rank_info
-        return Status(rank_info.rank, host, self.activity.step, str(what), began, self.activity.idle, locations())
+        flight: dict[str, Any] = {}
+        try:
+            flight = recorded(what.awaited if isinstance(what, Awaiting) else ()).to_json()
+        except Exception as error:  # noqa: BLE001 - PyTorch may change its records; the roll goes on without them
+            log.warning("no record of collectives: %s: %s", type(error).__name__, error)
+        step, idle = self.activity.step, self.activity.idle
+        return Status(rank_info.rank, host, step, str(what), began, idle, locations(), flight)
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that uses the store; a host that has lost its power does not even refuse."""
@@ -198,7 +220,10 @@ class Watchdog:
                 time.sleep(self.interval / 2)
 
     def _end(self, text: str, speaks: bool, part: Callable[[], None]) -> None:
-        log.error("%s\nhere: %s\n%s", text, self._status(), stacks())
+        status = self._status()
+        log.error("%s\nhere: %s\n%s", text, status, stacks())
+        if self.flights is not None:
+            briefly(partial(keep, self.flights, asdict(status)))
         note_failure(ExitCode.LOST_CONTACT, text, self.rank_info, self.activity.step)
         if speaks:
             tell(ExitCode.LOST_CONTACT, text, self.rank_info)

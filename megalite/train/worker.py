@@ -73,7 +73,7 @@ def _watched(rank_info: RankInfo, config: Config, check_owner: Callable[[], None
         format=f"%(asctime)s rank {rank_info.rank} %(levelname)s %(message)s",
         force=True,
     )
-    with watched(meeting, rank_info, activity, timeout):
+    with watched(meeting, rank_info, activity, timeout, folder.flights):
         if config.train.deterministic:
             be_deterministic()
         device = start(rank_info, config.run.device, PATIENCE * timeout, meeting)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.dist.activity import Activity, Awaiting
+from megalite.dist.clock import Clock
 from megalite.dist.ranges import ranks_text
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
@@ -76,7 +77,7 @@ class Entry:
 class Waiting(Awaiting):
     """The activity that the runner reports while an action waits for its input."""
 
-    entry: Entry
+    entry: object  # what waits
     transfer: Action
     peer: int  # pipeline rank
     rank: int  # in the whole job
@@ -122,7 +123,7 @@ class Pipeline:
 
     gradients: for each stage whose backward the table splits, the object that collects the weight gradients put off
     until action W.
-    mode: that of data parallelism, `parallel.data.mode`.
+    mode: that of data parallelism, `parallel.data.mode`. clock: times what actions take without waiting.
     """
 
     def __init__(
@@ -135,11 +136,13 @@ class Pipeline:
         activation: Activation,
         mode: str,
         activity: Activity,
+        clock: Clock | None = None,
     ) -> None:
         program = table.programs[rank]
         self.program = [Entry(item, number, len(program)) for number, item in enumerate(program, start=1)]
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
         self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
+        self.clock = clock or Clock(activation.device)
         self.ranks = dist.get_process_group_ranks(group)
         self.reductions = reductions(table, rank)
 
@@ -158,13 +161,17 @@ class Pipeline:
                 continue
             match item.kind:
                 case Kind.F:
-                    total += self._forward(item, entry, step, flight)
+                    with self.clock.timed("forward"):
+                        total += self._forward(item, step, flight)
                 case Kind.B:
-                    self._backward(item, entry, flight)
+                    with self.clock.timed("backward"):
+                        self._backward(item, flight)
                 case Kind.I:
-                    self._input_gradients(item, entry, flight)
+                    with self.clock.timed("backward"):
+                        self._input_gradients(item, flight)
                 case Kind.W:
-                    self._weight_gradients(item, flight)
+                    with self.clock.timed("backward"):
+                        self._weight_gradients(item, flight)
                 case Kind.GATHER:
                     fsdp.gather(self.stages[item.stage])
                 case Kind.RESHARD:
@@ -177,12 +184,12 @@ class Pipeline:
             work.wait()
         return total
 
-    def _forward(self, action: Action, entry: Entry, step: Step, flight: Flight) -> Tensor | float:
+    def _forward(self, action: Action, step: Step, flight: Flight) -> Tensor | float:
         stage = self.stages[action.stage]
         if action.stage == 0:
             x = step.tokens[action.micro]
         else:
-            x = self._received(Action(Kind.RECV_F, action.stage, action.micro), entry, flight)
+            x = self._received(Action(Kind.RECV_F, action.stage, action.micro), flight)
             if torch.is_grad_enabled():
                 flight.inputs[action] = x.requires_grad_()
         last = action.stage == self.table.stages - 1
@@ -197,7 +204,7 @@ class Pipeline:
             flight.outputs[action] = [get_gradient_edge(x) for x in (*made, *(loss * step.scale for loss in losses))]
         return sum((loss.detach() for loss in losses), start=0.0)
 
-    def _backward(self, action: Action, entry: Entry, flight: Flight) -> None:
+    def _backward(self, action: Action, flight: Flight) -> None:
         """Action B: compute all gradients. Action I: compute gradients of inputs; those of weights are put off."""
         stage, reduction = self.stages[action.stage], self.reductions[action]
         at_end = reduction.now and not reduction.by_layer
@@ -206,7 +213,7 @@ class Pipeline:
         outputs = flight.outputs.pop(forward)
         grads: list[Tensor | None] = [None] * len(outputs)  # of losses: 1
         if action.stage < self.table.stages - 1:
-            grads[0] = self._received(Action(Kind.RECV_B, action.stage, action.micro), entry, flight)
+            grads[0] = self._received(Action(Kind.RECV_B, action.stage, action.micro), flight)
         torch.autograd.backward(outputs, grads)
         if at_end:
             fsdp.after_weight_gradients(stage, reduction)
@@ -215,9 +222,9 @@ class Pipeline:
             assert x.grad is not None
             self._hand_over(action.send, x.grad, flight)
 
-    def _input_gradients(self, action: Action, entry: Entry, flight: Flight) -> None:
+    def _input_gradients(self, action: Action, flight: Flight) -> None:
         with self.gradients[action.stage].put_off() as put_off:
-            self._backward(action, entry, flight)
+            self._backward(action, flight)
         flight.put_off[Action(Kind.W, action.stage, action.micro)] = put_off
 
     @torch.no_grad()
@@ -254,11 +261,11 @@ class Pipeline:
             else:
                 flight.inbox[action_in] = operation.tensor, work
 
-    def _received(self, transfer: Action, entry: Entry, flight: Flight) -> Tensor:
-        """The tensor that `transfer` brings for an entry of the program. Waits for it."""
+    def _received(self, transfer: Action, flight: Flight) -> Tensor:
+        """The tensor that `transfer` brings. Waits for it."""
         tensor, work = flight.inbox.pop(transfer)
         if work is not None:
-            peer = self.table.peer(transfer)
+            peer, (entry, _) = self.table.peer(transfer), self.activity.now
             self.activity(Waiting(entry, transfer, peer, self.ranks[peer], self.table.programs[peer]))
             work.wait()
             self.activity(entry)

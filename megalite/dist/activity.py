@@ -12,6 +12,15 @@ PACKAGE = Path(__file__).parents[1]
 HIDDEN = "watchdog"  # threads whose names begin like this are not shown
 
 
+class Awaiting:
+    """A note of waiting for messages."""
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The ranks that have to send or to take them."""
+        raise NotImplementedError
+
+
 class Activity:
     """The latest thing that a rank has begun. To note it costs one assignment; any thread may read it."""
 

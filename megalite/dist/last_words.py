@@ -64,7 +64,7 @@ def note_failure(code: int, text: str, rank_info: RankInfo, step: int = 0) -> No
     """
     if attempt := os.environ.get(ATTEMPT):
         failure = Failure(time.time(), rank_info.rank, node_name(), int(code), step, text)
-        _briefly(lambda: write_failure(Path(attempt), failure))
+        briefly(lambda: write_failure(Path(attempt), failure))
 
 
 def note_end(code: int, rank_info: RankInfo) -> None:
@@ -76,10 +76,10 @@ def note_end(code: int, rank_info: RankInfo) -> None:
 
     if rank_info.rank == 0 and (attempt := os.environ.get(ATTEMPT)):
         folder = Path(attempt)
-        _briefly(write)
+        briefly(write)
 
 
-def _briefly(write: Callable[[], None]) -> None:
+def briefly(write: Callable[[], None]) -> None:
     """Write a report. Neither a file system that refuses it nor one that hangs may change how this rank ends."""
 
     def attempt() -> None:

@@ -7,12 +7,16 @@ rank to answer collects the answers and concludes, so that not every rank reads 
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
+from megalite.dist.blame import Place, verdict
+from megalite.dist.flight import Flight
+from megalite.dist.ranges import ranks_text
+
 ROWS = 16  # of a table; every rank's own log has its row
-RANGES = 6  # of ranks in a row
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Status:
     since: float  # when that began, seconds since the epoch
     idle: float  # seconds since the latest sign of progress
     location: str  # in the code
+    flight: dict[str, Any] = field(default_factory=dict)  # its collectives, as `Flight.to_json` has them
 
     def __str__(self) -> str:
         return _words(self, time.time())
@@ -80,6 +85,10 @@ class RollCall:
             ranks = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
         return [Status(**json.loads(text)) for text in self.store.multi_get([f"rank {rank}" for rank in ranks])]
 
+    def missing(self) -> list[int]:
+        """Ranks that have not answered yet."""
+        return [] if self.complete() else [r for r in range(self.size) if not self.store.check([f"rank {r}"])]
+
     def conclude(self, timeout: float, hosts: dist.Store) -> Verdict:
         """Publish the verdict: the job ends if a peer is lost, or if no rank has made progress for `timeout` seconds.
 
@@ -91,6 +100,8 @@ class RollCall:
         present = {status.rank for status in found}
         silent = {rank: hosts.get(str(rank)).decode() for rank in range(self.size) if rank not in present}
         head = cause or doubt or f"no progress for {timeout:g} s (train.timeout)"
+        if hint := blame(found, silent):
+            head += f"\n  {hint}"
         # Ranks do not stop at the same time: those behind a stuck one still finish what they have.
         fatal = bool(cause or (doubt and silent)) or idle >= timeout / 2
         verdict = Verdict(fatal, f"{head}\n{table(found, silent)}", idle, min(present), len(present))
@@ -108,6 +119,14 @@ class RollCall:
         return self.store.add("know", 0)
 
 
+def blame(answers: Sequence[Status], silent: dict[int, str]) -> str:
+    """Which rank the others wait for in which collective, in a sentence; empty if the records do not tell."""
+    flights = {status.rank: Flight.of_json(status.flight) for status in answers if status.flight}
+    places = {status.rank: Place(status.host, status.step, status.what) for status in answers}
+    gone = {rank: Place(host, max((status.step for status in answers), default=0), "") for rank, host in silent.items()}
+    return verdict(flights, gone | places)
+
+
 def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
     """One line for all ranks that do the same: first those that do not answer, by host, then who does it longest."""
     now = time.time()
@@ -117,28 +136,14 @@ def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
     by_host: dict[str, list[int]] = {}
     for rank, host in silent.items():
         by_host.setdefault(host, []).append(rank)
-    rows = [f"{_ranks(ranks)} on {host}: no answer, lost" for host, ranks in by_host.items()]
+    rows = [f"{ranks_text(ranks)} on {host}: no answer, lost" for host, ranks in by_host.items()]
     for group in groups.values():
         ranks = sorted(status.rank for status in group)
         where = f" on {group[0].host}" if len({status.host for status in group}) == 1 else ""
-        rows.append(f"{_ranks(ranks)}{where}: {_words(group[0], now)}")
+        rows.append(f"{ranks_text(ranks)}{where}: {_words(group[0], now)}")
     rest = [f"and {len(rows) - ROWS} more such lines; every rank's log has its own"] if len(rows) > ROWS else []
     return "\n".join(f"  {row}" for row in rows[:ROWS] + rest)
 
 
 def _words(status: Status, now: float) -> str:
     return f"step {status.step}, {status.what}, for {now - status.since:.0f} s, at {status.location}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Sorted ranks as `rank 3`, or `ranks 0-3, 8`, shortened."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    if len(words) > RANGES:
-        words = [*words[:RANGES], "…"]
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({', '.join(words)})"

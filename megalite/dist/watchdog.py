@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megalite.dist.activity import HIDDEN, Activity, locations, stacks
-from megalite.dist.last_words import note_failure, tell
+from megalite.dist.activity import HIDDEN, Activity, Awaiting, locations, stacks
+from megalite.dist.flight import keep, record, recorded
+from megalite.dist.last_words import briefly, note_failure, tell
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting, kept, reason
-from megalite.dist.neighbour import Neighbour
+from megalite.dist.neighbour import Neighbour, all_ended
 from megalite.dist.ranks import HELD_BACK, RankInfo, let_others_speak
 from megalite.dist.rollcall import RollCall, Status, Verdict
 from megalite.dist.start import is_lost_peer, noting_failures
@@ -28,19 +31,26 @@ from megalite.exit_codes import ExitCode
 END = object()
 LOOKS = 1600  # at the store, of all ranks, in a second
 SILENCE = 60.0  # seconds without an answer, after which the store counts as lost: disks and hosts stall for a while
-DEPUTY_FIRST = 3.0  # seconds by which the deputy tells of the loss of the store before others, who then need not
+LOOKS_TO_ANSWER = 3  # in which a rank that is alive answers
+LAUNCHER_FIRST = 2.0  # seconds in which a launcher may end this rank because of another: it takes 0.7 s
+DEPUTY_FIRST = 1.5  # seconds by which the deputy tells of the loss of the store before others, who then need not
 
 log = logging.getLogger("megalite")
 
 
 @contextmanager
-def watched(meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> Iterator[None]:
+def watched(
+    meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float, flights: Path | None = None
+) -> Iterator[None]:
     """End the process with LOST_CONTACT if no rank notes any activity for `timeout` seconds, or a peer is lost.
 
     Collective: ranks leave together, by a barrier of the default process group, which must exist by then.
+
+    flights: a folder, in which ranks that end so leave what they have recorded of their collectives.
     """
     activity.tick()
-    watchdog = Watchdog(meeting, rank_info, activity, timeout)
+    record()
+    watchdog = Watchdog(meeting, rank_info, activity, timeout, flights)
     try:
         with noting_failures(rank_info, activity):
             yield
@@ -77,8 +87,16 @@ class StoreGone(Exception):
 class Watchdog:
     """Watches one rank, and answers when another rank calls the roll."""
 
-    def __init__(self, meeting: Meeting, rank_info: RankInfo, activity: Activity, timeout: float) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank_info: RankInfo,
+        activity: Activity,
+        timeout: float,
+        flights: Path | None = None,
+    ) -> None:
         self.meeting, self.rank_info, self.activity, self.timeout = meeting, rank_info, activity, timeout
+        self.flights = flights
         self.interval = between_looks(timeout, rank_info.world_size)
         self.patience = 3 * self.interval + 5  # seconds that a rank has to answer
         # Connections that no other thread waits on.
@@ -135,9 +153,12 @@ class Watchdog:
         concludes = self._ask(call.answer, status)
         deadline = time.monotonic() + self.patience
         if concludes:
-            launcher_speaks_until = time.monotonic() + HELD_BACK if self._ask(call.cause) else 0.0
+            began, lost = time.monotonic(), self._ask(call.cause)
+            launcher_speaks_until = began + LAUNCHER_FIRST if lost else 0.0
+            # Who does not listen has ended. But a rank that is only in doubt may answer, and shows that it has not.
+            believed_from = began if lost else began + LOOKS_TO_ANSWER * self.interval
             while time.monotonic() < launcher_speaks_until or (
-                time.monotonic() < deadline and not self._ask(call.complete)
+                time.monotonic() < deadline and not self._ask(self._all_heard, call, time.monotonic() >= believed_from)
             ):
                 time.sleep(self.interval / 5)
             verdict: Verdict = self._ask(call.conclude, self.timeout, self._hosts)
@@ -149,11 +170,21 @@ class Watchdog:
             time.sleep(self.interval / 5)
         raise StoreGone("the rank that was to conclude a roll call is gone")
 
+    def _all_heard(self, call: RollCall, believed: bool) -> bool:
+        """Whether all have answered, or with `believed` those who have not cannot: their processes have ended."""
+        return call.complete() or (believed and self._next is not None and all_ended(self._hosts, call.missing()))
+
     def _status(self) -> Status:
         what, since = self.activity.now
         began = time.time() - (time.monotonic() - since)
         host, rank_info = self.meeting.host, self.rank_info
-        return Status(rank_info.rank, host, self.activity.step, str(what), began, self.activity.idle, locations())
+        flight: dict[str, Any] = {}
+        try:
+            flight = recorded(what.awaited if isinstance(what, Awaiting) else ()).to_json()
+        except Exception as error:  # noqa: BLE001 - PyTorch may change its records; the roll goes on without them
+            log.warning("no record of collectives: %s: %s", type(error).__name__, error)
+        step, idle = self.activity.step, self.activity.idle
+        return Status(rank_info.rank, host, step, str(what), began, idle, locations(), flight)
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that uses the store; a host that has lost its power does not even refuse."""
@@ -168,7 +199,7 @@ class Watchdog:
         """End the process: the keeper of the store is lost, unless the job has just ended."""
         rank_info, deputy = self.rank_info, self.rank_info.rank == self.meeting.deputy
         with suppress(queue.Empty):
-            deadline = time.monotonic() + HELD_BACK + (0 if deputy else DEPUTY_FIRST)
+            deadline = time.monotonic() + LAUNCHER_FIRST + (0 if deputy else DEPUTY_FIRST)
             while self._told.get(timeout=max(0.0, deadline - time.monotonic())) is not END:
                 pass
             return
@@ -189,7 +220,10 @@ class Watchdog:
                 time.sleep(self.interval / 2)
 
     def _end(self, text: str, speaks: bool, part: Callable[[], None]) -> None:
-        log.error("%s\nhere: %s\n%s", text, self._status(), stacks())
+        status = self._status()
+        log.error("%s\nhere: %s\n%s", text, status, stacks())
+        if self.flights is not None:
+            briefly(partial(keep, self.flights, asdict(status)))
         note_failure(ExitCode.LOST_CONTACT, text, self.rank_info, self.activity.step)
         if speaks:
             tell(ExitCode.LOST_CONTACT, text, self.rank_info)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.dist.activity import Activity
+from megalite.dist.activity import Activity, Awaiting
+from megalite.dist.clock import Clock
+from megalite.dist.ranges import ranks_text
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
-from megalite.schedule.actions import Action, Exchange, Kind, Table
+from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
 from megalite.schedule.reductions import Reduction, reductions
 
 
@@ -56,20 +58,54 @@ class Flight:
     inputs: dict[Action, Tensor] = field(default_factory=dict)
     outputs: dict[Action, list[GradientEdge]] = field(default_factory=dict)
     put_off: dict[Action, list[Callable[[], None]]] = field(default_factory=dict)
-    sending: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+    sending: list[tuple[Tensor, dist.Work, int]] = field(default_factory=list)  # and to which rank
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Entry:
+    """The activity that the runner reports while it does an entry of its program."""
+
+    item: Action | Exchange
+    number: int  # from 1
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.item} (entry {self.number} of {self.of})"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Awaiting):
     """The activity that the runner reports while an action waits for its input."""
 
-    action: Action
+    entry: object  # what waits
     transfer: Action
     peer: int  # pipeline rank
     rank: int  # in the whole job
+    program: Program  # of the peer
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        return (self.rank,)
 
     def __str__(self) -> str:
-        return f"{self.action}, waiting for {self.transfer} from pipeline rank {self.peer} (rank {self.rank})"
+        sends = self.transfer.matching
+        at = next(i for i, item in enumerate(self.program, 1) if isinstance(item, Exchange) and sends in item.actions)
+        sender = f"pipeline rank {self.peer} (rank {self.rank}), which sends it at entry {at} of {len(self.program)}"
+        return f"{self.entry}, waiting for {self.transfer} from {sender}"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivering(Awaiting):
+    """The activity that the runner reports while messages that it has sent are on their way."""
+
+    ranks: tuple[int, ...]  # in the whole job
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        return self.ranks
+
+    def __str__(self) -> str:
+        return f"waiting until {ranks_text(sorted(set(self.ranks)))} has received everything"
 
 
 @dataclass(frozen=True)
@@ -87,7 +123,7 @@ class Pipeline:
 
     gradients: for each stage whose backward the table splits, the object that collects the weight gradients put off
     until action W.
-    mode: that of data parallelism, `parallel.data.mode`.
+    mode: that of data parallelism, `parallel.data.mode`. clock: times what actions take without waiting.
     """
 
     def __init__(
@@ -100,10 +136,13 @@ class Pipeline:
         activation: Activation,
         mode: str,
         activity: Activity,
+        clock: Clock | None = None,
     ) -> None:
-        self.program = table.programs[rank]
+        program = table.programs[rank]
+        self.program = [Entry(item, number, len(program)) for number, item in enumerate(program, start=1)]
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
         self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
+        self.clock = clock or Clock(activation.device)
         self.ranks = dist.get_process_group_ranks(group)
         self.reductions = reductions(table, rank)
 
@@ -114,20 +153,25 @@ class Pipeline:
         """
         flight = Flight()
         total = torch.zeros((), dtype=torch.float64, device=self.activation.device)
-        for item in self.program:
-            self.activity(item)
+        for entry in self.program:
+            self.activity(entry)
+            item = entry.item
             if isinstance(item, Exchange):
                 self._exchange(item, flight)
                 continue
             match item.kind:
                 case Kind.F:
-                    total += self._forward(item, step, flight)
+                    with self.clock.timed("forward"):
+                        total += self._forward(item, step, flight)
                 case Kind.B:
-                    self._backward(item, flight)
+                    with self.clock.timed("backward"):
+                        self._backward(item, flight)
                 case Kind.I:
-                    self._input_gradients(item, flight)
+                    with self.clock.timed("backward"):
+                        self._input_gradients(item, flight)
                 case Kind.W:
-                    self._weight_gradients(item, flight)
+                    with self.clock.timed("backward"):
+                        self._weight_gradients(item, flight)
                 case Kind.GATHER:
                     fsdp.gather(self.stages[item.stage])
                 case Kind.RESHARD:
@@ -135,8 +179,8 @@ class Pipeline:
                 case Kind.REDUCE:
                     pass  # the backward before it is told of it, and reduces layer by layer
         if flight.sending:
-            self.activity("waiting until other pipeline ranks have received everything")
-        for _, work in flight.sending:
+            self.activity(Delivering(tuple(rank for _, _, rank in flight.sending)))
+        for _, work, _ in flight.sending:
             work.wait()
         return total
 
@@ -145,7 +189,7 @@ class Pipeline:
         if action.stage == 0:
             x = step.tokens[action.micro]
         else:
-            x = self._received(Action(Kind.RECV_F, action.stage, action.micro), action, flight)
+            x = self._received(Action(Kind.RECV_F, action.stage, action.micro), flight)
             if torch.is_grad_enabled():
                 flight.inputs[action] = x.requires_grad_()
         last = action.stage == self.table.stages - 1
@@ -169,7 +213,7 @@ class Pipeline:
         outputs = flight.outputs.pop(forward)
         grads: list[Tensor | None] = [None] * len(outputs)  # of losses: 1
         if action.stage < self.table.stages - 1:
-            grads[0] = self._received(Action(Kind.RECV_B, action.stage, action.micro), action, flight)
+            grads[0] = self._received(Action(Kind.RECV_B, action.stage, action.micro), flight)
         torch.autograd.backward(outputs, grads)
         if at_end:
             fsdp.after_weight_gradients(stage, reduction)
@@ -210,19 +254,19 @@ class Pipeline:
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # NCCL answers with one handle for the whole batch
             works = works * len(operations)
-        flight.sending = [(tensor, work) for tensor, work in flight.sending if not work.is_completed()]
+        flight.sending = [sent for sent in flight.sending if not sent[1].is_completed()]
         for action_in, operation, work in zip(received, operations, works, strict=True):
             if action_in is None:
-                flight.sending.append((operation.tensor, work))
+                flight.sending.append((operation.tensor, work, operation.peer))
             else:
                 flight.inbox[action_in] = operation.tensor, work
 
-    def _received(self, transfer: Action, action: Action, flight: Flight) -> Tensor:
-        """The tensor that `transfer` brings for `action`. Waits for it."""
+    def _received(self, transfer: Action, flight: Flight) -> Tensor:
+        """The tensor that `transfer` brings. Waits for it."""
         tensor, work = flight.inbox.pop(transfer)
         if work is not None:
-            peer = self.table.peer(transfer)
-            self.activity(Waiting(action, transfer, peer, self.ranks[peer]))
+            peer, (entry, _) = self.table.peer(transfer), self.activity.now
+            self.activity(Waiting(entry, transfer, peer, self.ranks[peer], self.table.programs[peer]))
             work.wait()
-            self.activity(action)
+            self.activity(entry)
         return tensor

@@ -14,6 +14,7 @@ from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.dist.activity import Activity
+from megalite.dist.clock import Clock
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
@@ -45,6 +46,7 @@ class Job:
     optimizer: Optimizer
     memory: HostMemory  # where offloaded activations wait
     activity: Activity  # where this rank notes what it is doing
+    clock: Clock  # how long it works without waiting for others
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
     @property
@@ -69,7 +71,8 @@ class Job:
         if purpose not in self.pipelines or self.pipelines[purpose][0] != shape:
             m = shape[0]
             table = self.plan.table(m) if purpose == "training" else build_forward(self.plan.placement, m)
-            self.pipelines[purpose] = shape, build_pipeline(table, self, shape)
+            clock = self.clock if purpose == "training" else None
+            self.pipelines[purpose] = shape, build_pipeline(table, self, shape, clock)
         return self.pipelines[purpose][1]
 
 
@@ -97,7 +100,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     splits = plan.table(micro_batches(config)).splits_backward
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
     optimizer = build_optimizer(stages.values(), config.optim, config.kernels_by_operation.adamw, mesh.stage)
-    return Job(plan, mesh, stages, gradients, optimizer, memory, activity or Activity())
+    return Job(plan, mesh, stages, gradients, optimizer, memory, activity or Activity(), Clock(mesh.device))
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
@@ -145,11 +148,11 @@ def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None =
     return stage
 
 
-def build_pipeline(table: Table, job: Job, shape: torch.Size) -> Pipeline:
-    """The runner of `table` for batches of `shape`, `[m, b, s + 1]`."""
+def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: Clock | None = None) -> Pipeline:
+    """The runner of `table` for batches of `shape`, `[m, b, s + 1]`. clock: times its actions."""
     config, mesh = job.config, job.mesh
     _, micro, tokens = shape
     handed = ((tokens - 1) // (mesh.layout.tp * mesh.layout.cp), micro, config.model.width)
     activation = Activation(handed, compute_dtype(config.train.precision), mesh.device)
     rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data.mode
-    return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode, job.activity)
+    return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode, job.activity, clock)

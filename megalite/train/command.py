@@ -125,6 +125,8 @@ def _be_rank(args: argparse.Namespace, rank_info: RankInfo) -> int:
 
 
 def _worker(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]) -> int:
+    # Else PyTorch tells of a peer's end by a stack of C++, in every rank.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # By name and only now: bad input is answered without waiting for torch.
     code: int = import_for_good(WORKER).run(rank_info, config, check_owner)
     return code

@@ -48,6 +48,12 @@ class Folder:
         return self.path / "logs" / Path(attempt).name if attempt else self.path / "logs"
 
     @property
+    def flights(self) -> Path:
+        """Where ranks that hang leave what they have recorded of their collectives."""
+        attempt = os.environ.get(ATTEMPT)
+        return (Path(attempt) if attempt else self.path / "logs") / "flight"
+
+    @property
     def data(self) -> Path:
         """The file for the results of scans of the data."""
         return self.path / "data.json"

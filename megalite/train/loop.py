@@ -21,6 +21,7 @@ from megalite.train.metrics import Meter
 from megalite.train.pace import Pace
 from megalite.train.report import Record, Report
 from megalite.train.step import CutShort, evaluate, train_step
+from megalite.train.stragglers import Straggler, Stragglers
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,13 @@ def train(
     reload: Callable[..., Progress | None],
     report: Report | None,
     pace: Pace | None = None,
+    stragglers: Stragglers | None = None,
 ) -> int:
     """Train from `start` to `train.steps`, or until a rank is asked to stop. Runs on every rank; returns the exit code.
 
     reload: goes on from the newest checkpoint, if there is one; given a step, from the newest before that step. report:
-    on the rank that reports. pace: there, compares step times with the prediction. Raises Unhealthy when a guard
+    on the rank that reports. pace: there, compares step times with the prediction. stragglers: finds slow
+    ranks. Raises Unhealthy when a guard
     ends the run.
     """
     last = job.config.train.steps
@@ -54,7 +57,7 @@ def train(
         guard.stopped_by = _validate(job, batches, 0, report)
     # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
     while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
-        taken_back = _train(job, batches, saver, report, guard, cadence, pace)
+        taken_back = _train(job, batches, saver, report, guard, cadence, pace, stragglers)
         if taken_back is not None:
             job.activity("rolling back")
             with _telling_saves(report, saver, guard.progress.step):
@@ -78,6 +81,7 @@ def _train(
     guard: Guard,
     cadence: Cadence,
     pace: Pace | None,
+    stragglers: Stragglers | None,
 ) -> Judged | None:
     """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
@@ -89,6 +93,8 @@ def _train(
         job.activity.step = step
         job.training(micros)  # a batch of another size needs another schedule, which may take seconds to make
         guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
+        if stragglers is not None:
+            _tell_stragglers(report, step, stragglers.stepped(meter.latest_wait))
 
         logs, evaluates = (due(step, section.interval, last) for section in (config.log, config.eval))
         saves = cadence.due(step)
@@ -183,6 +189,12 @@ def _tell_trouble(report: Report | None, judged: Judged, jumps: bool) -> None:
         parameters=judged.parameters,
         answer=judged.answer,
     )
+
+
+def _tell_stragglers(report: Report | None, step: int, found: list[Straggler]) -> None:
+    if report is not None:
+        for each in found:
+            report.straggler(step, each)
 
 
 def _tell_rollback(report: Report | None, judged: Judged, progress: Progress) -> None:

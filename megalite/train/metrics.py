@@ -65,6 +65,7 @@ class Meter:
         self.norms: deque[float] = deque(maxlen=job.config.train.spike_window)  # of gradients, of good steps
         self.norm, self.jumped = nan, False
         self.paused_for = self.waited_for = 0.0  # seconds in all: of pauses, and for batches
+        self.latest_wait = 0.0  # for the latest batch
         self._restart()
 
     def _restart(self) -> None:
@@ -102,6 +103,7 @@ class Meter:
             took = time.perf_counter() - began
             self.waited += took
             self.waited_for += took
+            self.latest_wait = took
             yield batch
 
     def jumps(self, judged: Judged) -> bool:

@@ -16,9 +16,12 @@ from megalite.output import PATIENCE, Outlet, append
 from megalite.terminal import scaled
 from megalite.train.board import Board
 from megalite.train.records import line_of, mend
+from megalite.train.stragglers import Straggler
 from megalite.train.wandb_run import WandbRun
+from megalite_launch.events import append_event
+from megalite_launch.layout import RunFolder
 
-WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem")  # events
+WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem", "straggler")  # events
 SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
 
 
@@ -58,6 +61,7 @@ class Report:
         self.console = Console()
         self.path = folder / "metrics.jsonl"
         self.metrics = Outlet(str(self.path))
+        self.events = Outlet(str(RunFolder(folder).events))
         self.unwritten = b""  # events for which there was no room
         cut, resumed = None, False
         with self.metrics:
@@ -122,6 +126,14 @@ class Report:
         """Report what happened to the run at `step`: as text, and as details for programs."""
         self.note(step, name, text, **details)
         self.say(text, "yellow" if name in WARNINGS else "")
+
+    def straggler(self, step: int, found: Straggler) -> None:
+        """Report a slow rank, to the supervisor too."""
+        details = {"rank": found.rank, "node": found.node, "section": found.section, "ratio": found.ratio}
+        self.event(step, "straggler", str(found), **details)
+        with self.events:
+            self._check_owner()
+            append_event(Path(self.events.name), "straggler", "rank 0", str(found), **details, step=step)
 
     def note(self, step: int, name: str, text: str, **details: Any) -> None:
         """Report an event everywhere but on the console."""

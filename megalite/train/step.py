@@ -40,6 +40,11 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
 
     loss: this rank's part of the mean loss.
     """
+    with job.clock.timed("optimizer"):
+        return _update(job, loss, step, asked)
+
+
+def _update(job: Job, loss: Tensor, step: int, asked: Collection[int]) -> Signs:
     job.activity("updating the weights")
     names, norms = counted_norms(job.stages, job.plan.placement, job.mesh, job.config.model.tie_embeddings)
     signs = take_signs(job.mesh, names, norms, loss if _counts_loss(job) else None, asked)

@@ -48,6 +48,8 @@ from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report
 from megalite.train.sources import as_remembered, open_samples
 from megalite.train.starts import record_start
+from megalite.train.stragglers import Stragglers
+from megalite_launch.layout import node_name
 
 PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
 
@@ -73,7 +75,7 @@ def _watched(rank_info: RankInfo, config: Config, check_owner: Callable[[], None
         format=f"%(asctime)s rank {rank_info.rank} %(levelname)s %(message)s",
         force=True,
     )
-    with watched(meeting, rank_info, activity, timeout):
+    with watched(meeting, rank_info, activity, timeout, folder.flights):
         if config.train.deterministic:
             be_deterministic()
         device = start(rank_info, config.run.device, PATIENCE * timeout, meeting)
@@ -124,12 +126,15 @@ def _train(
     requests.listen()
     with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner) as saver:
         devices = gather_devices(mesh)
+        nodes = gather_nodes(mesh)
         activity("exporting")
         for problem in saver.export_missing(progress.step):
             if rank_info.rank == 0:
                 warn(problem)
+        stragglers = Stragglers(mesh, job.clock, nodes) if mesh.layout.world_size > 1 else None
         if rank_info.rank != 0:
-            return train(job, batches, progress, saver, reload, None)
+            with job.clock.running():
+                return train(job, batches, progress, saver, reload, None, None, stragglers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
             record_start(folder.path, config, devices, progress)
@@ -137,7 +142,8 @@ def _train(
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
             pace = Pace.of(job, progress.step, report)
-            code = train(job, batches, progress, saver, reload, report, pace)
+            with job.clock.running():
+                code = train(job, batches, progress, saver, reload, report, pace, stragglers)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
                 report.event(report.step, "done", text)
@@ -240,6 +246,13 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
 
 def _parameters_here(job: Job) -> int:
     return sum(param.to_local().numel() for _, param in job.named_parameters() if isinstance(param, DTensor))
+
+
+def gather_nodes(mesh: Mesh) -> list[str]:
+    """The node of every rank, as the launcher names it. Collective."""
+    nodes = [""] * mesh.layout.world_size
+    dist.all_gather_object(nodes, node_name(), group=mesh.world)
+    return nodes
 
 
 def gather_devices(mesh: Mesh) -> list[tuple[str, str]]:

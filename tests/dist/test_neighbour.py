@@ -13,7 +13,7 @@ from megalite.dist import neighbour, watchdog
 from megalite.dist.activity import Activity
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import Meeting
-from megalite.dist.neighbour import REFUSALS, SILENCES, Neighbour
+from megalite.dist.neighbour import REFUSALS, SILENCES, Neighbour, all_ended
 from megalite.dist.ranks import RankInfo
 from megalite.dist.watchdog import Watchdog
 
@@ -42,6 +42,28 @@ def test_a_process_that_has_ended_is_lost(two: list[Neighbour]) -> None:
     assert told == [*[""] * (REFUSALS - 1), "the process of rank 1 has ended"]
     two[0].forgive()
     assert [two[0].lost() for _ in range(9)] == [""] * 9, "it has to be seen again"
+
+
+def test_a_closed_connection_is_looked_into_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbour, "EVERY", 1000.0)
+    monkeypatch.setattr(neighbour, "SOON", 0.0)
+    store = dist.HashStore()
+    ranks = [Neighbour(store, RankInfo(rank, 2, rank)) for rank in range(2)]
+    assert [rank.lost() for rank in (*ranks, *ranks)] == [""] * 4
+    for line in (ranks[1]._listener, *ranks[1]._heard):  # as the kernel does when a process ends
+        line.close()
+    told = [ranks[0].lost() for _ in range(REFUSALS)]
+    assert told == [*[""] * (REFUSALS - 1), "the process of rank 1 has ended"]
+
+
+def test_ranks_have_ended_when_none_of_them_listens(two: list[Neighbour]) -> None:
+    store = two[0]._store
+    assert all_ended(store, [])
+    assert not all_ended(store, [0, 1])
+    two[1]._listener.close()
+    assert all_ended(store, [1])
+    assert not all_ended(store, [1, 0])
+    assert not all_ended(store, [1, 2]), "nobody knows where rank 2 is"
 
 
 def test_a_process_that_does_nothing_is_there(two: list[Neighbour]) -> None:
@@ -91,7 +113,7 @@ def test_the_watchdog_calls_the_roll_for_a_lost_neighbour(answers: bool, monkeyp
         told.set()
         raise SystemExit
 
-    monkeypatch.setattr(watchdog, "HELD_BACK", 0.1)
+    monkeypatch.setattr(watchdog, "HELD_BACK", 0.1)  # until all ranks know the verdict
     monkeypatch.setattr(watchdog, "between_looks", lambda timeout, ranks: 0.05)
     monkeypatch.setattr(Watchdog, "_end", end)
     keeper = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)

@@ -53,6 +53,16 @@ from pathlib import Path
 from megalite.dist.local import launch
 sys.exit(launch("watched_program", sys.argv[2:], int(sys.argv[1]), Path()))
 """
+LINES = """
+import torch
+def lines(name, *ranks):
+    return dist.new_subgroups_by_enumeration(ranks, group_desc=name)[0]
+def gather(x, group):
+    dist.all_gather_into_tensor(x.new_empty(2 * len(x)), x, group=group)
+activity.step, x = 7, torch.ones(5)
+tp, dp = lines("mesh_tp", [0, 1], [2, 3]), lines("mesh_dp", [0, 2], [1, 3])
+dist.all_reduce(x, group=tp)
+"""
 LIMIT = 150  # seconds for all jobs on a busy machine
 
 
@@ -91,6 +101,10 @@ def under_launcher(folder: Path, body: str, timeout: float) -> Job:
     return Job(folder, [begin(folder, ["-c", LAUNCH, "2", body, str(timeout), "0"])])
 
 
+def four(folder: Path, body: str, timeout: float) -> Job:
+    return Job(folder, [begin(folder, ["-c", LAUNCH, "4", body, str(timeout), "0"])])
+
+
 def two_missing(folder: Path, body: str, timeout: float) -> Job:
     return Job(folder, [begin(folder, ["-c", LAUNCH, "3", body, str(timeout), "2"])])
 
@@ -110,6 +124,12 @@ JOBS: dict[str, tuple[Callable[[Path, str, float], Job], str, float]] = {
     "stopped": (under_launcher, "if rank == 1: die(signal.SIGSTOP)", 4),
     "absent": (two_missing, "", 4),
     "busy": (under_launcher, "for _ in range(50 * rank): time.sleep(0.2); activity.tick()", 4),
+    "missing": (
+        four,
+        LINES + "if rank == 3: time.sleep(600)\ndist.all_reduce(x, group=tp)\ndist.all_reduce(x, group=dp)",
+        4,
+    ),
+    "astray": (four, LINES + "reduce = rank != 2\nif reduce: dist.all_reduce(x, group=dp)\nelse: gather(x, dp)", 4),
     "killed": (alone, "if rank == 1: die()", 15),
     "keeper killed": (alone, "if rank == 0: die()", 15),
 }
@@ -133,7 +153,8 @@ def test_a_hang_tells_what_every_rank_is_doing(jobs: dict[str, Job]) -> None:
     job = jobs["asleep"]
     (told,) = job.end()
     assert job.codes == [5]
-    head, *rows = told.splitlines()
+    head, blame, *rows = told.splitlines()
+    assert re.match(r"  rank 1 on .* has not called barrier, number \d of the group of 2 ranks", blame)
     assert re.fullmatch(r"megalite: rank \d: no progress for 4 s \(train.timeout\)", head)
     assert len(rows) == 2
     (sleeper,) = (row for row in rows if row.startswith("  rank 1 on "))
@@ -143,6 +164,27 @@ def test_a_hang_tells_what_every_rank_is_doing(jobs: dict[str, Job]) -> None:
     for rank in (0, 1):
         assert told.partition("no progress")[2].strip() in job.log(rank)
         assert "thread MainThread:\n  File" in job.log(rank)
+
+
+def test_who_is_missing_from_which_collective_is_told(jobs: dict[str, Job]) -> None:
+    job, host = jobs["missing"], socket.gethostname()
+    (told,) = job.end()
+    assert job.codes == [5]
+    missing = [
+        f"  rank 3 on {host} has not called all_reduce of float [5], number {number} of the {name} group of "
+        f"2 ranks ({ranks}), in which rank {waits} on {host} waits, in step 7; it is at: reducing"
+        for number, name, ranks, waits in ((2, "tp", "2-3", 2), (1, "dp", "1, 3", 1))  # it is missing from both
+    ]
+    assert told.splitlines()[1] in missing
+
+
+def test_who_calls_another_collective_is_told(jobs: dict[str, Job]) -> None:
+    job, host = jobs["astray"], socket.gethostname()
+    (told,) = job.end()
+    assert job.codes == [5]
+    both = f"rank 0 on {host} called all_reduce of float [5]", f"rank 2 on {host} called all_gather of float [5]"
+    group = "as number 1 of the dp group of 2 ranks (0, 2), in step 7"
+    assert told.splitlines()[1] in {f"  {one} where {other}, {group}" for one, other in (both, both[::-1])}
 
 
 def test_a_rank_that_does_not_answer_is_lost(jobs: dict[str, Job]) -> None:

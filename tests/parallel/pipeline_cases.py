@@ -250,7 +250,7 @@ def outputs_alive(pp: int, schedule: str, m: int) -> list[bool] | None:
         return found
 
     def watched_backward(self: Pipeline, action: Action, flight: Flight) -> None:
-        for _, work in flight.sending:
+        for _, work, _ in flight.sending:
             work.wait()
         flight.sending.clear()  # as the next exchange does with what has arrived
         made_by = Action(Kind.F, action.stage, action.micro)

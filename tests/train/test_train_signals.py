@@ -1,5 +1,6 @@
 """Signals to `megalite train`, hangs of its ranks, and what is left of it when it is killed."""
 
+import json
 import os
 import random
 import re
@@ -168,19 +169,34 @@ def test_no_process_outlives_a_launcher_that_is_killed_early(command: list[str],
 @pytest.mark.parametrize(
     ("work", "row"),
     [
-        ("forward", r"step 2, F\(stage 1, micro-batch 2\), for \d+ s, at .*, in __main__.hindered"),
+        (
+            "forward",
+            r"step 2, F\(stage 1, micro-batch 2\) \(entry \d+ of \d+\), for \d+ s, at .*, in __main__.hindered",
+        ),
         ("read", r"step 3, reading a batch, for \d+ s, at megalite/data/loader.py:\d+ batches, in threading"),
     ],
 )
-def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(work: str, row: str, begin: Begin, mark: str) -> None:
+def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(
+    work: str, row: str, begin: Begin, mark: str, tmp_path: Path
+) -> None:
     job = begin(["-c", LAUNCH, "train.timeout=8"], HINDERED=work)
     _, told = job.communicate(timeout=200)
     assert job.returncode == 5, told
     head, *rows = told.splitlines()
     assert head.endswith("no progress for 8 s (train.timeout)")
+    blame, *rows = rows
+    assert re.match(
+        r"  rank 1 on \S+ has not sent or taken a message, in which rank 0 on \S+ waits, in step \d; it is", blame
+    )
+    for rank in (0, 1):
+        kept = json.loads((tmp_path / f"runs/run/logs/flight/rank_{rank:05d}.json").read_text())
+        assert kept["rank"] == rank
+        assert {call[2] for call in kept["flight"]["calls"]} >= {"all_reduce"}
     assert len(rows) == 2
     by_rank = {row.split()[1]: row for row in rows}
     assert re.search(row, by_rank["1"])
-    waiting = r"waiting for RECV_B\(stage 0, micro-batch \d\) from pipeline rank 1 \(rank 1\), for \d+ s, at megalite"
-    assert re.search(waiting, by_rank["0"])
+    waiting = (
+        r"waiting for RECV_B\(stage 0, micro-batch \d\) from pipeline rank 1 \(rank 1\), which sends it at entry \d+"
+    )
+    assert re.search(waiting + " of 14, for", by_rank["0"])
     assert not processes(mark)

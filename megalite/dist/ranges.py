@@ -1,0 +1,19 @@
+"""Many ranks as few words."""
+
+from collections.abc import Sequence
+
+RANGES = 6  # of ranks in a text
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Sorted ranks as `rank 3`, or `8 ranks (0-6, 9)`, shortened."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    if len(words) > RANGES:
+        words = [*words[:RANGES], "…"]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({', '.join(words)})"

@@ -7,8 +7,9 @@ from itertools import islice
 
 import torch
 
+from megalite.checkpoint.outcomes import Failed, FailedLocally, LocalOff, Saved, SavedLocally
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saver
+from megalite.checkpoint.save import Saver
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.exit_codes import ExitCode
@@ -83,7 +84,8 @@ def _train(
 
         sections = config.log, config.eval, config.checkpoint
         logs, evaluates, saves = (_due(step, section.interval, last) for section in sections)
-        for judged in guard.judge(at_once=logs or evaluates or saves):
+        saves_locally = config.checkpoint.local is not None and _due(step, config.checkpoint.local.interval, last)
+        for judged in guard.judge(at_once=logs or evaluates or saves or saves_locally):
             _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
             if judged.verdict == "bad":
@@ -104,11 +106,11 @@ def _train(
         if evaluates:
             with meter.paused():
                 _validate(job, batches, step, report)
-        if saves or guard.stopped_by:
+        if saves or saves_locally or guard.stopped_by:
             with meter.paused():
                 job.activity("saving")
                 with _telling_saves(report, saver, step):
-                    saver.save(guard.progress)
+                    saver.save(guard.progress, shared=saves or bool(guard.stopped_by))
         if guard.stopped_by:
             break
         job.activity("reading a batch")
@@ -191,15 +193,26 @@ def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
     if report is None:
         return
     for news in saver.news():
-        if isinstance(news, Failed):
-            text = f"the checkpoint of step {news.step} could not be written: {news.error}"
-            report.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
-        else:
-            text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
-            size = {"bytes": news.bytes, "seconds": news.seconds}
-            report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
-            for problem in news.problems:
-                report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
+        match news:
+            case Failed():
+                text = f"the checkpoint of step {news.step} could not be written: {news.error}"
+                report.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
+            case FailedLocally():
+                text = f"the local checkpoint of step {news.step} could not be written: {news.error}"
+                report.event(step, "save_local_failed", text, checkpoint=news.step, error=news.error)
+            case LocalOff():
+                report.event(step, "local_off", news.error, error=news.error)
+            case SavedLocally():
+                copies = f", and {news.replicas} copy on another node" if news.replicas else ""
+                text = f"saved locally: step {news.step}, {scaled(news.bytes, 'B')}{copies} in {news.seconds:.1f} s"
+                size = {"bytes": news.bytes, "seconds": news.seconds, "replicas": news.replicas}
+                report.event(step, "saved_local", text, checkpoint=news.step, path=str(news.path), **size)
+            case Saved():
+                text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
+                size = {"bytes": news.bytes, "seconds": news.seconds}
+                report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
+                for problem in news.problems:
+                    report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
 
 
 def _tell_stop(report: Report | None, guard: Guard) -> None:

@@ -18,7 +18,8 @@ from megalite.train.board import Board
 from megalite.train.records import line_of, mend
 from megalite.train.wandb_run import WandbRun
 
-WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem")  # events
+TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
+WARNINGS = (*TROUBLE, "save_failed", "save_problem", "save_local_failed", "local_off")  # events
 SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
 
 

@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.outcomes import Failed
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saver
+from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
 from megalite.config.files import is_folder, write_object

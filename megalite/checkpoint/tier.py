@@ -102,6 +102,7 @@ class Tier:
             life = self.group.once(self._next_life)
         except InputError as error:
             self._turn_off(str(error))
+            self._forget_before()
             return
         place = Place(self.root, life)
         mark = f"node-{self.nodes.node_of[self.group.rank]}"
@@ -109,6 +110,13 @@ class Tier:
             lambda: _check_marks(place, mark)
         ):
             self._place = place
+
+    def _forget_before(self) -> None:
+        """Delete what the life before has saved here, since nothing tells that it is over."""
+        life = self.group.once(lambda: Life.of(self.publisher.folder))
+        if life is not None:
+            before = Place(self.root, life)
+            self._refused(lambda: before.forget() if self.leads_node else None)
 
     def _next_life(self) -> Life:
         self.publisher.check_owner()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,21 +60,26 @@ class Exchange:
     def _round(self, target: int | None, source: int | None) -> None:
         going = self._parts(target is not None, self.group.rank)
         coming = self._parts(source is not None, source or 0)
-        out, into = torch.empty(PIECE, dtype=torch.uint8), torch.empty(PIECE, dtype=torch.uint8)
+        buffers = [[torch.empty(PIECE, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
         files = ExitStack()
         arriving: dict[str, HashedFile] = {}
-        for sent, received in zip_longest(going, coming):
+        before: tuple[Part, Tensor] | None = None  # what has arrived, and is written while the next is under way
+        for turn, (sent, received) in enumerate(zip_longest(going, coming)):
+            out, into = buffers[turn % 2]
             works: list[Any] = []
-            if sent is not None:
-                self._try(lambda sent=sent: self._read(sent, out))  # type: ignore[misc]
-                works.append(dist.isend(out[: sent.size], target, group=self.group.group))
             if received is not None:
                 works.append(dist.irecv(into[: received.size], source, group=self.group.group))
+            if sent is not None:
+                self._try(partial(self._read, sent, out))
+                works.append(dist.isend(out[: sent.size], target, group=self.group.group))
+            if before is not None:
+                self._try(partial(self._keep, *before, arriving, files))
             for work in works:
                 work.wait()
-            if received is not None:
-                self._try(lambda received=received: self._keep(received, into, arriving, files))  # type: ignore[misc]
+            before = (received, into) if received is not None else None
             self._advanced()
+        if before is not None:
+            self._try(partial(self._keep, *before, arriving, files))
         try:
             files.close()
         except OSError as error:  # of bytes that were still to be written

@@ -33,7 +33,7 @@ class LocalNodes:
         return max(whole, default=0)
 
     def lose_one(self, count: int, rng: random.Random) -> bool:
-        """Delete one of `count` nodes, if there are several. Raises Violation if that loses what was complete on all."""
+        """Delete one of `count` nodes, if there are several. Raises Violation if what was complete on all is lost."""
         if count < 2:
             return False
         everywhere = set.intersection(*(set(self._present(node)) for node in range(count)))

@@ -10,8 +10,8 @@ for a while nothing can be written to any file, as if the disk were full (by a l
 no root); nobody reads the job's stdout any more. None of them may end training or lose anything but reports.
 
 A third of the runs keep their layout. Another third save on their nodes first, each rank on a node of its own; after
-half of their kills a node is lost, and the next start must go on from the newest step that is whole anywhere. A run asks
-for half of its steps first, and is extended when it has them.
+half of their kills a node is lost, and the next start must go on from the newest step that is whole anywhere. A run
+asks for half of its steps first, and is extended when it has them.
 """
 
 import argparse

@@ -13,12 +13,16 @@ from .outcome import BAD_INPUT, INTERRUPTED
 READER_LEFT = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
     "launch": ("launcher", "start a run on this machine, by Slurm or on Kubernetes"),
+    "preflight": ("preflight.main", "check the nodes of a job before it trains"),
+    "status": ("watch.status", "tell how a run does, and where its time went"),
+    "logs": ("watch.logs", "show the first failure of a run in context"),
+    "goodput": ("goodput.command", "simulate and account the share of time that trains"),
     "node": ("node", "start the ranks of one of several machines"),
 }
 
 
-def run(name: str, arguments: list[str] | None = None) -> int:
-    """Run a program and return its exit code. arguments: those of the command line, if None."""
+def run(name: str, arguments: list[str]) -> int:
+    """Run a program and return its exit code."""
     program = f"megalite-{name}"
     try:
         try:
@@ -43,8 +47,12 @@ def run(name: str, arguments: list[str] | None = None) -> int:
 
 
 def _program(name: str) -> Callable[[], int]:
-    return lambda: run(name)
+    return lambda: run(name, sys.argv[1:])
 
 
 launch = _program("launch")
+preflight = _program("preflight")
+status = _program("status")
+logs = _program("logs")
+goodput = _program("goodput")
 node = _program("node")

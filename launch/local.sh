@@ -24,5 +24,9 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}" #
 # Signals that torchrun does not handle end it alone and leave its ranks behind. Under nohup, it must not handle SIGHUP.
 signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2
 [[ -n $(trap -p SIGHUP) ]] || signals+=,SIGHUP
+# A signal that comes before a rank can hear it waits until it can (GNU coreutils).
+early=(env "--block-signal=TERM,INT,HUP,USR1,USR2")
+"${early[@]}" true 2>/dev/null || early=(env)
+
 exec torchrun --standalone --local-addr=localhost --nproc-per-node="$ranks" --max-restarts=0 \
-    --signals-to-handle="$signals" --no-python megalite train "$@"
+    --signals-to-handle="$signals" --no-python "${early[@]}" megalite train "$@"

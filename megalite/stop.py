@@ -10,7 +10,7 @@ from types import FrameType
 from megalite.exit_codes import ExitCode
 
 Handler = Callable[[int, FrameType | None], object] | int | None
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
 
 
 def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler]:

@@ -47,10 +47,12 @@ class Notes:
     """Stands in for the report."""
 
     def __init__(self) -> None:
+        self.path = Path("metrics.jsonl")  # which is not written
         self.code: int | None = None  # that training ended with
         self.records: list[tuple[int, dict[str, float]]] = []
         self.said: list[str] = []
         self.events: list[tuple[int, str, dict[str, object]]] = []
+        self.noted: list[tuple[int, str, dict[str, object]]] = []
 
     def record(self, step: int, values: dict[str, float]) -> None:
         self.records.append((step, values))
@@ -58,6 +60,9 @@ class Notes:
     def event(self, step: int, name: str, text: str, **details: object) -> None:
         self.events.append((step, name, details))
         self.said.append(text)
+
+    def note(self, step: int, name: str, text: str, **details: object) -> None:
+        self.noted.append((step, name, details))
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -81,6 +86,7 @@ def run(
     prepare: is given the job first.
     """
     job, notes = make(config), Notes()
+    notes.path = folder / "metrics.jsonl"
     prepare(job)
     training, validation = Notebook(job), Notebook(job)
     reload = partial(restorer(job).newest, folder, notes.say)

@@ -12,10 +12,9 @@ from megalite.advice.asked import Asked
 from megalite.advice.compare import comparison
 from megalite.advice.explain import PARTS
 from megalite.advice.page_bars import Bar, stacked
-from megalite.advice.page_html import Key, as_html, paragraph, section, wide
+from megalite.advice.page_html import as_html
 from megalite.advice.page_map import communication
 from megalite.advice.page_scaling import front_chart, scaling_charts
-from megalite.advice.page_style import COLOURS, document
 from megalite.advice.rows import front, layout_text, ranking
 from megalite.config.schema import Config
 from megalite.plan.fit import GIB
@@ -27,6 +26,8 @@ from megalite.planner.search import Found, Result, fullest_rank
 from megalite.planner.texts import seconds_text, step_text
 from megalite.planner.traffic import flows
 from megalite.schedule.draw import draw_svg
+from megalite_launch.page.html import Key, paragraph, section, wide
+from megalite_launch.page.style import COLOURS, document
 
 BARS = 10  # layouts with bars
 ACTIONS = 20_000  # of a timeline: with more, its picture has too many megabytes

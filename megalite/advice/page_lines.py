@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from megalite.advice.page_html import Key, legend
+from megalite_launch.page.html import Key, legend
 
 WIDTH, HEIGHT = 520, 330
 RIGHT, TOP, BOTTOM = 24, 16, 56
@@ -15,7 +15,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Line:
-    """Points joined by a line, in the order of x. colour: a number of `page_style.COLOURS`. labels: beside the points.
+    """Points joined by a line, in the order of x. colour: a number of `style.COLOURS`. labels: beside the points.
 
     ideal: a thin broken line without points.
     """

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from megalite.advice.page_html import Key, figure, table
 from megalite.plan.transfers import axis_sizes
 from megalite.planner.hardware import Cluster
 from megalite.planner.predict import Prediction
 from megalite.planner.texts import seconds_text
 from megalite.planner.traffic import Flow
 from megalite.terminal import scaled
+from megalite_launch.page.html import Key, figure, table
 
 AXES = {  # of flows: name and colour
     "tp": ("tp", 0),

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from megalite.advice.asked import Asked
-from megalite.advice.page_html import columns, paragraph, section, table
 from megalite.advice.page_lines import Axis, Line, line_chart
 from megalite.advice.rows import layout_text, pareto
 from megalite.advice.scaling import Point, scaling
@@ -13,6 +12,7 @@ from megalite.planner.predict import Prediction
 from megalite.planner.search import Result
 from megalite.planner.texts import seconds_text
 from megalite.terminal import scaled
+from megalite_launch.page.html import columns, paragraph, section, table
 
 BEST, SAME = "the fastest layout", "this layout with more data-parallel ranks"
 

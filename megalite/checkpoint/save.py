@@ -111,6 +111,7 @@ class Saver:
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
+        self.wrote: float | None = None  # seconds that the latest complete checkpoint took to write
         self._pending: Future[Ended] | None = None
         self._ended: list[Outcome] = []
         self._failed: list[Failed] = []  # in a row, up to the latest
@@ -244,6 +245,7 @@ class Saver:
                 self._failed.append(outcome)
             elif isinstance(outcome, Saved):
                 self._failed = [failed for failed in self._failed if failed.poisoned]
+                self.wrote = outcome.seconds
 
     def _make_plan(self, tensors: dict[str, Tensor]) -> Plan:
         group, planner = self._group, Planner(flatten_state_dict=False)

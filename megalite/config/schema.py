@@ -270,7 +270,7 @@ class LocalCheckpoint:
 
 @dataclass
 class Checkpoint:
-    interval: int = 0  # steps between checkpoints; 0: only at the end
+    interval: int | Literal["auto"] = 0  # steps between checkpoints; 0: only at the end; auto: what loses least time
     keep: int = 2  # newest checkpoints to keep; 0: all
     keep_every: int = 0  # keep those of every n-th step forever; 0: none
     async_: bool = True  # write in the background, from a copy in host memory
@@ -278,7 +278,7 @@ class Checkpoint:
     resume: str = "auto"  # auto: the newest of this run, if any; never; or the path of a checkpoint
     weights: str | None = None  # path of a checkpoint whose weights a new run begins with
     export: Literal["hf"] | None = None  # hf: write RUN/export/step-…, which transformers and vLLM read, at the end
-    export_every: int = 0  # and at every n-th step, a multiple of checkpoint.interval; 0: only at the end
+    export_every: int = 0  # and at every n-th step, a multiple of a fixed interval; 0: only at the end
     verify: bool = True  # compare every file with its hash when loading; sizes always are
     local: LocalCheckpoint | None = None  # null, or save on every node first, and copy to the run folder from there
 

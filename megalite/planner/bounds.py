@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from megalite.schedule.generate import V_SHAPED
+
 
 @dataclass(frozen=True)
 class Passes:
     """Seconds of a model's passes for one micro-batch.
 
-    forward, backward: of all layers before each, and at last of all. embedding, head: forward and backward.
+    forward, backward: of all layers before each, and at last of all. weights: likewise of backward, what a split one
+    leaves to W. embedding, head: forward, backward, and of that the weights' share.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    embedding: tuple[float, float]
-    head: tuple[float, float]
+    weights: tuple[float, ...]
+    embedding: tuple[float, float, float]
+    head: tuple[float, float, float]
 
     @property
     def there(self) -> float:
@@ -43,6 +47,54 @@ class Passes:
         """Of the layer that takes least, both passes."""
         both = [there + back for there, back in zip(self.forward, self.backward, strict=True)]
         return min(after - before for before, after in pairwise(both))
+
+    def first_waits(self, ranks: int, layers: int) -> float:
+        """Seconds until a rank's first pass, on average, where each stage before has at least so many layers."""
+        if ranks == 1 or not layers:
+            return 0.0
+        embedding = self.embedding[0] * (ranks - 1)
+        return (sum(self.forward[: ranks * layers : layers]) + embedding) / ranks
+
+    def split_back(self, schedule: str, m: int, split: Sequence[int]) -> float:
+        """Seconds of a pipeline whose backward passes are split, from the way of a single micro-batch.
+
+        No micro-batch comes back to the first stage before it has gone all the way, and then all of the first stage's
+        backward passes are left; likewise, the last micro-batch sets out when all of its forward passes are done.
+        """
+        first = split[0]
+        there, back = self.forward[first] + self.embedding[0], self.backward[first] + self.embedding[1]
+        way = self.there + self.back - self.weights[-1] - self.head[2] + (m - 1) * max(there, back)
+        if schedule not in V_SHAPED:
+            return way
+        counts = longest_path(schedule, len(split) // 2, m)
+        return max(
+            way, sum(count * seconds for count, seconds in zip(counts, self._shortest_stage(split), strict=True))
+        )
+
+    def _shortest_stage(self, split: Sequence[int]) -> tuple[float, float, float]:
+        """Seconds that F, I and W take at least, whatever the stage."""
+        ends = list(accumulate(split, initial=0))
+        stages = []
+        for stage, (first, last) in enumerate(pairwise(ends)):
+            times = [each[last] - each[first] for each in (self.forward, self.backward, self.weights)]
+            for place, end in ((0, self.embedding), (len(split) - 1, self.head)):
+                if stage == place:
+                    times = [time + more for time, more in zip(times, end, strict=True)]
+            stages.append((times[0], times[1] - times[2], times[2]))
+        forward, inputs, weights = (min(times) for times in zip(*stages, strict=True))
+        return forward, inputs, weights
+
+
+def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
+    """How many F, I and W lie on a path through a V-shaped schedule: a longest one while the pipeline is not full.
+
+    No times of stages make a step shorter than any path. A test finds these paths in the schedules.
+    """
+    if schedule == "zbv":
+        return 2 * max(m, p), 2 * (p + m - 1), 2 * min(m, p)
+    if m <= p:
+        return 2 * p, 2 * (p + m - 1), 2 * m + p - 1
+    return 2 * m - 1, 2 * (p + m - 1), 3 * p + 1
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ class Constants:
     """
 
     sustained: float = 1.078
-    throttle: float = 0.224
-    memory: float = 0.753
-    node: float = 0.622
-    network: float = 0.891
-    launch: float = 54e-6
-    hop: float = 0.443
-    overlap: float = 0.497
+    throttle: float = 0.211
+    memory: float = 0.663
+    node: float = 0.965
+    network: float = 0.807
+    launch: float = 40e-6
+    hop: float = 0.508
+    overlap: float = 0.14
     spread: float = 0.13
 
 
@@ -35,7 +35,7 @@ BOUNDS = {  # what a fit may not leave: shares of a bandwidth, and of a time
     "sustained": (0.8, 1.2),
     "throttle": (0.0, 0.5),
     "memory": (0.5, 0.95),
-    "node": (0.3, 0.95),
+    "node": (0.3, 1.0),
     "network": (0.3, 0.95),
     "launch": (1e-6, 1e-4),
     "hop": (0.1, 2.0),

@@ -1,14 +1,12 @@
 """What a whole run takes: failures and checkpoints, days, GPU-hours, money and energy. Imports no torch."""
 
 from dataclasses import dataclass
-from math import sqrt
 
 from megalite.plan.size import model_parameters
 from megalite.planner.predict import Prediction
 from megalite.planner.stages import HOST_SHARE
+from megalite_launch.goodput.formulas import Costs, best, between_failures, share
 
-# Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, §3.3.4).
-HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419  # of one GPU
 RESTART = 600.0  # seconds from a failure to the first new step; an assumption
 DAY, HOUR = 86_400.0, 3_600.0
 SAVED = 12  # bytes of a parameter and its AdamW states in a checkpoint
@@ -46,14 +44,16 @@ def stall(prediction: Prediction) -> float:
 def goodput(prediction: Prediction) -> tuple[float, float]:
     """The share of time in which steps are made that count, and the seconds between checkpoints.
 
-    Lost are the copies of checkpoints, and after a failure the restart and, on average, half an interval. With
-    `checkpoint.interval` 0 the interval is the one that loses least (Young 1974, doi 10.1145/361147.361115).
+    Lost are the copies of checkpoints, and after a failure the restart and what was not saved yet. With
+    `checkpoint.interval` 0 or auto the interval is the one that loses least.
     """
-    between = HOURS_BETWEEN_FAILURES * HOUR / prediction.gpus
-    copy, steps = stall(prediction), prediction.config.checkpoint.interval
-    interval = steps * prediction.seconds if steps else max(sqrt(2 * copy * between), prediction.seconds)
-    lost = copy / interval + (RESTART + interval / 2) / between
-    return 1 / (1 + lost), interval
+    steps = prediction.config.checkpoint.interval
+    costs = Costs(between_failures(prediction.gpus), save=stall(prediction), restart=RESTART)
+    if steps == "auto" or steps == 0:
+        interval = max(best(costs), prediction.seconds)
+    else:
+        interval = steps * prediction.seconds
+    return share(costs, interval), interval
 
 
 def run_of(prediction: Prediction, tokens: float) -> Run:

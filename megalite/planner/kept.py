@@ -7,6 +7,8 @@ and dropout's mask has 1. Files named here are in the programs' repositories.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+USABLE = 0.9
+EXPANDABLE = 0.95  # with an allocator whose segments grow, so that less of its memory is in pieces
 Counted = Literal["allocated", "reserved", "device", "formula", "unsaid"]
 
 
@@ -21,7 +23,8 @@ class Kept:
     each parameter, its gradients as long as micro-batches are added up. bucket: for each parameter, copies of its
     gradient for data-parallel ranks to exchange. whole: for each parameter of a layer, what zero3 has of it together.
     accumulates: zero3 keeps weights and float32 gradients whole through a pipeline's step. outputs: pipeline ranks keep
-    what they sent. buffers: bytes of a rank, whatever its model. selective: the same facts for selective recompute.
+    what they sent. buffers: bytes of a rank, whatever its model. selective, fp8: the same facts for selective
+    recompute, and for products in fp8. usable: share of a GPU's memory that tensors can have before a step fails.
     counts: which bytes the program reports.
     """
 
@@ -40,6 +43,8 @@ class Kept:
     outputs: bool = False
     buffers: float = 0
     selective: "Kept | None" = None
+    fp8: "Kept | None" = None
+    usable: float = USABLE
     counts: Counted = "unsaid"
 
 
@@ -53,9 +58,12 @@ MEGATRON_DEEPSPEED = replace(
 )
 # The same with a sum of gradients in float32 beside them: deepspeed/runtime/bf16_optimizer.py.
 DEEPSPEED_FLOAT32_SUM = replace(MEGATRON_DEEPSPEED, gradient=6)
-MEGATRON_2025 = Kept()
-# scripts/performance sets grad_reduce_in_fp32 = False, "bf16 grad dtype".
-NEMO = Kept(gradient=2)
+# In fp8, Transformer Engine keeps the inputs of products in 8 bits: results of both norms, of attention and of the
+# activation (transformer_engine/pytorch/module/layernorm_linear.py and layernorm_mlp.py, save_for_backward).
+MEGATRON_2025 = Kept(fp8=Kept(stream=6, query=5, gated=5, plain=3))
+# scripts/performance sets grad_reduce_in_fp32 = False, "bf16 grad dtype"; recipes of Megatron-Bridge set
+# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+NEMO = replace(MEGATRON_2025, gradient=2, usable=EXPANDABLE)
 # Of every second matrix product the result is kept, and attention's: torchtitan/distributed/activation_checkpoint.py,
 # "op". The loss is in float32: the log-softmax, its gradient, and that of the logits. In pipelines FSDP2 gathers once
 # in a step (torchtitan/models/llama3/parallelize.py: reshard_after_forward). The report: components/metrics.py.
@@ -70,6 +78,11 @@ TORCHTITAN = Kept(
 )
 # A compiled layer does not keep the result of its last product, which backward does not need.
 TORCHTITAN_COMPILED = replace(TORCHTITAN, gated=6, selective=Kept(stream=2, query=4, key=2, gated=2, plain=2))
+# Its code is not public. That the product of gate and up is made again is told by 8,192 GPUs of 80 GB, into which the
+# run fits without recomputing more (arXiv 2407.21783, section 3.3.2).
+LLAMA_3 = replace(MEGATRON_2025, gated=4)
+# From 2025 on, the loss is compiled too: logits and their gradient in bf16 (torchtitan/components/loss.py).
+TORCHTITAN_2025 = replace(TORCHTITAN_COMPILED, logit=4)
 # src/nanotron/models/llama.py: SiLU's result beside gate and up, attention's result once more in the order of the
 # stream, logits in bf16 and twice in float32. src/nanotron/optim/gradient_accumulator.py: float32 sums beside gradients
 # in bf16; DistributedDataParallel has its buckets. That inputs are kept gathered is told by the published memory.

@@ -23,6 +23,7 @@ LEAST_SPLIT = 512  # elements that such a part takes the time of at least
 SPLIT_COST = 0.02  # for every further part, to add up the parts
 ALIGNED = 8  # elements: rows of other lengths cannot be loaded in whole vectors
 UNALIGNED = 2.0  # how much longer such products take
+FP8_POWER = 0.75  # how far fp8 products lower clocks, bf16 being 1; from NVIDIA's runs on H100, B200, GB200 and GB300
 BEST = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 
 
@@ -53,13 +54,13 @@ class Kernels:
         """FLOP/s that large matrix products keep up."""
         peak = self.gpu.peak.get(precision, self.gpu.peak["bf16"])
         best = self.gpu.measured.get(precision, BEST * peak)
-        return best * self._clock * (self.fp8 if precision == "fp8" else 1.0)
+        return best * self._clock(FP8_POWER) * self.fp8 if precision == "fp8" else best * self._clock(1.0)
 
-    @cached_property
-    def _clock(self) -> float:
-        """How far clocks stay below those of the best measured product, for want of power."""
+    def _clock(self, power: float) -> float:
+        """How far clocks stay below those of the best measured product, for want of power: of a product that takes
+        `power` times that of one in bf16."""
         per_watt = self.gpu.peak["bf16"] / 1e12 / self.gpu.power
-        return self.constants.sustained - self.constants.throttle * per_watt
+        return self.constants.sustained - self.constants.throttle * power * per_watt
 
     @cached_property
     def _memory(self) -> float:

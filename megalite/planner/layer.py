@@ -70,6 +70,7 @@ class LayerModel:
 
     def __init__(self, work: Work, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.work, self.program, self.cluster = work, program, cluster
+        self.overlap = constants.overlap
         self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
         self.tp, self.cp = Group(work.tp, 1), Group(work.cp, work.tp)
 
@@ -153,6 +154,8 @@ class LayerModel:
         work, program = self.work, self.program
         stream = work.element * work.tokens * work.width
         there = 2 * self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
+        if program.rearranges and work.tp > 1:
+            there += 4 * self.kernels.passes(2 * stream) * (1 - program.hidden)
         return there, there * (1.5 if program.gathers_again else 1.0)
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
@@ -175,7 +178,11 @@ class LayerModel:
         if work.method == "all_gather":
             own = attention[0] / work.cp
             return max(0.0, gathered - own), max(0.0, gathered - own) + 2 * gathered
-        return 0.5 * gathered, gathered
+        there, back = (
+            max(compute, sent) + self.overlap * min(compute, sent) - compute
+            for compute, sent in zip(attention, (gathered, 2 * gathered), strict=True)
+        )
+        return there, back
 
 
 def _launched(device: Seconds, host: float) -> Seconds:

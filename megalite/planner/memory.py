@@ -16,7 +16,6 @@ HALF, FLOAT = 2, 4  # bytes of an element in 16 bits, and in float32
 ADAM = 8  # bytes of AdamW's two moments of a parameter
 RESERVED = 1.13  # bytes that PyTorch's allocator takes from the GPU for one that tensors have at their fullest
 OUTSIDE = 4.6 * 2**30  # bytes of a GPU that belong to no tensor: CUDA's context, NCCL's buffers, kernels
-USABLE = 0.9  # share of a GPU's memory that tensors can have before a step fails
 SPREADS: dict[Counted, float] = {  # half the width of the interval, relative to the estimate, by what is counted
     "allocated": 0.03,
     "formula": 0.03,
@@ -72,7 +71,7 @@ def counted(work: Work, program: Program, what: Counted) -> float:
 
 def fits(work: Work, program: Program, size: float) -> bool:
     """Whether a step runs on GPUs of so many bytes. What the allocator has cached it gives back before it fails."""
-    return memory(work, program).total <= USABLE * size
+    return memory(work, program).total <= program.kept.usable * size
 
 
 def _rank(work: Work, program: Program, rank: int, layers: int) -> Memory:
@@ -119,6 +118,8 @@ def layer_kept(work: Work, program: Program) -> float:
     kept, selective = program.kept, work.recompute == "selective"
     if selective and kept.selective:
         kept = kept.selective
+    if work.precision == "fp8" and kept.fp8:
+        kept = kept.fp8
     split = work.tp if program.sequence_parallel else 1
     mlp = (kept.gated if work.gated else kept.plain) * work.ffn
     scores = kept.score * work.heads * work.sequence if program.attention == "unfused" and not selective else 0.0

@@ -43,7 +43,7 @@ class Net:
         for level in self.cluster.levels:
             inside = max(1, min(group.size, level.gpus // group.stride))
             if inside > near:  # the ring runs through this level, with as many lanes as members lie nearer together
-                slowest = min(slowest, near * level.link.bandwidth * self.constants.node)
+                slowest = min(slowest, near * level.link.reached * self.constants.node)
                 near = inside
         if group.size > near:
             slowest = min(slowest, near * self.cluster.network.bandwidth * self.constants.network)

@@ -4,6 +4,7 @@ The pipeline's own table runs on a clock with the times of its stages (`schedule
 beginning and end are run: in between, every micro-batch adds as much as the one before.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,13 +22,14 @@ from megalite.planner.kernels import Kernels
 from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
-from megalite.planner.stages import HOST_SHARE, StageTime, Timer
+from megalite.planner.stages import HOST_SHARE, SPLIT, Shared, StageTime, Timer
 from megalite.planner.tables import PICTURED, ROUNDS, Cost, costs_of, enough
-from megalite.schedule.actions import Kind
+from megalite.schedule.actions import Action, Kind
 from megalite.schedule.simulate import Timeline, simulate
 
 UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
 HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
+ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 MUON_ELEMENT = 2  # bytes of an element that Muon sends
 MUON_SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
 
@@ -107,12 +109,13 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     m = micro_batches(config)
     makespan, tail = _time(plan, stages, timer, m)
     update = _update(plan, stages, timer)
-    undivided = not timer.tables.of(config, enough(config, m)).splits_backward
-    busy = [_busy(plan, stages, undivided, rank, m) for rank in range(config.parallel.pp)]
+    split = _split(plan, timer, m)
+    busy = [_busy(plan, stages, split, rank, m) for rank in range(config.parallel.pp)]
     busiest = max(busy, key=lambda seconds: seconds.total)
     parts = {kind: getattr(busiest, kind) for kind in KINDS}
     parts["data"] += tail
-    parts["bubble"] = max(0.0, makespan - busiest.total - tail)
+    bubble = makespan - busiest.total - tail
+    parts["bubble"] = bubble if bubble > ROUNDING * makespan else 0.0
     parts["optimizer"] = update
     return Prediction(
         config,
@@ -163,9 +166,9 @@ def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
         case Kind.B:
             return stage.backward.total + (stage.slowed(cost.last) if cost.reduces else 0.0)
         case Kind.I:
-            return stage.backward.total - stage.weights
+            return (1 + SPLIT) * (stage.backward.total - stage.weights)
         case Kind.W:
-            return stage.weights
+            return (1 + SPLIT) * stage.weights
         case Kind.GATHER:
             return stage.gather
         case Kind.REDUCE:
@@ -173,17 +176,34 @@ def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
     return 0.0
 
 
-def _busy(plan: Plan, stages: list[StageTime], whole: bool, rank: int, m: int) -> Seconds:
+def _split(plan: Plan, timer: Timer, m: int) -> Mapping[int, float]:
+    """Backward passes that are split in a step of `m` micro-batches, by stage. Empty where a schedule splits none."""
+    config = plan.config
+    few, pp = enough(config, m), config.parallel.pp
+    if not timer.tables.of(config, few).splits_backward:
+        return {}
+
+    def counted(m: int) -> Counter[int]:
+        programs = timer.tables.of(config, m).programs
+        return Counter(
+            item.stage for each in programs for item in each if isinstance(item, Action) and item.kind is Kind.I
+        )
+
+    found, before = counted(few), counted(few - pp) if few < m else Counter[int]()
+    return {stage: found[stage] + (m - few) * (found[stage] - before[stage]) / pp for stage in range(plan.stages)}
+
+
+def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank: int, m: int) -> Seconds:
     """The time in which a rank computes in a step of `m` micro-batches, slowed by reductions beside it.
 
-    whole: whether backward passes are, so that reductions run beside them.
+    split: as `_split` gives it. Reductions run beside whole passes.
     """
     found = Seconds()
     each_time = plan.config.parallel.data.mode in ("zero2", "zero3")
     for stage in plan.stages_of(rank):
         time = stages[stage]
-        found += (time.forward + time.backward) * m
-        if whole:
+        found += (time.forward + time.backward) * m + time.backward * (SPLIT * split.get(stage, 0.0))
+        if not split:
             found += Seconds(data=time.slowed(True) + (m - 1) * time.slowed(False) * each_time)
     return found
 
@@ -197,7 +217,7 @@ def transfer_seconds(config: Config, timer: Timer) -> float:
 
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
-    """Seconds of the optimizer on the fullest rank."""
+    """Seconds of the optimizer on the fullest rank, and of handing over the gradients of a step."""
     config, gpu = plan.config, timer.cluster.gpu
     layout = config.parallel.layout
     kernels = Kernels(gpu, timer.constants)
@@ -205,6 +225,7 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
     count = held / shards
     seconds = kernels.passes(count * MEGALITE.optimizer)
+    copies = kernels.passes(held * Shared(config, timer.net).last)
     if config.optim.offload:
         moved = 2 * 4 * count / (gpu.host * HOST_SHARE)
         seconds = moved + count * UPDATE_ON_HOST / HOST_MEMORY + kernels.passes(4 * count)
@@ -212,7 +233,7 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
         ranks = layout.world_size // layout.pp
         sent = timer.net.collective("all_to_all", MUON_ELEMENT * held, Group(ranks, 1))
         seconds += _orthogonalizing(plan, ranks) / (kernels.rate("bf16") * MUON_SHARE) + 2 * sent
-    return seconds
+    return seconds + copies
 
 
 def _orthogonalizing(plan: Plan, ranks: int) -> int:

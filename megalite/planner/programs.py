@@ -18,17 +18,22 @@ class Program:
     """One program.
 
     forward, backward: bytes of passes over a layer's activations, for each token and element of the residual stream.
-    forward_ffn, backward_ffn: for each token and element between the MLP's matrices. logit: for each logit, in the loss
-    and its gradient. sequence_parallel: passes over the residual stream are divided among tensor-parallel ranks.
-    gathers_again: what was gathered for a matrix product in forward is gathered once more in backward. hidden: share of
-    tensor-parallel communication that runs beside compute. repeats: share of a layer's forward matrix products that
+    forward_ffn, backward_ffn: for each token and element between the MLP's matrices. logit: for each logit, in the
+    loss and its gradient. sequence_parallel: passes over the residual stream are divided among tensor-parallel ranks.
+    gathers_again: what was gathered for a matrix product in forward is gathered once more in backward. hidden: share
+    of tensor-parallel communication that runs beside compute. repeats: share of a layer's forward matrix products that
     selective recompute repeats; None: it repeats attention. gradient: bytes of a gradient that is reduced. optimizer:
-    bytes that the optimizer reads and writes for a parameter. host: seconds in which the host launches a layer's
-    forward pass; backward takes HOST_BACKWARD times as long. scatters: tensor-parallel ranks send a part of a tensor
-    each to the next stage. rings: whether collectives use all network adapters of a node, or one. pieces: collectives
-    in which the gradients of a layer are reduced. reduces_beside: gradients are reduced while the last backward goes
-    on. fp8: share of an fp8 product's rate that is left beside the casts of its inputs. weighs_stages: pipeline ranks
-    get layers so that the output layer's parameters are shared out too. kept: what it keeps in memory.
+    bytes that the optimizer reads and writes for a parameter. moved: bytes that forward and backward of a micro-batch
+    read and write for a parameter besides the products: copies of what is gathered and reduced, sums of gradients.
+    sums: such bytes of backward, but for the first micro-batch of a step. host: seconds in which the host launches a
+    layer's forward pass; backward takes HOST_BACKWARD times as long. scatters: tensor-parallel ranks send a part of a
+    tensor each to the next stage. rings: whether collectives use all network adapters of a node, or one. pieces:
+    collectives in which the gradients of a layer are reduced. reduces_beside: gradients are reduced while the last
+    backward goes on. gathers_beside: the first forward goes on while weights are gathered. rearranges: what
+    tensor-parallel ranks gather or reduce is copied once, since its parts lie along another axis. fp8: rate of fp8
+    products relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it less, and it
+    is more in that fp8 takes less power. weighs_stages: pipeline ranks get layers so that the output layer's
+    parameters are shared out too. kept: what it keeps in memory.
     """
 
     name: str
@@ -44,17 +49,30 @@ class Program:
     repeats: float | None = None
     gradient: int = 4
     optimizer: float = 28.0
+    moved: tuple[float, float] = (0, 0)
+    sums: float = 0
     host: float = 0.0003
     scatters: bool = False
     rings: bool = True
     pieces: int = 1
     reduces_beside: bool = False
+    gathers_beside: bool = False
+    rearranges: bool = False
     fp8: float = 0.83
     weighs_stages: bool = False
     kept: keeps.Kept = keeps.MEGATRON_2025
 
 
 HOST_BACKWARD = 1.9
+# FSDP2 copies what it has gathered into parameters, 2 bytes read and 2 written, in both passes; gradients in bf16
+# become the float32 buffer of a reduce-scatter: foreach_all_gather_copy_out and foreach_reduce_scatter_copy_in in
+# torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, both on the stream that computes. FSDP1 gathers into views;
+# backward joins gradients to one flat tensor, which is divided before it is reduced: _flat_param.py, and
+# _post_backward_hook in _runtime_utils.py, both in torch/distributed/fsdp.
+FSDP2 = (4, 4 + 6)
+FSDP1 = (0, 4 + 4)
+FUSED = (0, 6)  # a product adds to float32 gradients: 8 bytes instead of 2 (--gradient-accumulation-fusion)
+TO_FLOAT32 = (0, 10)  # gradients in 16 bits are read, and float32 sums read and written
 ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
     ("flash1", "A100"): (0.36, 0.30),
     ("flash1", "H100"): (0.20, 0.155),
@@ -66,7 +84,10 @@ ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward
     ("cudnn", "B200"): (0.55, 0.45),
 }
 OTHER_GPUS = (0.34, 0.29)
-NARROW = 0.75  # share of these rates for heads of fewer than WIDE elements; FlashAttention 1 has one rate for both
+# Shares of these rates for heads of fewer than WIDE elements. FlashAttention 1 has one rate for both; FlashAttention 2
+# on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
+NARROW: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
+NARROWEST = 0.75
 WIDE = 128
 
 
@@ -75,7 +96,7 @@ def attention_shares(program: Program, gpu: str, head_size: int) -> tuple[float,
     kind = next((kind for kind in ("A100", "H100", "H200", "B200", "GB200", "GB300") if kind in gpu), "")
     kind = {"H200": "H100", "GB200": "B200", "GB300": "B200"}.get(kind, kind)
     shares = ATTENTION.get((program.attention, kind), OTHER_GPUS)
-    narrow = NARROW if head_size < WIDE and program.attention != "flash1" else 1.0
+    narrow = NARROW.get(program.attention, NARROWEST) if head_size < WIDE else 1.0
     return shares[0] * narrow, shares[1] * narrow
 
 
@@ -91,6 +112,7 @@ MEGATRON_2021 = Program(
     logit=24,
     sequence_parallel=False,
     gradient=2,
+    sums=6,  # in 16 bits
     host=0.0003,
     scatters=True,
 )
@@ -106,6 +128,8 @@ TORCHTITAN = Program(
     sequence_parallel=True,
     gathers_again=True,
     repeats=0.5,
+    moved=FSDP2,
+    rearranges=True,  # Shard(1): all_gather_tensor in torch/distributed/_functional_collectives.py joins chunks
 )
 # Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
 # four tensors each way, SwiGLU three and five, the loss six; AdamW reads a gradient and updates three float32 tensors,
@@ -136,6 +160,21 @@ MEGATRON_2025 = Program(
     sequence_parallel=True,
     gathers_again=True,
     scatters=True,
+    moved=FUSED,
+)
+# NeMo's user guide, "Communication Overlap": tensor-parallel communication is pipelined with matrix products or beside
+# them; gradients are reduced in bf16 beside backward, and weights gathered beside forward. The share that is hidden is
+# not published: of tenths, 0.8 leaves least bias on the rows of NVIDIA's tables with tensor parallelism.
+NEMO = replace(
+    MEGATRON_2025,
+    name="NeMo",
+    kept=keeps.NEMO,
+    gradient=2,
+    hidden=0.8,
+    reduces_beside=True,
+    gathers_beside=True,
+    fp8=1.0,
+    moved=(0, 2),
 )
 PROGRAMS = {
     "megatron_2021": MEGATRON_2021,
@@ -158,6 +197,7 @@ PROGRAMS = {
         sequence_parallel=False,
         gradient=2,
         optimizer=60,
+        moved=FSDP1,
         host=0.00035,
     ),
     "torchtitan": TORCHTITAN,
@@ -170,23 +210,65 @@ PROGRAMS = {
         forward_ffn=8,
         backward_ffn=12,
     ),
+    "torchtitan_2025": replace(
+        TORCHTITAN,
+        name="torchtitan of 2025 with torch.compile",
+        kept=keeps.TORCHTITAN_2025,
+        forward=24,
+        backward=30,
+        forward_ffn=8,
+        backward_ffn=12,
+        logit=12,
+    ),
     "nanotron": Program(
         "nanotron",
         kept=keeps.NANOTRON,
         attention="flash2",
         pieces=9,
-        forward=36,
-        backward=44,
-        forward_ffn=5,
-        backward_ffn=8,
+        forward=30,
+        backward=36,
+        forward_ffn=4,
+        backward_ffn=6,
         logit=16,
         reduces_beside=True,
         weighs_stages=True,  # src/nanotron/models/base.py: get_block_compute_costs
         sequence_parallel=True,
         gathers_again=True,
+        moved=TO_FLOAT32,  # src/nanotron/optim/gradient_accumulator.py
+    ),
+    "fms_fsdp": replace(
+        TORCHTITAN,
+        name="fms-fsdp",
+        forward=24,
+        backward=30,
+        forward_ffn=8,
+        backward_ffn=12,
+        gradient=2,
+        moved=FSDP1,
+    ),
+    # Of 2023: the fusions of 2021, with sequence parallelism and FlashAttention 2.
+    "megatron_2023": replace(
+        MEGATRON_2021,
+        name="Megatron-LM 2023",
+        attention="flash2",
+        sequence_parallel=True,
+        gathers_again=True,
+        gradient=4,
+        moved=TO_FLOAT32,
+        sums=0,
     ),
     "megatron_2025": MEGATRON_2025,
-    # NeMo's user guide, "Communication Overlap": tensor-parallel communication is pipelined with matrix products or is
-    # beside them; gradients are reduced in bf16 beside backward. That four fifths are hidden is an assumption.
-    "nemo": replace(MEGATRON_2025, name="NeMo", kept=keeps.NEMO, gradient=2, hidden=0.8, reduces_beside=True),
+    # --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather
+    "megatron_overlap": replace(
+        MEGATRON_2025,
+        name="Megatron-LM with overlap",
+        attention="flash2",
+        hidden=0.8,
+        reduces_beside=True,
+        gathers_beside=True,
+    ),
+    "llama_3": replace(MEGATRON_2025, name="Meta's of Llama 3", kept=keeps.LLAMA_3, reduces_beside=True),
+    "nemo": NEMO,
+    # Attention of Transformer Engine 1 on H100 is as fast as FlashAttention 2, as the times of long sequences tell.
+    "nemo_2024": replace(NEMO, name="NeMo of 2024", attention="flash2", fp8=0.92),
 }

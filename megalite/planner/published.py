@@ -94,6 +94,7 @@ class Row:
     counts: Counted
     fits: bool
     micro: bool
+    virtual: bool
     group: tuple[object, ...]
 
     @property
@@ -152,6 +153,9 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
     cluster = cluster_of(fields["gpu"])
     program = program_of(fields)
     work, batch = _work(fields)
+    if "hsdp" in fields["fsdp_zero"].lower():
+        near = max(1, cluster.gpus_per_node // (work.tp * work.cp))
+        work = replace(work, shards=near if work.dp % near == 0 else None)
     memory = _number(fields, "mem_gib", 1e6)
     given = batch if fields["global_batch"].strip() else None
     sizes = work.layers, work.width, work.heads, work.ffn, fields["vocab"], work.sequence
@@ -168,6 +172,7 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
         counts=counted_in(fields, program),
         fits=fits,
         micro=bool(fields["micro_batch"].strip()),
+        virtual=bool(fields["vpp"].strip()),
         group=(fields["source"], sizes, _whole(fields, "n_gpus"), cluster.name, given),
     )
 
@@ -183,7 +188,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
     tp, pp, virtual = (_whole(fields, key, 1) for key in ("tp", "pp", "vpp"))
     if tp * pp * cp > gpus:
         raise ValueError(f"tp = {tp}, pp = {pp}, cp = {cp}: needs {tp * pp * cp} GPUs, but n_gpus = {gpus}")
-    if heads > width or tp > width or cp > sequence or pp * virtual > layers:
+    if heads > width or tp > width or cp > sequence or pp * virtual > layers + 2:
         raise ValueError(f"heads = {heads}, tp = {tp}, cp = {cp}, pp = {pp}, vpp = {virtual}: cut the model too small")
     dp = gpus // (tp * pp * cp)  # some tables give the product with other sizes here
     micro = _whole({"micro_batch": re.split(r"[ /]", fields["micro_batch"].strip())[0]}, "micro_batch", 1)
@@ -282,12 +287,20 @@ def _whole(fields: Mapping[str, str], key: str, default: int | None = None) -> i
     return int(value)
 
 
-def batches_of(row: Row) -> Iterator[Work]:
-    """The row's work; where the size of micro-batches was not published, with each that divides the batch."""
-    if row.micro:
-        yield row.work
-        return
+def works_of(row: Row) -> Iterator[Work]:
+    """The row's work; where micro-batches or the stages of a rank were not published, with each that divide evenly."""
     each = -(-row.batch // row.work.dp)  # sequences of a data-parallel rank
-    for micro in MICRO_BATCHES:
-        if micro == 1 or each % micro == 0:
-            yield replace(row.work, micro=micro, micro_batches=each // micro)
+    micros = [micro for micro in MICRO_BATCHES if micro == 1 or each % micro == 0]
+    for micro in [row.work.micro] if row.micro else micros:
+        work = row.work if row.micro else replace(row.work, micro=micro, micro_batches=each // micro)
+        for virtual in [work.virtual] if row.virtual else _stages(work):
+            yield replace(work, virtual=virtual)
+
+
+def _stages(work: Work) -> Iterator[int]:
+    """Numbers of equal stages that each pipeline rank may have."""
+    of_rank, rest = divmod(work.layers, work.pp)
+    for virtual in range(1, of_rank + 1):
+        whole = of_rank % virtual == 0 and not rest and work.micro_batches % work.pp == 0
+        if virtual == 1 or (work.pp > 1 and whole):
+            yield virtual

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megalite.planner.constants import BOUNDS, FITTED, Constants
 from megalite.planner.memory import SPREADS, counted, fits
-from megalite.planner.published import Row, batches_of
+from megalite.planner.published import Row, works_of
 from megalite.planner.step import StepModel
 from megalite.planner.work import Work
 
@@ -76,7 +76,7 @@ class Ranking:
 
 def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
     """What the row does, and the seconds of its step; of micro-batches that are unknown, the fastest that fit."""
-    works = list(batches_of(row))
+    works = list(works_of(row))
     works = [work for work in works if fits(work, row.program, row.cluster.gpu.memory)] or works
     steps = ((work, StepModel(work, row.program, row.cluster, constants).step().total) for work in works)
     return min(steps, key=lambda step: step[1])
@@ -102,9 +102,7 @@ def weighed(rows: Iterable[Row]) -> list[Compared]:
 
 def judged(rows: Iterable[Row]) -> list[Judged]:
     """Whether rows fit: with some micro-batches, where their size is unknown."""
-    return [
-        Judged(row, any(fits(work, row.program, row.cluster.gpu.memory) for work in batches_of(row))) for row in rows
-    ]
+    return [Judged(row, any(fits(work, row.program, row.cluster.gpu.memory) for work in works_of(row))) for row in rows]
 
 
 def score(found: Sequence[Compared]) -> Score | None:

@@ -14,20 +14,21 @@ from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.pipeline import placement
-from megalite.plan.split import split_of
+from megalite.plan.split import layer_costs, split_of
 from megalite.planner.bounds import Chain, Passes, chains
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
-from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED, bubble_of
+from megalite.schedule.generate import NAMES, SPLITTING
 
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
-PLAIN = ("1f1b", "gpipe")  # schedules of one stage a rank with whole backward passes
+HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
+WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Shape:
     dp: int
     passes: Passes
     bound: float
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Seconds in which data-parallel ranks gather all weights of a pipeline's layers, reduce their gradients over the
+    shards, and sum them over replicas, which is done once in a step. least: of `reduced`, those of a layer."""
+
+    gathered: float
+    reduced: float
+    summed: float
+    least: float
 
 
 class Space:
@@ -57,8 +69,8 @@ class Space:
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
-        self._waits: dict[tuple[object, ...], list[Chain]] = {}
-        self._gathers: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._waits: dict[tuple[object, ...], tuple[list[Chain], float]] = {}
+        self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self.estimate = Estimate(config, pins, self.kinds)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
@@ -129,13 +141,14 @@ class Space:
     def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
         each = self.config.batch.global_ // dp
         micros = [micro for micro in every_divisor(each) if micro <= LARGEST_MICRO]
+        activations, optimizer = (
+            bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
+        )
         for micro in self._pinned("batch.micro", lambda: micros):
             if each % micro:
                 continue
             for recompute in self._recompute():
-                yield Choice(
-                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", self.offload, self.offload
-                )
+                yield Choice(tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer)
 
     def _recompute(self) -> list[Recomputed]:
         found: list[Recomputed] = self._pinned("train.recompute", lambda: ["none", "selective", "full"])
@@ -151,12 +164,11 @@ class Space:
 
     def _passes(self, base: Work, choice: Choice) -> Passes:
         """Seconds of the model's passes for a micro-batch."""
-        key = base, choice.recompute
+        mode = "none" if self._mixed(choice) else mode_of(choice)
+        key = base, mode
         if key not in self._times:
             times = {
-                kind: self.timer.layer(
-                    replace(base, recompute=mode_of(choice), window=kind.attention.window_in(base.sequence))
-                )
+                kind: self.timer.layer(replace(base, recompute=mode, window=kind.attention.window_in(base.sequence)))
                 for kind in self.kinds
             }
             each = [times[kind] for kind in layer_kinds(self.model)]
@@ -164,8 +176,9 @@ class Space:
             self._times[key] = Passes(
                 tuple(accumulate((time.forward.total for time in each), initial=0.0)),
                 tuple(accumulate((time.backward.total for time in each), initial=0.0)),
-                (embedding.forward.total, embedding.backward.total),
-                (head.forward.total, head.backward.total),
+                tuple(accumulate((time.weights for time in each), initial=0.0)),
+                (embedding.forward.total, embedding.backward.total, embedding.weights),
+                (head.forward.total, head.backward.total, head.weights),
             )
         return self._times[key]
 
@@ -221,36 +234,51 @@ class Space:
 
         schedule: None for the best there may be.
         """
-        pp, m, passes = shape.choice.pp, shape.micro_batches, shape.passes
-        forward, backward, constants = passes.there, passes.back, self.timer.constants
-        gathered, reduced = self._shared(choice)
+        pp, m, passes, constants = shape.choice.pp, shape.micro_batches, shape.passes, self.timer.constants
+        forward, backward = passes.there, passes.back
+        shared = self._shared(choice)
         if choice.mode == "zero3":
-            forward, backward = beside(forward, gathered, constants), beside(backward, gathered, constants)
-        busy = max(shape.bound, m * (forward + backward) / pp)
-        whole, slower = schedule in (*PLAIN, "interleaved_1f1b"), 0.0
-        if choice.mode in ("zero2", "zero3"):
-            slower = whole * constants.overlap * min(passes.shortest_backward, reduced / passes.layers)
-            busy = max(busy + m * slower * passes.layers / pp, m * reduced / pp)
-        if schedule is None:  # ranks wait for the first forward pass, half of it on average
-            virtual = max(1, min(max(VIRTUAL), passes.layers // pp))
-            least = passes.layers // (pp * virtual) * pp / passes.layers  # share of layers in the first stage of each
-            return busy + (pp - 1) / (2 * pp) * least * passes.forward[-1]
-        found, first = self._chains(shape, choice, whole)
-        left = reduced / passes.layers * first - (1 + constants.overlap) * (
-            passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
+            forward = beside(forward, shared.gathered, constants)
+            backward = beside(backward, shared.gathered, constants)
+        whole, slower, reduced = schedule in WHOLE, 0.0, 0.0
+        if choice.mode in ("zero2", "zero3") and whole:
+            slower = constants.overlap * min(passes.shortest_backward, shared.least)
+        known = choice.mode != "zero3" and not choice.offload_activations and not self._mixed(choice)
+        if choice.mode in ("zero2", "zero3") and schedule in HALVED:
+            reduced = m * shared.reduced / pp
+        elif choice.mode == "zero2" and known:  # what is left of each reduction follows that of the one before
+            reduced = m * (shared.reduced - (1 + constants.overlap) * passes.back) / pp
+        each = m * (forward + backward + slower * passes.layers) / pp
+        if schedule is None:
+            return max(shape.bound, reduced, each + passes.first_waits(pp, self._fewest(pp)))
+        split, found, way = self._chains(shape, choice, whole)
+        first = split[0]
+        left = 0.0
+        if whole and known:
+            left = (shared.reduced + shared.summed) / passes.layers * first - (1 + constants.overlap) * (
+                passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
+            )
+        chained = (m * (each.busy + each.layers * slower) + each.wait + max(0.0, left) for each in found)
+        return max(shape.bound, reduced, each, way, *chained)
+
+    def _mixed(self, choice: Choice) -> bool:
+        """Whether layers of a stage may recompute in different ways, so that only the fastest of these is a bound."""
+        return choice.recompute == "budget" or (
+            self.config.train.recompute_every > 1 and "train.recompute" in self.pins
         )
-        last = max(0.0, left) * whole + self._starved(choice, m) * passes.shortest / 3 * (passes.layers // pp // 2)
-        return max(busy, *(m * (each.busy + each.layers * slower) + each.wait + last for each in found))
 
-    def _starved(self, choice: Choice, m: int) -> int:
-        """Passes of a V's stage for which a rank waits longer, where too few micro-batches fill the pipeline."""
-        if choice.schedule not in V_SHAPED:
+    def _fewest(self, pp: int) -> int:
+        """Layers that each stage has at least but the last, under any schedule."""
+        if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
+            return min(split[:-1], default=0)
+        if self.pins.get("parallel.pipeline.schedule", NAMES[0]) not in NAMES:
             return 0
-        share = bubble_of(choice.schedule, choice.pp, m, 2)
-        return int(6 * m * share / (1 - share)) - (choice.pp - 1)
+        most = self.pins.get("parallel.pipeline.virtual_stages") or max(VIRTUAL)
+        stages = pp * max(1, min(most, self.model.layers // pp))
+        return self.model.layers // stages if len(set(layer_costs(self.model))) == 1 else 1
 
-    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], int]:
-        """What pipeline ranks wait for and do, and the layers of the first stage."""
+    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[Sequence[int], list[Chain], float]:
+        """Layers of stages, what ranks wait for and do, and a bound for a pipeline with split backward passes."""
         pipeline = choice.pp, choice.schedule, choice.virtual
         if pipeline not in self._splits:
             config = choice.applied(self.config, self.pins)
@@ -258,17 +286,21 @@ class Space:
         split, owners = self._splits[pipeline]
         key = shape.choice, choice.schedule, choice.virtual
         if key not in self._waits:
-            self._waits[key] = chains(shape.passes, split, owners, whole)
-        return self._waits[key], split[0]
+            way = 0.0
+            if choice.schedule in SPLITTING:
+                way = shape.passes.split_back(choice.schedule, shape.micro_batches, split)
+            self._waits[key] = chains(shape.passes, split, owners, whole), way
+        return split, *self._waits[key]
 
-    def _shared(self, choice: Choice) -> tuple[float, float]:
-        """Seconds to gather all weights of a pipeline, and to reduce their gradients, for one micro-batch."""
+    def _shared(self, choice: Choice) -> "Exchanged":
+        """Seconds of data-parallel communication of a pipeline's layers for one micro-batch."""
         key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode == "ddp"
-        if key not in self._gathers:
+        if key not in self._exchanged:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            gathered = scattered = 0.0
-            for kind, count in self.kinds.items():
-                there, back, over = shared.times(self.estimate.layer_parameters[kind] / choice.tp)
-                gathered, scattered = gathered + count * there, scattered + count * (back + over)
-            self._gathers[key] = gathered, scattered
-        return self._gathers[key]
+            each = [
+                (count, shared.times(self.estimate.layer_parameters[kind] / choice.tp))
+                for kind, count in self.kinds.items()
+            ]
+            gathered, reduced, summed = (sum(count * times[what] for count, times in each) for what in range(3))
+            self._exchanged[key] = Exchanged(gathered, reduced, summed, min(times[1] for _, times in each))
+        return self._exchanged[key]

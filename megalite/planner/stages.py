@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations
+from megalite.plan.pipeline import micro_batches, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan
 from megalite.plan.size import layer_parameters
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
+from megalite.planner.kernels import Kernels
 from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Group, Net
 from megalite.planner.programs import MEGALITE
@@ -22,6 +24,9 @@ from megalite.planner.step import beside
 from megalite.planner.tables import Tables
 from megalite.planner.work import Work
 
+# By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
+# of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
+SPLIT = 0.035
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
 
 
@@ -74,6 +79,7 @@ class Timer:
     def __init__(self, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.cluster, self.constants = cluster, constants
         self.net, self.tables = Net(cluster, constants), Tables()
+        self.kernels = Kernels(cluster.gpu, constants)
         self._layers: dict[Work, LayerTime] = {}
         self._ends: dict[Work, tuple[Piece, Piece]] = {}
 
@@ -115,9 +121,10 @@ class Timer:
         for piece, count in self._pieces(plan, stage):
             gathered, scattered, summed = shared.times(piece.parameters)
             again = gathered if zero3 else 0.0
-            forward += self._with(piece.forward, again) * count
-            backward += self._with(piece.backward, again) * count
-            weights += piece.weights * count
+            copied, added = (self.kernels.passes(each * piece.parameters) for each in (shared.copied, shared.added))
+            forward += self._with(piece.forward + Seconds(passes=copied * zero3), again) * count
+            backward += self._with(piece.backward + Seconds(passes=copied * zero3 + added), again) * count
+            weights += (piece.weights + added) * count
             gather += gathered * count
             reduce += scattered * count
             replicas += summed * count
@@ -126,7 +133,7 @@ class Timer:
         if zero3:
             forward, backward, gather = forward + Seconds(data=edge), backward + Seconds(data=edge), 0.0
         elif gather:  # layers wait for their own weights only
-            gather = edge + max(0.0, gather - forward.total)
+            gather = edge + max(0.0, gather - forward.total) + self.kernels.passes(shared.copied * parameters)
         return StageTime(forward, backward, weights, gather, reduce, replicas, self.constants.overlap, parameters)
 
     def _with(self, compute: Seconds, communication: float) -> Seconds:
@@ -167,7 +174,13 @@ class Timer:
 
 
 class Shared:
-    """Times in which data-parallel ranks gather and reduce the parameters of a part."""
+    """Times in which data-parallel ranks gather and reduce the parameters of a part.
+
+    copied: bytes that FSDP2 reads and writes for a parameter to take it out of the buffer of an all-gather. added: such
+    bytes of a micro-batch's gradients, on average: to put them into the buffer of a reduce-scatter, or to add them to
+    those before, which the first micro-batch of a step does not. last: such bytes at the end of a step. FSDP2 does all
+    of this between kernels, on the stream that computes (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    """
 
     def __init__(self, config: Config, net: Net) -> None:
         parallel = config.parallel
@@ -180,6 +193,15 @@ class Shared:
         self._replicas = Group(replicas, tp * self._shards.size)
         self.gathers = self._shards.size > 1
         self._known: dict[float, tuple[float, float, float]] = {}
+        w, r, m = self._element, self._gradient, micro_batches(config)
+        reduces = self.gathers or replicas > 1
+        self.copied = 2 * w if self.gathers else 0
+        self.last = 0
+        if parallel.data.mode in ("zero2", "zero3") and reduces:
+            self.added = float(w + r)
+        else:
+            self.added = (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m)
+            self.last = 2 * r if reduces else 0
 
     def times(self, parameters: float) -> tuple[float, float, float]:
         """Seconds to gather, to reduce over the shards, and to sum over replicas what each of them has reduced."""

@@ -49,35 +49,54 @@ class StepModel:
         self.parts = LayerModel(work, program, cluster, constants)
         self.kernels, self.net = self.parts.kernels, self.parts.net
         self.data = Group(work.dp * work.cp, work.tp)
+        self.shards = Group((work.shards or work.dp) * work.cp, work.tp)
+        self.replicas = Group(self.data.size // self.shards.size, work.tp * self.shards.size)
 
     def step(self) -> StepTime:
         work = self.work
         layer, head, embedding = self.parts.layer(), self.parts.head(), self.parts.embedding()
         data = 0.0
-        per_layer = layer.forward.total + layer.backward.total
+        there, back = self._with_weights(layer)
+        per_layer = there + back
         if work.mode == "zero3":
-            per_layer, data = self._sharded(layer)
+            per_layer, data = self._sharded(there, back)
         elif work.dp * work.cp > 1:
-            data = self._reduced(work.layers / work.pp * layer.backward.total)
+            data = self._reduced(work.layers / work.pp * there, work.layers / work.pp * back)
         stages = [layers * per_layer for layers in stage_layers(work, self.program)]
-        stages[0] += embedding
-        stages[-1] += head[0] + head[1]
+        ends = self.kernels.passes(sum(self._moved()) * work.vocab * work.width / work.tp)
+        stages[0] += embedding + ends
+        stages[-1] += head[0] + head[1] + ends
         slowest, m = max(stages), work.micro_batches
         bubble = (sum(stages) - slowest) / work.virtual
         return StepTime(m * slowest, bubble, self._transfers(), data, self._optimizer())
 
-    def _sharded(self, layer: LayerTime) -> tuple[float, float]:
+    def _with_weights(self, layer: LayerTime) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward, with what they move for its weights and gradients."""
+        forward, backward = self._moved()
+        weights = self.work.layer_parameters / self.work.tp
+        return (
+            layer.forward.total + self.kernels.passes(forward * weights),
+            layer.backward.total + self.kernels.passes(backward * weights),
+        )
+
+    def _moved(self) -> tuple[float, float]:
+        """Bytes for each parameter of a micro-batch on average: forward, backward."""
+        there, back = self.program.moved
+        return there, back + self.program.sums * (1 - 1 / self.work.micro_batches)
+
+    def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
         """Seconds of a layer and micro-batch whose weights are gathered beside its compute; and what nothing hides."""
         weights = self.work.layer_parameters / self.work.tp
         slower = 1 if self.program.rings else self.cluster.gpus_per_node
-        gather = slower * self.net.collective("all_gather", self.work.element * weights, self.data)
-        scatter = slower * self.net.collective("reduce_scatter", self.program.gradient * weights, self.data)
-        there = beside(layer.forward.total, gather, self.constants)
-        back = beside(layer.backward.total, gather + scatter, self.constants)
+        gather = slower * self.net.collective("all_gather", self.work.element * weights, self.shards)
+        scatter = slower * self.net.collective("reduce_scatter", self.program.gradient * weights, self.shards)
+        scatter += self.net.collective("all_reduce", self.program.gradient * weights / self.shards.size, self.replicas)
+        there = beside(forward, gather, self.constants)
+        back = beside(backward, gather + scatter, self.constants)
         return there + back, gather + scatter
 
-    def _reduced(self, backward: float) -> float:
-        """Gradients and weights that are exchanged once in a step; `backward` of the last micro-batch may hide some."""
+    def _reduced(self, forward: float, backward: float) -> float:
+        """Gradients and weights that are exchanged once in a step; passes of a micro-batch may hide some."""
         program = self.program
         count = program.pieces * self.work.layers / self.work.pp
         each = self._parameters() / count
@@ -89,6 +108,8 @@ class StepModel:
             gathered = count * self.net.collective("all_gather", self.work.element * each, self.data)
         if program.reduces_beside:
             reduced = beside(backward, reduced, self.constants) - backward
+        if program.gathers_beside:
+            gathered = beside(forward, gathered, self.constants) - forward
         return reduced + gathered
 
     def _parameters(self) -> float:

@@ -34,7 +34,7 @@ FAMILIES = (  # of GPUs: what a row's text must hold, and the cluster
 JEAN_ZAY = Level(4, Link(200e9, 6e-6)), Level(8, Link(25e9, 6e-6))
 NAMED = 0.99  # of the memory that a GPU is sold with, in GiB, programs see: 79.3 of 80, 95.0 of 96
 SAME = 0.08  # a size in words that is nearer to the measured one of the cluster's file tells nothing new
-ROWWISE = 0.55  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
+ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 FLOAT32_SUM = r"fp32 (grad )?acc"  # gradients that are added up in float32
 WORDS = {  # in a source, and the program that it is of
     "simumax": "megatron_2025",
@@ -43,14 +43,22 @@ WORDS = {  # in a source, and the program that it is of
     "bloom": "megatron_deepspeed",
     "korthikanti": "megatron_2021",
     "sc21": "megatron_2021",
+    "megascale": "megatron_2023",
+    "zero bubble": "megatron_2023",
+    "fms-fsdp": "fms_fsdp",
+    "megatron-core": "megatron_overlap",
     "foundry": "llm_foundry",
     "mosaic": "llm_foundry",
     "playbook": "nanotron",
     "nanotron": "nanotron",
     "fsdp": "torchtitan_compiled",
+    "nemo 24": "nemo_2024",
+    "nemo long": "nemo_2024",
     "nemo": "nemo",
     "bridge": "nemo",
     "megatron": "megatron_2025",
+    "llama 3": "llama_3",
+    "llama3": "llama_3",
 }
 MODES: tuple[tuple[str, DataMode], ...] = (  # by how the words begin, without dashes and blanks
     (r"zero3|full|shard|fsdp|hsdp|3", "zero3"),
@@ -76,7 +84,8 @@ def program_of(fields: Mapping[str, str]) -> Program:
     source, notes, precision = (fields[key].lower() for key in ("source", "notes", "precision"))
     sharded = mode_of(fields["fsdp_zero"]) == "zero3"
     if "torchtitan" in source:
-        program = PROGRAMS["torchtitan_compiled" if "compile" in notes else "torchtitan"]
+        compiled = "torchtitan_2025" if re.search(r"\b202[5-9]\b", source) else "torchtitan_compiled"
+        program = PROGRAMS[compiled if "compile" in notes else "torchtitan"]
         program = replace(program, fp8=ROWWISE) if "rowwise" in precision else program
         return replace(program, hidden=0.5) if re.search(r"async ?tp", notes) else program
     for word, name in WORDS.items():

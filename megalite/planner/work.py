@@ -12,7 +12,8 @@ class Work:
     """Sizes of a decoder, how it is spread over ranks, and what a step trains on.
 
     gated: the MLP has three matrices instead of two. tied: the output layer uses the embedding's matrix. virtual:
-    stages of a pipeline rank. dp: data-parallel ranks. micro: sequences of a micro-batch. micro_batches: of a step and
+    stages of a pipeline rank. dp: data-parallel ranks. shards: of them, those that zero3 shards over, if not
+    all; the others have the same. micro: sequences of a micro-batch. micro_batches: of a step and
     a data-parallel rank. precision: of matrix products.
     """
 
@@ -31,6 +32,7 @@ class Work:
     virtual: int = 1
     cp: int = 1
     dp: int = 1
+    shards: int | None = None
     mode: DataMode = "zero3"
     micro: int = 1
     micro_batches: int = 1

@@ -10,7 +10,7 @@ from megalite.config.schema import Config
 from megalite.dist.local import log_file
 from megalite_launch.layout import ATTEMPT
 
-FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "events.jsonl")
+FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "events.jsonl", "interval.json")
 FOLDERS = ("lock", "attempts", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", "wandb")
 
 

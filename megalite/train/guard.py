@@ -20,7 +20,7 @@ from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, joined, latest_batches
 from megalite.stop import Handler, listen
 from megalite.train.build import Job
-from megalite.train.vital_signs import Reading, Signs
+from megalite.train.vital_signs import Reading, Signs, left_under_way
 
 Verdict = Literal["good", "bad", "spike"]
 LEAST = 8  # losses that a spike can be told from
@@ -191,11 +191,6 @@ class Guard:
         weights = self._checkpoint.weights
         began = f" (checkpoint.weights = {weights} is none of this run: it has no moments)" if weights else ""
         return f"there is no checkpoint yet to roll back to{began}: choose a lower checkpoint.interval"
-
-
-def left_under_way(mesh: Mesh) -> int:
-    """The number of steps whose vital signs the host does not wait for, so that the device always has work."""
-    return 1 if mesh.device.type == "cuda" else 0
 
 
 def _offending(mesh: Mesh, signs: Signs) -> tuple[str, ...]:

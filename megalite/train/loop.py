@@ -1,7 +1,7 @@
 """The training loop: the order of what happens in a run."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,11 +16,12 @@ from megalite.exit_codes import ExitCode
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.terminal import scaled
 from megalite.train.build import Job
+from megalite.train.cadence import Cadence, due
 from megalite.train.guard import Guard, Judged
 from megalite.train.metrics import Meter
 from megalite.train.pace import Pace
 from megalite.train.report import Record, Report
-from megalite.train.step import evaluate, train_step
+from megalite.train.step import CutShort, evaluate, train_step
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ def train(
     """
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None
+    cadence = Cadence.of(job, report)
     if start.step == 0:
-        _validate(job, batches, 0, report)
+        guard.stopped_by = _validate(job, batches, 0, report)
     # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
     while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
-        taken_back = _train(job, batches, saver, report, guard, pace)
+        taken_back = _train(job, batches, saver, report, guard, cadence, pace)
         if taken_back is not None:
             job.activity("rolling back")
             with _telling_saves(report, saver, guard.progress.step):
@@ -64,17 +66,24 @@ def train(
     with _telling_saves(report, saver, guard.progress.step):
         saver.finish()
     if guard.progress.step < last:
-        _tell_stop(report, guard)
+        _tell_stop(report, guard, start)
         return ExitCode.STOPPED
     return ExitCode.DONE
 
 
 def _train(
-    job: Job, batches: Batches, saver: Saver, report: Report | None, guard: Guard, pace: Pace | None
+    job: Job,
+    batches: Batches,
+    saver: Saver,
+    report: Report | None,
+    guard: Guard,
+    cadence: Cadence,
+    pace: Pace | None,
 ) -> Judged | None:
     """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
     meter = Meter(job)
+    cadence.begin(progress.step)
     job.activity("reading a batch")
     wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
@@ -82,9 +91,9 @@ def _train(
         job.training(micros)  # a batch of another size needs another schedule, which may take seconds to make
         guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
 
-        sections = config.log, config.eval, config.checkpoint
-        logs, evaluates, saves = (_due(step, section.interval, last) for section in sections)
-        saves_locally = config.checkpoint.local is not None and _due(step, config.checkpoint.local.interval, last)
+        logs, evaluates = (due(step, section.interval, last) for section in (config.log, config.eval))
+        local = config.checkpoint.local
+        saves, saves_locally = cadence.due(step), local is not None and due(step, local.interval, last)
         for judged in guard.judge(at_once=logs or evaluates or saves or saves_locally):
             _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
@@ -93,6 +102,7 @@ def _train(
                     saver.settle()  # weights that could not be saved are the cause, and are named
             if not guard.allows(judged):
                 return judged
+        cadence.stepped(step, meter.training_seconds())
         if report is not None:
             report.stepped(step)
             _tell_saves(report, saver, step)
@@ -105,38 +115,45 @@ def _train(
                 report.record(step, record | source_tokens(batches.train.samples, guard.progress))
         if evaluates:
             with meter.paused():
-                _validate(job, batches, step, report)
-        if saves or saves_locally or guard.stopped_by:
+                guard.stopped_by = guard.stopped_by or _validate(job, batches, step, report)
+        saves = saves or bool(guard.stopped_by)
+        if saves or saves_locally:
             with meter.paused():
                 job.activity("saving")
-                with _telling_saves(report, saver, step):
-                    saver.save(guard.progress, shared=saves or bool(guard.stopped_by))
+                measured = cadence.saving(step, saver) if saves else nullcontext()
+                with _telling_saves(report, saver, step), measured:
+                    saver.save(guard.progress, shared=saves)
         if guard.stopped_by:
             break
         job.activity("reading a batch")
     return None
 
 
-def _due(step: int, interval: int, last: int) -> bool:
-    """Whether something is due that is done every `interval` steps and at the end; if that is 0, only at the end."""
-    return step == last or (interval > 0 and step % interval == 0)
+def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> tuple[str, ...]:
+    """Evaluate on the first `eval.steps` batches of the validation data, the same every time.
 
-
-def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> None:
-    """Evaluate on the first `eval.steps` batches of the validation data, the same every time."""
+    Returns the signals by which some rank was asked to stop meanwhile. Evaluation then ends early, without a record.
+    """
     size, steps = job.config.batch.global_, job.config.eval.steps
     if batches.valid is None or steps == 0:
-        return
+        return ()
     wanted = [GlobalBatch(size * index, size) for index in range(steps)]
 
     def loss_on(loader: Loader) -> float:
         return evaluate(job, (micros for _, micros in loader.batches(wanted)))
 
-    loss = loss_on(batches.valid)
-    record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
-    record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}
+    try:
+        loss = loss_on(batches.valid)
+        record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
+        record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}
+    except CutShort as cut:
+        if report is not None:
+            text = f"the evaluation after step {step} is cut short by {' and '.join(cut.asked)}, and left out"
+            report.event(step, "evaluation_cut", text, signals=cut.asked)
+        return cut.asked
     if report is not None:
         report.record(step, record)
+    return ()
 
 
 def source_tokens(samples: Samples, progress: Progress) -> Record:
@@ -215,8 +232,9 @@ def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
                     report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
 
 
-def _tell_stop(report: Report | None, guard: Guard) -> None:
+def _tell_stop(report: Report | None, guard: Guard, start: Progress) -> None:
     if report is not None:
         step, names = guard.progress.step, " and ".join(guard.stopped_by)
-        text = f"stopped by {names} after step {step}, which is saved; the same command continues"
+        saved = f"after step {step}, which is saved" if step > start.step else "before the first step"
+        text = f"stopped by {names} {saved}; the same command continues"
         report.event(step, "stopped", text, signals=guard.stopped_by)

@@ -86,7 +86,7 @@ class Report:
         if cut is not None:
             self.say(f"{self.path}: cut off its half-written last line {cut[:80]}")
         if resumed:
-            self._tell(first_step, "resumed", f"resumed at step {first_step}")
+            self.note(first_step, "resumed", f"resumed at step {first_step}")
 
     def __enter__(self) -> "Report":
         self.progress.start()
@@ -96,7 +96,7 @@ class Report:
         self.progress.stop()
         if error is not None:  # the user is told where the rank ends
             reason = str(error) or type(error).__name__
-            self._tell(self.step, "failed", reason, reason=reason)
+            self.note(self.step, "failed", reason, reason=reason)
         if self.wandb is not None:
             code, patience = (0, self.sending) if error is None else (1, PATIENCE)
             with Outlet("wandb"):
@@ -121,10 +121,10 @@ class Report:
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:
         """Report what happened to the run at `step`: as text, and as details for programs."""
-        self._tell(step, name, text, **details)
+        self.note(step, name, text, **details)
         self.say(text, "yellow" if name in WARNINGS else "")
 
-    def _tell(self, step: int, name: str, text: str, **details: Any) -> None:
+    def note(self, step: int, name: str, text: str, **details: Any) -> None:
         """Report an event everywhere but on the console."""
         self.step = step
         self._write(step, {"event": name, **details}, lasting=True)

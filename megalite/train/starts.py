@@ -47,6 +47,7 @@ def record_start(folder: Path, config: Config, devices: Sequence[tuple[str, str]
         "working_directory": os.getcwd(),
         "host": socket.gethostname(),
         "ranks": len(devices),
+        "steps": config.train.steps,
         "layout": asdict(config.parallel.layout),
         "devices": _devices(devices),
         "driver": _driver(),

@@ -1,5 +1,6 @@
 """One optimizer step and one evaluation, from batches to numbers."""
 
+from collections import deque
 from collections.abc import Collection, Iterable
 
 import torch
@@ -12,7 +13,7 @@ from megalite.parallel.fsdp import reshard
 from megalite.parallel.gradients import counted_norms, finish
 from megalite.train.build import Job
 from megalite.train.inputs import inputs
-from megalite.train.vital_signs import Signs, take_signs
+from megalite.train.vital_signs import Asked, Signs, ask_all, left_under_way, take_signs
 from megalite_kernels.grad_norm import clip_coefficient
 
 
@@ -52,16 +53,31 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
     return signs
 
 
+class CutShort(Exception):
+    """An evaluation has ended early, on all ranks: some rank was asked to stop, by the signals `asked`."""
+
+    def __init__(self, asked: tuple[str, ...]) -> None:
+        super().__init__(*asked)
+        self.asked = asked
+
+
 @torch.no_grad()
 def evaluate(job: Job, batches: Iterable[Micros]) -> float:
-    """Mean loss per token over whole global batches."""
+    """Mean loss per token over whole global batches. Raises CutShort."""
     total, tokens = torch.zeros((), dtype=torch.float64, device=job.mesh.device), 0
+    under_way: deque[Asked] = deque()
+    asked: tuple[str, ...] = ()
     for batch in batches:
         total += job.evaluation(batch).run(inputs(job, batch))
         tokens += target_tokens(job, batch)
         job.activity("evaluating")
+        under_way.append(ask_all(job.mesh, job.activity.asked))
+        if len(under_way) > left_under_way(job.mesh) and (asked := under_way.popleft().read()):
+            break
     for stage in job.stages.values():
         reshard(stage)  # no backward comes to free what forward gathered
+    if asked:
+        raise CutShort(asked)
     loss = total / tokens if _counts_loss(job) else torch.zeros_like(total)
     dist.all_reduce(loss, group=job.mesh.world)
     return loss.item()

@@ -1,6 +1,6 @@
 """The vital signs of an optimizer step: a small vector, summed over all ranks by the same all-reduce as the norm."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -55,12 +55,41 @@ class Signs:
         if self.arrived is not None:
             self.arrived.synchronize()
         square, loss, *asked = self.host.tolist()
-        names = tuple(number.name for number, ranks in zip(STOP, asked, strict=True) if ranks)
-        return Reading(loss, sqrt(square), names)
+        return Reading(loss, sqrt(square), _names(asked))
 
     def offending(self) -> list[str]:
         """Parameters whose gradients are not finite on this rank."""
         return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not isfinite(norm)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which signals have asked some rank to stop, on its way to the host."""
+
+    host: Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> tuple[str, ...]:
+        """Their names, the same on every rank. Waits until the device has finished what was before."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return _names(self.host.tolist())
+
+
+def ask_all(mesh: Mesh, asked: Collection[int]) -> Asked:
+    """Find out whether any rank was asked to stop; nothing waits for the device.
+
+    asked: signals that this rank has received.
+    """
+    values = torch.zeros(len(STOP), dtype=torch.float64, device=mesh.device)
+    _mark(values, asked)
+    dist.all_reduce(values, group=mesh.world)
+    return Asked(*_to_host(values))
+
+
+def left_under_way(mesh: Mesh) -> int:
+    """The number of steps whose vital signs the host does not wait for, so that the device always has work."""
+    return 1 if mesh.device.type == "cuda" else 0
 
 
 @torch.no_grad()
@@ -73,10 +102,22 @@ def take_signs(mesh: Mesh, names: list[str], norms: Tensor, loss: Tensor | None,
     values[0] += norms.square().sum()
     if loss is not None:
         values[1] += loss
-    for position, number in enumerate(STOP, start=2):
+    _mark(values[2:], asked)
+    dist.all_reduce(values, group=mesh.world)
+    return Signs(values, names, norms, *_to_host(values))
+
+
+def _mark(values: Tensor, asked: Collection[int]) -> None:
+    for position, number in enumerate(STOP):
         if number in asked:
             values[position].fill_(1)  # a kernel with a constant; a copy from the host would wait
-    dist.all_reduce(values, group=mesh.world)
+
+
+def _names(ranks_asked: Iterable[float]) -> tuple[str, ...]:
+    return tuple(number.name for number, ranks in zip(STOP, ranks_asked, strict=True) if ranks)
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and what tells when it is there."""
     host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda).copy_(values, non_blocking=True)
-    arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
-    return Signs(values, names, norms, host, arrived)
+    return host, torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None

@@ -8,12 +8,12 @@ from page_cases import SVG, Page, asked_of
 
 from megalite.advice.asked import as_is
 from megalite.advice.page_bars import Bar, stacked
-from megalite.advice.page_html import Key, table
 from megalite.advice.page_lines import Axis, Line, line_chart
 from megalite.advice.page_map import communication, spans
 from megalite.planner.hardware import load_cluster
 from megalite.planner.network import Group
 from megalite.planner.traffic import Flow
+from megalite_launch.page.html import Key, table
 
 PREDICTION = asked_of().predict(as_is(asked_of("batch.global=512", "batch.micro=1"), 512))[0]
 KEYS = [Key("a & b", "c0"), Key("<c>", "c1"), Key("d", "c2")]

@@ -192,7 +192,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(
             wait_for("stopped 0", "stopped 1")
             sys.exit(3)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, stop)
         (folder / f"ready {rank}").touch()
         time.sleep(600)

@@ -72,7 +72,7 @@ def test_arguments_signals_and_the_exit_code_pass_through(
     assert (command, mode, config, name) == ("megalite", "train", "a config.yaml", "run.name=$(x) *")
     assert "--nproc-per-node=3" in options
     (signals,) = (option for option in options if option.startswith("--signals-to-handle="))
-    assert {"SIGTERM", "SIGINT", "SIGUSR1"} < set(signals.partition("=")[2].split(","))
+    assert {"SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"} < set(signals.partition("=")[2].split(","))
     assert ("SIGHUP" in signals) == handled
 
 

@@ -88,7 +88,7 @@ def test_bad_input_starts_no_rank(run: Run, tmp_path: Path) -> None:
 def test_ranks_start_with_signals_held_up(run: Run, tmp_path: Path) -> None:
     run("exit 0")
     started = (tmp_path / "srun").read_text()
-    assert started.endswith(" env --block-signal=TERM,INT,HUP,USR1 megalite train a config.yaml\n")
+    assert started.endswith(" env --block-signal=TERM,INT,HUP,USR1,USR2 megalite train a config.yaml\n")
 
 
 def test_attempts_that_save_nothing_new_are_counted_and_progress_forgives_them(run: Run, tmp_path: Path) -> None:

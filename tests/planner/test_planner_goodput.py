@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from megalite.config.load import load
 from megalite.config.validate import check
-from megalite.planner.goodput import HOURS_BETWEEN_FAILURES, RESTART, goodput, run_of, stall
+from megalite.planner.goodput import RESTART, goodput, run_of, stall
 from megalite.planner.hardware import load_cluster
 from megalite.planner.predict import Prediction, predict
+from megalite_launch.goodput.formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, share
 
 H100 = load_cluster("h100_sxm")
 
@@ -40,15 +41,22 @@ def test_more_gpus_lose_more_time_to_failures() -> None:
 @given(st.integers(1, 100_000))
 def test_no_interval_between_checkpoints_loses_less_than_the_chosen_one(steps: int) -> None:
     fixed = replace(MANY.config, checkpoint=replace(MANY.config.checkpoint, interval=steps))
-    share, interval = goodput(replace(MANY, config=fixed))
+    found, interval = goodput(replace(MANY, config=fixed))
     assert interval == pytest.approx(steps * MANY.seconds)
-    assert share <= goodput(MANY)[0] * (1 + 1e-12)
+    assert found <= goodput(MANY)[0] * (1 + 1e-12)
 
 
 def test_what_is_lost_adds_up() -> None:
-    share, interval = goodput(MANY)
+    found, interval = goodput(MANY)
     between = HOURS_BETWEEN_FAILURES * 3600 / 1024
-    assert 1 / share - 1 == pytest.approx(stall(MANY) / interval + (RESTART + interval / 2) / between)
+    costs = Costs(between, save=stall(MANY), restart=RESTART)
+    assert found == share(costs, interval)  # megalite-goodput tells the same
+    assert found == pytest.approx(approximation(costs, interval), abs=1e-4)
+
+
+def test_an_automatic_interval_is_the_one_of_none() -> None:
+    automatic = replace(MANY.config, checkpoint=replace(MANY.config.checkpoint, interval="auto"))
+    assert goodput(replace(MANY, config=automatic)) == goodput(MANY)
 
 
 def test_a_rank_copies_the_share_of_the_states_that_it_holds() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.planner.memory import OUTSIDE, RESERVED, USABLE, counted, fits, layer_kept, memory
+from megalite.planner.memory import OUTSIDE, RESERVED, counted, fits, layer_kept, memory
 from megalite.planner.programs import PROGRAMS, Program
 from megalite.planner.work import DataMode, Recompute, Work
 
@@ -138,7 +138,7 @@ def test_what_is_counted_grows_from_tensors_to_the_device(work: Work, program: P
 
 @given(works, programs)
 def test_a_step_fits_into_what_it_needs(work: Work, program: Program) -> None:
-    needed = memory(work, program).total / USABLE
+    needed = memory(work, program).total / program.kept.usable
     assert fits(work, program, 1.001 * needed)
     assert not fits(work, program, 0.999 * needed)
 

@@ -11,10 +11,13 @@ import megalite.planner.predict as predicting
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.plan.resolved import resolve
 from megalite.planner.hardware import Cluster, Link, load_cluster
-from megalite.planner.predict import predict, step_seconds, timeline
+from megalite.planner.predict import predict, seconds_of, step_seconds, timeline
 from megalite.planner.programs import MEGALITE
-from megalite.planner.stages import Timer
+from megalite.planner.stages import SPLIT, Shared, Timer, work_of
+from megalite.planner.tables import Cost
+from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES
 from megalite_kernels.adamw import bytes_moved as adamw_bytes
 from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
@@ -110,7 +113,7 @@ LAYOUTS = [
 
 
 def faster(link: Link) -> Link:
-    return Link(2 * link.bandwidth, link.latency / 2)
+    return replace(link.faster(2), latency=link.latency / 2)
 
 
 @pytest.mark.parametrize("keys", LAYOUTS)
@@ -150,3 +153,38 @@ def test_bytes_of_passes_are_those_that_kernels_declare() -> None:
     weight = 3 * 8 * half.itemsize  # of a further column: it is read twice, and its gradient is written
     assert MEGALITE.logit == (more - fewer - weight) / tokens
     assert MEGALITE.optimizer == (adamw_bytes(width)[0] + grad_norm_bytes(width, torch.float32)[0]) / width
+
+
+@pytest.mark.parametrize(
+    ("keys", "copied", "added", "last"),
+    [
+        (["parallel.data.mode=zero3"], 4, 6, 0),  # copied out of all-gathers, and into reduce-scatters of float32
+        (["parallel.data.mode=zero2"], 4, 6, 0),
+        (["parallel.data.mode=zero3", "parallel.data.reduce_precision=bf16"], 4, 4, 0),
+        (["parallel.data.mode=zero1"], 4, 10 * 3 / 4, 8),  # three of four micro-batches are added to those before
+        (["parallel.data.mode=ddp"], 0, 10 * 3 / 4, 8),
+        (["parallel.data.mode=ddp", "train.precision=fp32"], 0, 12 * 3 / 4, 8),
+    ],
+)
+def test_what_fsdp2_moves_besides_the_products(keys: list[str], copied: int, added: float, last: int) -> None:
+    config = configured(8, "batch.global=32", "batch.micro=1", *keys, model="llama3_8b")
+    shared = Shared(config, TIMER.net)
+    assert (shared.copied, shared.added, shared.last) == (copied, added, last)
+
+
+def test_what_is_moved_for_weights_takes_time() -> None:
+    config = configured(8, "batch.global=32", "batch.micro=1", "parallel.data.mode=zero3", model="llama3_8b")
+    (stage,) = TIMER.stages(resolve(config))
+    layers = TIMER.layer(work_of(config))
+    moved = TIMER.kernels.passes((4 + 4 + 6) * stage.parameters)
+    ends = sum((each.forward + each.backward).passes for each in TIMER.ends(work_of(config)))
+    passes = 32 * (layers.forward + layers.backward).passes
+    assert (stage.forward + stage.backward).passes == pytest.approx(passes + ends + moved)
+
+
+def test_halves_of_a_backward_pass_take_longer_than_the_whole() -> None:
+    (stage, _) = TIMER.stages(resolve(pipelined("zb_h1", 2, 8, "zero1", 16, 2)))
+    halves = [seconds_of(Cost(kind, 0), [stage]) for kind in (Kind.I, Kind.W)]
+    whole = seconds_of(Cost(Kind.B, 0), [stage])
+    assert sum(halves) == pytest.approx((1 + SPLIT) * whole)
+    assert min(halves) > 0

@@ -55,11 +55,11 @@ NET = Net(H100)
 @pytest.mark.parametrize(
     ("group", "expected"),
     [
-        (Group(8, 1), 450e9 * FITTED.node),  # in a node
-        (Group(2, 4), 450e9 * FITTED.node),
+        (Group(8, 1), 361.4e9 * FITTED.node),  # in a node
+        (Group(2, 4), 361.4e9 * FITTED.node),
         (Group(16, 8), 50e9 * FITTED.network),  # a rank of every node
         (Group(16, 4), 2 * 50e9 * FITTED.network),  # two ranks of every node, each with an adapter
-        (Group(64, 1), min(450e9 * FITTED.node, 8 * 50e9 * FITTED.network)),
+        (Group(64, 1), min(361.4e9 * FITTED.node, 8 * 50e9 * FITTED.network)),
     ],
 )
 def test_a_group_runs_at_the_rate_of_what_it_spans(group: Group, expected: float) -> None:
@@ -68,9 +68,9 @@ def test_a_group_runs_at_the_rate_of_what_it_spans(group: Group, expected: float
 
 def test_boards_in_a_node_are_crossed_by_as_many_lanes_as_they_have_members() -> None:
     boards = replace(H100, levels=(Level(4, Link(300e9, 7e-6)), Level(8, Link(25e9, 7e-6))))
-    assert Net(boards).bandwidth(Group(4, 1)) == pytest.approx(300e9 * FITTED.node)
-    assert Net(boards).bandwidth(Group(8, 1)) == pytest.approx(4 * 25e9 * FITTED.node)
-    assert Net(boards).bandwidth(Group(2, 4)) == pytest.approx(25e9 * FITTED.node)
+    assert Net(boards).bandwidth(Group(4, 1)) == pytest.approx(0.8 * 300e9 * FITTED.node)
+    assert Net(boards).bandwidth(Group(8, 1)) == pytest.approx(4 * 0.8 * 25e9 * FITTED.node)
+    assert Net(boards).bandwidth(Group(2, 4)) == pytest.approx(0.8 * 25e9 * FITTED.node)
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:

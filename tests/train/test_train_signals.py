@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megalite.data.store import StoreWriter
+from megalite.stop import STOP
 
 CONFIG = """
 run: {dir: runs, device: cpu}
@@ -114,7 +115,7 @@ def ranks(mark: str, launcher: subprocess.Popen[str]) -> list[int]:
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOP)
 def test_a_signal_before_the_first_step_ends_the_job_with_3(
     number: signal.Signals, begin: Begin, mark: str, tmp_path: Path
 ) -> None:

@@ -59,7 +59,7 @@ def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, w
     step = int(saved.name.removeprefix("step-"))
     assert f"stopped by {number.name} after step {step}, which is saved; the same command continues" in told
     lines = [json.loads(line) for line in (work / f"runs/{number.name}/metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines if "event" in line] == ["saved", "stopped"]
+    assert [line["event"] for line in lines if "event" in line] == ["saving", "saved", "stopped"]
     assert max(line["step"] for line in lines if "loss" in line) == step
     job = started(work, number.name, "parallel.dp_shard=2", f"train.steps={step + 2}")
     told, errors = job.communicate(timeout=60)

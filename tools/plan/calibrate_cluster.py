@@ -93,6 +93,8 @@ def _text(path: Path, found: Fit, runs: list[Path]) -> str:
         links["island"] = cluster.levels[0].link
     for section, link in links.items():
         fields[section]["bandwidth"] = _digits(link.bandwidth / 1e9)
+        if link.measured:
+            fields[section]["measured"] = _digits(link.measured / 1e9)
     sources = fields["sources"]
     for name, factor in found.factors.items():
         for key in changed[name]:

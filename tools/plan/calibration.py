@@ -13,7 +13,7 @@ import numpy
 
 from megalite.config.errors import InputError
 from megalite.plan.resolved import Plan, resolve
-from megalite.planner.hardware import Cluster, Link
+from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import BEST
 from megalite.planner.predict import step_seconds
 from megalite.planner.stages import Timer
@@ -82,17 +82,13 @@ def scaled(cluster: Cluster, factors: Mapping[str, float], precisions: set[str])
             measured.setdefault(precision, BEST * gpu.peak.get(precision, gpu.peak["bf16"]))
         measured = {precision: rate * products for precision, rate in measured.items()}
     memory, node, network = (factors.get(name, 1.0) for name in FIGURES[1:])
-    levels = tuple(replace(level, link=_faster(level.link, node)) for level in cluster.levels)
+    levels = tuple(replace(level, link=level.link.faster(node)) for level in cluster.levels)
     return replace(
         cluster,
         gpu=replace(gpu, measured=measured, bandwidth=gpu.bandwidth * memory),
         levels=levels,
-        network=_faster(cluster.network, network),
+        network=cluster.network.faster(network),
     )
-
-
-def _faster(link: Link, factor: float) -> Link:
-    return replace(link, bandwidth=link.bandwidth * factor)
 
 
 def fit(runs: Runs) -> Fit:

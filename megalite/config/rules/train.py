@@ -53,7 +53,7 @@ def _rollback(config: Config) -> Iterator[Problem]:
 
 def _export(config: Config) -> Iterator[Problem]:
     interval, every = config.checkpoint.interval, config.checkpoint.export_every
-    if every and (interval == 0 or every % interval):
+    if every and interval != "auto" and (interval == 0 or every % interval):
         rule = f"must be a multiple of checkpoint.interval = {interval}, since checkpoints are what is exported"
         yield Problem("checkpoint.export_every", rule, "change one of them, or use 0, only at the end", every)
 

@@ -19,7 +19,7 @@ from megalite_tools.plan.calibration import FIGURES, scaled
 ROOT = Path(__file__).parents[3]
 H100 = load_cluster("h100_sxm")
 LLAMA = str(ROOT / "configs/model/llama3_8b.yaml")
-TRUE = {"gpu.measured": 0.8, "gpu.bandwidth": 0.7, "node.bandwidth": 1.3, "network.bandwidth": 0.5}
+TRUE = {"gpu.measured": 0.8, "gpu.bandwidth": 0.7, "node.bandwidth": 0.7, "network.bandwidth": 0.5}
 RUNS = {  # overrides and GPUs; each depends most on one figure
     "products": (["batch.global=64", "batch.micro=2"], 8),
     "memory": (["batch.global=1", "model.sequence_length=256"], 1),

@@ -1,5 +1,7 @@
 """The look of a page: colours of both schemes, small screens and paper. Nothing in it is loaded from anywhere."""
 
+from __future__ import annotations
+
 from html import escape
 
 COLOURS = (  # of stacked bars, lines and groups; middle tones, which both schemes can show

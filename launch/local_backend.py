@@ -1,0 +1,115 @@
+"""Ranks of this machine, under a launcher such as `megalite train`: restarted here after a crash or a hang."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .backend import Pause, Start, ask, environment, held_up
+from .events import Event
+from .layout import ATTEMPT, node_name
+from .slurm import Job
+
+SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+DYING = 5.0  # seconds that killed processes get to disappear
+
+
+@dataclass
+class LocalRanks:
+    """A launcher and its ranks, all of which have the folder of their attempt in their environment."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    _asked: bool = False
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def ask_to_stop(self, number: int) -> None:
+        """Hand a signal on, once for every time that it was heard: a second SIGINT means to end at once."""
+        ask(self.process, signal.SIGUSR1 if number == signal.SIGUSR2 else number)
+
+    def kill(self, pause: Pause) -> None:
+        ask(self.process, signal.SIGKILL)
+        deadline = time.monotonic() + DYING
+        while left := processes_of(self.folder):
+            for process in left:
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+            if time.monotonic() >= deadline:
+                return
+            pause(0.05)
+
+    def said(self) -> list[str]:
+        return []
+
+
+class LocalBackend:
+    """This machine."""
+
+    where = "local"
+    restart = 0
+
+    def __init__(self) -> None:
+        self.job = f"local-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+
+    def rival(self, events: Sequence[Event]) -> str:
+        """None: the launcher finds one at once, by the lock of the run folder, and says so with exit code 2."""
+        return ""
+
+    def standing(self) -> Job | None:
+        return Job("RUNNING")
+
+    def nodes(self, job: Job | None) -> list[str]:
+        return [node_name()]
+
+    def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:
+        return {}
+
+    def start(self, start: Start, command: Sequence[str]) -> LocalRanks:
+        supervisor = os.getpid()
+
+        def prepare() -> None:
+            held_up()
+            if sys.platform == "linux":  # ranks of a supervisor that was killed save and end
+                ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+                if os.getppid() != supervisor:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        process = subprocess.Popen(
+            list(command),
+            env=environment(start, {}),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches all of the terminal's processes: ranks would hear of it twice
+            preexec_fn=prepare,
+        )
+        return LocalRanks(process, start.folder)
+
+    def requeue(self) -> str:
+        raise NotImplementedError("there is no queue on this machine")
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def processes_of(attempt: Path) -> list[int]:
+    """Processes of this machine that were started for an attempt and are alive (Linux)."""
+    mark = f"{ATTEMPT}={attempt}".encode()
+    found = []
+    with suppress(OSError):
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found

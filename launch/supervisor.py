@@ -1,0 +1,202 @@
+"""Looks after a training job: starts its ranks, sees how they end, and starts them again or has Slurm do so.
+
+In the batch script of a Slurm job, outside of any container:
+
+    exec env --block-signal=TERM,INT,HUP,USR1,USR2 \\
+        python3 -m megalite_launch.supervisor --run RUN --ranks-per-node 8 -- megalite train CONFIG…
+
+RUN is the run folder, run.dir/run.name of the configuration. On one machine, `--backend local` restarts the command
+after a crash or a hang. docs/launch.md tells what is done after which event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .backend import HEARD, Backend
+from .layout import RunFolder
+from .local_backend import LocalBackend
+from .outcome import BAD_INPUT
+from .policy import FAILED, Limits
+from .slurm import Slurm
+from .slurm_backend import Options, SlurmBackend
+from .supervise import Check, Supervisor, Wants
+
+LIMITS = Limits()
+CHECKING = 600.0  # seconds that a check of the configuration may take
+
+
+class BadOption(Exception):
+    """The command line cannot be meant so."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, which launchers write into batch scripts."""
+    found = argparse.ArgumentParser(
+        prog="megalite supervisor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="the run folder")
+    found.add_argument("--backend", choices=("slurm", "local"), default="slurm")
+    found.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs (local: the launcher)")
+    nodes = found.add_argument_group("nodes")
+    nodes.add_argument("--nodes", type=_whole, default=0, help="to train on (default: all of the job but the spares)")
+    nodes.add_argument(
+        "--min-nodes", type=_whole, default=0, help="to train on if there are no more (default: --nodes)"
+    )
+    nodes.add_argument("--spares", type=_whole, default=0, help="nodes of the job that wait for others to fail")
+    nodes.add_argument("--ranks-per-node", type=_whole, default=1, help="one for each GPU")
+    nodes.add_argument("--master", default="", metavar="HOST", help="by which ranks reach rank 0 (default: its node)")
+    nodes.add_argument(
+        "--srun-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="for the srun of the ranks, as --srun-option=--container-image=IMAGE; may be repeated",
+    )
+    checks = found.add_argument_group("checks")
+    checks.add_argument(
+        "--check",
+        type=_words,
+        default=[],
+        metavar="COMMAND",
+        help="ends with 0 where training fits {ranks} ranks, as 'megalite train --check --world-size {ranks} CONFIG'",
+    )
+    checks.add_argument(
+        "--preflight",
+        choices=("light", "full", "off"),
+        default="off",
+        help="of every node before an attempt; full: at the first, and after a hang. off: only whether it answers",
+    )
+    checks.add_argument(
+        "--preflight-command",
+        type=_words,
+        default=[],
+        metavar="COMMAND",
+        help="runs on every node and ends with 0 if it is fit; {mode} is light or full, {attempt} the attempt's folder",
+    )
+    checks.add_argument("--preflight-seconds", type=_seconds, default=180.0, metavar="S", help="that it may take")
+    bounds = found.add_argument_group("bounds")
+    for name, default, text in (
+        ("attempts", LIMITS.attempts, "in a row without a newer checkpoint, after which the job ends"),
+        ("requeues", LIMITS.requeues, "of the job, after which it ends"),
+        ("strikes", LIMITS.strikes, "failures of a node within a day, after which it is left out"),
+    ):
+        bounds.add_argument(f"--max-{name}", type=_whole, default=default, metavar="N", help=f"{text} ({default})")
+    for name, seconds, text in (
+        ("reap", LIMITS.reap, "from a rank's failure to the kill of those that do not end"),
+        ("grace", LIMITS.grace, "from a request to stop to the kill"),
+        ("silence", LIMITS.silence, "without a sign of progress in the run folder until ranks are killed; 0: never"),
+        ("patience", LIMITS.patience, "with a Slurm that does not answer"),
+        ("guard", 60.0, "without a sign of life of the batch host, after which the guard requeues the job"),
+    ):
+        told = f"seconds {text} ({seconds:.0f})"
+        bounds.add_argument(f"--{name}-seconds", type=_seconds, default=seconds, metavar="S", help=told)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Supervise. Returns the exit code: docs/exit_codes.md."""
+    options = parser().parse_args(arguments)
+    run = RunFolder(options.run.absolute())
+    limits = Limits(
+        attempts=options.max_attempts,
+        requeues=options.max_requeues,
+        strikes=options.max_strikes,
+        reap=options.reap_seconds,
+        grace=options.grace_seconds,
+        silence=options.silence_seconds,
+        patience=options.patience_seconds,
+    )
+    try:
+        backend = _backend(options, run)
+    except (BadOption, ValueError) as error:
+        print(f"megalite supervisor: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    wants = Wants(options.nodes, options.min_nodes, options.spares, options.ranks_per_node)
+    supervisor = Supervisor(run, options.command, backend, wants, limits, _checker(options.check))
+    for number in HEARD:
+        if signal.getsignal(number) != signal.SIG_IGN or options.backend == "slurm":  # nohup has SIGHUP ignored
+            signal.signal(number, supervisor.hear)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)  # the batch script holds them up until there are handlers
+    return supervisor.run()
+
+
+def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
+    if options.nodes and options.min_nodes > options.nodes:
+        raise BadOption(f"--min-nodes {options.min_nodes}: must be at most --nodes {options.nodes}")
+    if options.preflight != "off" and not options.preflight_command:
+        raise BadOption(f"--preflight {options.preflight}: needs --preflight-command")
+    if options.backend == "local":
+        return LocalBackend()
+    job, restart = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not job or not restart.isdigit():
+        raise BadOption("no SLURM_JOB_ID: this must run in the batch script of a Slurm job; or give --backend local")
+    how = Options(
+        ranks_per_node=max(1, options.ranks_per_node),
+        preflight=options.preflight,
+        preflight_command=options.preflight_command,
+        preflight_seconds=options.preflight_seconds,
+        srun=options.srun_option,
+        guard_seconds=options.guard_seconds,
+        master=options.master,
+    )
+    return SlurmBackend(Slurm(job), int(restart), run.path, how, time.sleep)
+
+
+def _checker(command: Sequence[str]) -> Callable[[int], Check]:
+    """Runs the check of the configuration on so many ranks."""
+
+    def check(ranks: int) -> Check:
+        if not command:
+            return Check(0)
+        words = [word.replace("{ranks}", str(ranks)) for word in command]
+        try:
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECKING, check=False)
+        except subprocess.TimeoutExpired:
+            return Check(FAILED, f"{words[0]} took longer than {CHECKING:.0f} s")
+        except OSError as error:
+            return Check(BAD_INPUT, f"{words[0]}: {error.strerror}")
+        told = done.stderr.decode(errors="replace").strip() or f"{words[0]} ended with {done.returncode}"
+        return Check(done.returncode, told)
+
+    return check
+
+
+def _whole(text: str) -> int:
+    """A whole number, at least 0."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be seconds, at least 0")
+    return seconds
+
+
+def _words(text: str) -> list[str]:
+    """A command in one argument, quoted as for a shell, though none ever sees it."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

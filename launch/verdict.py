@@ -1,0 +1,161 @@
+"""How an attempt has ended, and which rank of which node was the first to fail.
+
+srun tells the highest exit code of all ranks, and those that it has ended itself have one too. So what ranks have
+written counts first (`outcome`), then what srun says of single tasks, and the exit code only if there is nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, Failure, Outcome
+
+FINISHED, STOP, BAD, SICK, CRASH = "finished", "stopped", "bad_input", "unhealthy", "crash"
+LOST, HANG, KILLED, TIMEOUT = "lost_contact", "hang", "killed", "timeout"
+BROKEN = (CRASH, LOST, HANG, KILLED)  # after which it is worth trying again
+CAUSE = {DONE: FINISHED, STOPPED: STOP, BAD_INPUT: BAD, UNHEALTHY: SICK, LOST_CONTACT: LOST, INTERRUPTED: STOP}
+TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
+ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
+
+
+@dataclass(frozen=True)
+class First:
+    """The first to fail."""
+
+    rank: int | None
+    node: str | None
+    text: str
+
+    def __str__(self) -> str:
+        rank = None if self.rank is None else f"rank {self.rank}"
+        who = " on ".join(part for part in (rank, self.node) if part)
+        return ": ".join(part for part in (who, self.summary) if part)
+
+    @property
+    def summary(self) -> str:
+        """The last line of its text, which of a traceback is the error."""
+        lines = self.text.strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of an attempt that is over."""
+
+    nodes: Sequence[str]
+    ranks_per_node: int
+    code: int  # of srun or of the launcher; negative: a signal has killed it
+    failures: Sequence[Failure] = ()
+    outcome: Outcome | None = None
+    said: Sequence[str] = ()  # lines that srun has printed
+    reaped: str = ""  # why it was killed by the supervisor
+    silent: bool = False  # it was killed because nothing moved
+    dumps: bool = False  # ranks have dumped their flight recorders, as they do when nothing moves
+    out_of_time: bool = False  # Slurm says that the time limit of the job is over
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The verdict on an attempt."""
+
+    cause: str
+    code: int  # of those in docs/exit_codes.md
+    first: First | None = None
+    asked: bool = False  # to stop, by a signal to the supervisor
+    steps: tuple[int, int] = (0, 0)  # of the newest checkpoint before and after
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def progress(self) -> bool:
+        return self.steps[1] > self.steps[0]
+
+    @property
+    def strikes(self) -> str | None:
+        """The node that this attempt speaks against; None if it speaks against none."""
+        return self.first.node if self.first and self.cause in BROKEN and not self.asked else None
+
+
+def judge(seen: Seen) -> Ended:
+    """The verdict. See the module's text for what counts first."""
+    if seen.outcome is not None and not _belied(seen.outcome, seen.failures):
+        return Ended(CAUSE.get(seen.outcome.code, CRASH), seen.outcome.code)
+    if seen.out_of_time:
+        return Ended(TIMEOUT, STOPPED, _first_said(seen))
+    told = seen.failures[0] if seen.failures else None
+    if told is not None and not told.follows:
+        return Ended(*_meaning(told.code), First(told.rank, told.node or None, told.text))
+    killed = _first_said(seen)
+    if killed is not None and not (told is not None and _code(killed.text) == LOST_CONTACT):
+        return Ended(*_meaning(_code(killed.text)), killed)
+    if told is not None:
+        hangs = seen.dumps or seen.silent
+        return Ended(HANG if hangs else LOST, LOST_CONTACT, _who(seen, told))
+    if seen.silent:
+        return Ended(HANG, LOST_CONTACT, _missing(seen))
+    if seen.reaped:
+        return Ended(KILLED, LOST_CONTACT, _missing(seen))
+    return Ended(*_meaning(seen.code), None)
+
+
+def _belied(outcome: Outcome, failures: Sequence[Failure]) -> bool:
+    """Whether ranks say that they have stopped only because a rank had failed: srun ends the others with SIGTERM."""
+    return outcome.code != DONE and any(failure.time < outcome.time for failure in failures)
+
+
+def _meaning(code: int) -> tuple[str, int]:
+    """The cause that an exit code stands for, and the exit code that the job gets for it."""
+    if code < 0 or (code > 128 and code != INTERRUPTED):
+        return KILLED, LOST_CONTACT
+    return (CAUSE[code], code) if code in CAUSE else (CRASH, FAILED)
+
+
+def _code(text: str) -> int:
+    """The exit code of a task by what srun says of it: a word for a signal, else the code."""
+    found = re.search(r"exit code (\d+)", text)
+    return int(found[1]) if found else -1
+
+
+def _first_said(seen: Seen) -> First | None:
+    """The first task that srun calls ended, before it began to end the others itself."""
+    for line in seen.said:
+        if any(sign in line for sign in ENDING):
+            return None
+        if node := NODE_FAILED.search(line):
+            return First(None, node[1], f"Node failure on {node[1]}")
+        if tasks := TASKS.search(line):
+            return First(_ranks(tasks[2])[0], tasks[1], tasks[3])
+    return None
+
+
+def _who(seen: Seen, told: Failure) -> First:
+    """Who was missed, when all that ranks say is that they have missed somebody."""
+    if seen.reaped and (missing := _missing(seen)):
+        return First(missing.rank, missing.node, told.text or missing.text)
+    return First(told.rank, None, told.text)  # the one that tells has done nothing wrong
+
+
+def _missing(seen: Seen) -> First | None:
+    """The one node whose ranks have neither told anything nor ended, if there is just one."""
+    heard = {failure.rank for failure in seen.failures}
+    for line in seen.said:
+        if tasks := TASKS.search(line):
+            heard.update(_ranks(tasks[2]))
+    count = len(seen.nodes) * seen.ranks_per_node
+    missing = [rank for rank in range(count) if rank not in heard]
+    nodes = {seen.nodes[rank // seen.ranks_per_node] for rank in missing}
+    if len(nodes) != 1 or len(seen.nodes) == 1:
+        return None
+    return First(missing[0] if len(missing) == 1 else None, nodes.pop(), "gave no sign of life")
+
+
+def _ranks(text: str) -> list[int]:
+    """The numbers in a list such as 0-2,5."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            ranks.extend(range(int(first), min(int(last or first), int(first) + 100_000) + 1))
+    return ranks or [0]

@@ -1,0 +1,330 @@
+"""Where the time of a run went. Every microsecond from its beginning is in one account; docs/watching.md has the rules.
+
+The ledger is told what happened in the order of time. What it has accounted for ends at `cursor`; a time before that
+counts as that, so clocks that differ move a second from one account to another, but lose none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+TRAINING, SAVING, EVALUATING, RESTARTING, LOST, WAITING = ACCOUNTS = (
+    "training", "saving", "evaluating", "restarting", "lost", "waiting",
+)  # fmt: skip
+SECOND = 1_000_000
+LATE = 60 * SECOND  # a record that comes so long after the end of an attempt is one of it
+WELL = ("finished", "stopped")  # causes of an end at which everything was saved
+LONGEST_STEP = 10**7 * SECOND
+Spent = dict[str, int]
+
+
+def nothing() -> Spent:
+    return dict.fromkeys(ACCOUNTS, 0)
+
+
+@dataclass
+class Part:
+    """An attempt, or a start of a run that no supervisor looks after. Times are microseconds since 1970."""
+
+    name: str
+    began: int
+    ended: Optional[int] = None
+    cause: str = ""
+    code: Optional[int] = None
+    first: Optional[dict[str, Any]] = None  # rank, node and text of the first failure
+    nodes: list[str] = field(default_factory=list)
+    ranks: int = 0
+    from_step: Optional[int] = None
+    to_step: Optional[int] = None
+    spent: Spent = field(default_factory=nothing)
+
+
+class Ledger:
+    """The accounts of one run."""
+
+    def __init__(self) -> None:
+        self.began: Optional[int] = None
+        self.cursor = 0
+        self.sign = 0  # the latest time at which the run was heard of
+        self.spent = nothing()
+        self.parts: list[Part] = []
+        self.phase = "queue"  # then "starting", "training", and "ended" until the next start
+        self.job_on = False  # whether a job is known to hold the nodes
+        self.step = 0
+        self.lost_steps = 0
+        self.usual = 0  # of a step, by the latest record
+        # Steps that count, in order: up to which, the time they took, whose attempt, their loss and seconds.
+        self.steps, self.took, self.owner = array("q"), array("q"), array("l")
+        self.losses, self.seconds = array("d"), array("d")
+        self._part: Optional[Part] = None
+        self._unbound = False  # the latest start has come before the attempt that it belongs to
+        self._ended_at, self._well = 0, False
+        self._tail = (0, LOST)  # what the time after the last record was taken for
+        self._heard = False  # whether the run has reported anything
+        self._resumed = False  # whether this start has said from where
+
+    def at(self, time: int) -> int:
+        """Note a sign of life; the time to reckon with."""
+        if self.began is None:
+            self.began = self.cursor = self.sign = time
+        self.sign = max(self.sign, time)
+        return max(time, self.cursor)
+
+    # What the supervisor says
+
+    def submitted(self, time: int) -> None:
+        self.at(time)
+
+    def job_began(self, time: int) -> None:
+        before = self.sign
+        now = self.at(time)
+        if self._unbound:
+            self.job_on = True
+            return
+        self._close(before)
+        self._spend(now, WAITING, None)
+        self.phase, self.job_on = "starting", True
+        self._part = None
+
+    def attempt_began(self, time: int, name: str, nodes: list[str], ranks: int, step: Optional[int]) -> None:
+        before = self.sign
+        now = self.at(time)
+        if not self._unbound:
+            waited = self.phase == "queue" or (self.phase == "ended" and not self.job_on)
+            self._close(before if self.phase == "training" else now)
+            self._open(name, None if waited else self.cursor, now)
+            self.phase, self._resumed = "starting", False
+            if step is not None and not self._heard:
+                self.step = step
+        self._unbound, self.job_on = False, True
+        assert self._part is not None
+        self._part.name, self._part.nodes, self._part.ranks, self._part.from_step = name, nodes, ranks, step
+
+    def attempt_ended(
+        self, time: int, cause: str, code: Optional[int], first: Optional[dict[str, Any]], step: Optional[int]
+    ) -> None:
+        now = self.at(time)
+        self._end(now, cause in WELL)
+        if self._part is not None:
+            part = self._part
+            part.ended, part.cause, part.code, part.first, part.to_step = now, cause, code, first, step
+
+    def job_ended(self, time: int) -> None:
+        now = self.at(time)
+        if self.phase != "ended":
+            self._end(now, False)
+        self._close(now)
+        self._spend(now, RESTARTING if self.job_on else WAITING, None)
+        self.phase, self.job_on, self._part = "queue", False, None
+
+    # What training says
+
+    def resumed(self, time: int, step: int) -> None:
+        before = self.sign
+        now = self.at(time)
+        if self.phase == "starting" and self._part is not None and not self._resumed:
+            pass  # the attempt is known
+        else:
+            waited = not self.job_on
+            self._close(before if self.phase == "training" else now)
+            self._open(f"start {len(self.parts) + 1}", None if waited else self.cursor, now)
+            self._unbound = True
+        self._resumed, self._heard = True, True
+        self._go_back(step)
+        self.phase = "starting"
+
+    def rolled_back(self, time: int, step: int) -> None:
+        now = self.at(time)
+        if self.phase != "training":
+            return
+        self._spend(now, LOST, self._part)
+        self._tail = (0, LOST)
+        self._go_back(step)
+        self.phase, self._resumed = "starting", True
+
+    def record(self, time: int, step: int, step_time: int, loss: float, seconds: float) -> None:
+        """Steps up to `step` were made. step_time: of one, in microseconds; seconds: the same as it was told."""
+        step_time = min(step_time, LONGEST_STEP)
+        if self.began is None:
+            self.began = self.cursor = self.sign = time - step * step_time if step < 100 else time - step_time
+        now = self.at(time)
+        self.usual = step_time
+        if self._begins_or_goes_on(now, step):
+            self._step_to(self._inside(now), step, loss, seconds)
+
+    def evaluated(self, time: int, step: int) -> None:
+        now = self.at(time)
+        if self._begins_or_goes_on(now, step) and self.steps:
+            self._steps_unreported(now, step)
+            self._spend(self._inside(now), EVALUATING, self._part)
+
+    def saved(self, time: int, step: int, blocked: int) -> None:
+        """Training has just stood still for `blocked` microseconds, to save `step`."""
+        now = self.at(time)
+        if self._begins_or_goes_on(now, step):
+            now = self._inside(now)
+            self._step_to(max(now - blocked, self.cursor), step)
+            self._spend(now, SAVING, self._part)
+
+    def training_ended(self, time: int, step: int, well: bool) -> None:
+        now = self.at(time)
+        if self.phase == "training" and well:
+            self._steps_unreported(now, step)
+            self._spend(now, SAVING, self._part)
+        self._end(now, well)
+        if self._part is not None and self._part.ended is None and not self.job_on:
+            self._part.ended, self._part.to_step = now, step
+            self._part.cause = "stopped" if well else "failed"
+
+    # How time is spent
+
+    def _spend(self, until: int, account: str, part: Optional[Part]) -> int:
+        amount = until - self.cursor
+        if amount <= 0:
+            return 0
+        self.spent[account] += amount
+        if part is not None:
+            part.spent[account] += amount
+        self.cursor = until
+        return amount
+
+    def _move(self, amount: int, source: str, target: str, part: Optional[Part]) -> None:
+        self.spent[source] -= amount
+        self.spent[target] += amount
+        if part is not None:
+            part.spent[source] -= amount
+            part.spent[target] += amount
+
+    def _open(self, name: str, began: Optional[int], now: int) -> None:
+        """A new attempt; without `began`, nothing was under way until now."""
+        self._part = Part(name, now if began is None else began)
+        self.parts.append(self._part)
+        self._spend(now, WAITING if began is None else RESTARTING, None if began is None else self._part)
+        self._resumed = False
+
+    def _end(self, now: int, well: bool) -> None:
+        """Ranks are gone. What was under way is accounted for when the next start says how much of it counts."""
+        if self.phase == "training":
+            self._ended_at, self._well = now, well
+        elif self.phase == "starting":
+            self._spend(now, RESTARTING, self._part)
+            self._ended_at, self._well = now, well
+        elif self.phase == "ended":
+            self._ended_at = max(self._ended_at, now)
+        else:
+            return
+        self.phase, self._unbound = "ended", False
+
+    def _close(self, silent_since: int) -> None:
+        """Account for the end of the attempt before. Where nobody told it, that is when it was last heard of."""
+        if self.phase in ("training", "starting"):
+            self._end(max(silent_since, self.cursor), False)
+        if self.phase == "ended":
+            account = SAVING if self._well else LOST
+            self._tail = (self._spend(self._ended_at, account, self._part), account)
+        self._unbound = False
+
+    def _inside(self, now: int) -> int:
+        return min(now, self._ended_at) if self.phase == "ended" else now
+
+    def _begins_or_goes_on(self, now: int, step: int) -> bool:
+        """Whether a line counts; the first one of a start ends its beginning."""
+        late = self._heard and not self._resumed and now <= self._ended_at + LATE
+        if self.phase in ("queue", "starting") and late:
+            return False
+        if self.phase == "ended" and not late and now > self._ended_at + LATE:
+            self._close(now)
+            self.phase = "queue"
+        if self.phase == "queue" or self._part is None:
+            self.phase = "queue"
+            self._open(f"start {len(self.parts) + 1}", None, self.cursor)
+            self._unbound = True
+        if self.phase in ("queue", "starting"):
+            done = max(step - self.step, 1) * self.usual
+            self._spend(now - done, RESTARTING, self._part)
+            self._tail = (0, LOST)
+            self._push(self.step, 0)
+            self.phase = "training"
+        self._heard = True
+        return True
+
+    def _step_to(self, now: int, step: int, loss: float = float("nan"), seconds: float = float("nan")) -> None:
+        self._push(max(step, self.step), self._spend(now, TRAINING, self._part), loss, seconds)
+
+    def _steps_unreported(self, now: int, step: int) -> None:
+        """Steps after the last record, which have ended without one."""
+        if step > self.step:
+            self._step_to(min(self.cursor + (step - self.step) * self.usual, self._inside(now)), step)
+
+    def _push(self, step: int, took: int, loss: float = float("nan"), seconds: float = float("nan")) -> None:
+        self.step = step
+        self.steps.append(step)
+        self.took.append(took)
+        self.owner.append(len(self.parts) - 1)
+        self.losses.append(loss)
+        self.seconds.append(seconds)
+
+    def _go_back(self, step: int) -> None:
+        """Training goes on from `step`: what it had done after that is lost, or counts although it was not told."""
+        amount, account = self._tail
+        if step > self.step and amount and self.parts:
+            counts = min(amount, (step - self.step) * self.usual)
+            owner = self.owner[-1] if self.owner else len(self.parts) - 1
+            self._move(counts, account, TRAINING, self.parts[owner])
+            self._push(step, counts)
+            self.owner[-1] = owner
+        self._tail = (0, LOST)
+        self.lost_steps += max(self.step - step, 0)
+        while self.steps and self.steps[-1] > step:
+            before = self.steps[-2] if len(self.steps) > 1 else 0
+            keep = 0
+            if before < step:  # of these steps, some count
+                keep = self.took[-1] * (step - before) // (self.steps[-1] - before)
+            self._move(self.took[-1] - keep, TRAINING, LOST, self.parts[self.owner[-1]])
+            if keep:
+                self.took[-1], self.steps[-1] = keep, step
+                break
+            for each in (self.steps, self.took, self.owner, self.losses, self.seconds):
+                each.pop()
+        self.step = step
+
+    # What it comes to
+
+    def accounts(self, now: int, living: bool, checkpoint: Optional[int]) -> tuple[Spent, int]:
+        """What was spent, and until when. living: up to `now`; else up to the last sign of life.
+
+        checkpoint: after a failure, what was done since this newest checkpoint counts as lost until it is shown to be
+        otherwise. The sum of all accounts is exactly the time from `began` to the end.
+        """
+        spent = dict(self.spent)
+        if self.began is None:
+            return spent, now
+        end = max(now if living else self.sign, self.cursor)
+        rest = end - self.cursor
+        if self.phase == "training":
+            spent[TRAINING] += rest
+        elif self.phase == "starting":
+            spent[RESTARTING] += rest
+        elif self.phase == "queue":
+            spent[WAITING] += rest
+        else:
+            ending = min(max(self._ended_at - self.cursor, 0), rest)
+            spent[SAVING if self._well else LOST] += ending
+            spent[RESTARTING if self.job_on else WAITING] += rest - ending
+        if self.phase in ("ended", "queue") and not self._well and checkpoint is not None:
+            gone = self._beyond(checkpoint)
+            spent[TRAINING] -= gone
+            spent[LOST] += gone
+        return spent, end
+
+    def _beyond(self, step: int) -> int:
+        """The time that steps after `step` took."""
+        gone, at = 0, len(self.steps) - 1
+        while at >= 0 and self.steps[at] > step:
+            before = self.steps[at - 1] if at else 0
+            keep = max(step - before, 0)
+            gone += self.took[at] - self.took[at] * keep // (self.steps[at] - before)
+            at -= 1
+        return gone

@@ -1,0 +1,79 @@
+"""Reads files of lines that are still being written to: each line once, and no half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Optional
+
+CHUNK = 2**20  # bytes that are read at a time
+LONGEST = 2**20  # bytes of a line; a longer one is passed over
+MOST = 1e15  # of a number that is believed
+
+
+class Tail:
+    """The whole lines of a file that were not there before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Optional[tuple[int, int]] = None
+        self._at = 0  # bytes that were read, all of them whole lines
+        self._skipping = False  # inside of a line that is too long
+
+    def replaced(self) -> bool:
+        """Whether there is another file, or a shorter one, so that everything has to be read anew."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return self._file is not None
+        return self._file is not None and ((found.st_dev, found.st_ino) != self._file or found.st_size < self._at)
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that have come. Nothing for a file that is not there, or that is none."""
+        try:
+            file = open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - closed below
+        except OSError:
+            return
+        with file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return
+            self._file = (found.st_dev, found.st_ino)
+            file.seek(self._at)
+            yield from self._new(file)
+
+    def _new(self, file: BinaryIO) -> Iterator[bytes]:
+        rest = b""
+        while chunk := file.read(CHUNK):
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                self._at += len(line) + 1
+                if self._skipping:
+                    self._skipping = False
+                elif len(line) <= LONGEST:
+                    yield line
+            if len(rest) > LONGEST:
+                self._at += len(rest)
+                self._skipping, rest = True, b""
+
+
+def parsed(line: bytes) -> Optional[dict[str, Any]]:
+    """The object that a line holds; None if it holds none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def number(value: object) -> Optional[float]:
+    """A number that can be reckoned with; None if it is none."""
+    return float(value) if type(value) in (int, float) and -MOST < value < MOST else None  # type: ignore[operator, arg-type]
+
+
+def whole(value: object) -> Optional[int]:
+    """A whole number from 0 on; None if it is none."""
+    return value if type(value) is int and 0 <= value < MOST else None

@@ -1,0 +1,274 @@
+"""A run as its folder shows it, read again and again: only what has come since is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from ..events import Event
+from ..goodput.measured import interruptions
+from ..layout import CHECKPOINT, RunFolder
+from .ledger import SECOND, Ledger
+from .lines import Tail, number, parsed, whole
+from .words import printable
+
+EARLIEST = 946_684_800 * SECOND  # the year 2000: a clock that says less has not been set
+DECISIONS = 50  # latest ones that are kept
+NODES = 10_000  # that are remembered
+MEASURED = 20  # latest saves whose times are kept
+TOLD = ("rollback", "save_failed", "save_problem", "bad_step", "spike")  # events of training that people are told
+LARGEST = 2**20  # bytes of a record of a start
+
+
+@dataclass
+class Node:
+    """What is known against a node."""
+
+    first: int = 0  # how often it was the first to fail
+    slow: int = 0  # how often it was told to be a straggler
+    bad: str = ""  # why preflight refused it
+    left_out: str = ""  # why it is not used
+
+    @property
+    def heat(self) -> tuple[bool, int, int]:
+        return bool(self.left_out or self.bad), self.first, self.slow
+
+
+@dataclass
+class Saves:
+    """The checkpoints of a run, as its reports tell of them. Times are seconds."""
+
+    step: Optional[int] = None  # of the newest that is complete
+    time: float = 0.0
+    bytes: float = 0.0
+    under_way: Optional[int] = None
+    blocked: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+    written: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+
+
+class Watched:
+    """What a run folder tells. Call `update`, and then look."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._events, self._metrics = Tail(self.folder.events), Tail(self.folder.metrics)
+        self.ledger, self.saves = Ledger(), Saves()
+        self.nodes: dict[str, Node] = {}
+        self.decisions: deque[tuple[float, str, str]] = deque(maxlen=DECISIONS)
+        self.supervised = False  # whether there are events of a supervisor
+        self.over: Optional[tuple[int, str]] = None  # code and reason of the end
+        self.ended: str = ""  # how training says that it has ended: "done", "stopped" or "failed"
+        self.reason = ""
+        self.loss = self.tokens_per_second = self.step_seconds = 0.0
+        self.report_steps = 1  # between two records
+        self.valid: list[tuple[int, float]] = []  # step and loss of evaluations
+        self.failures = 0
+        self._attempts: list[Event] = []  # what failures are counted by
+        self._latest = 0
+        self._newest_start = -1
+        self.steps: Optional[int] = None  # that the latest start is to make
+        self.ranks: Optional[int] = None
+
+    def update(self, now: Optional[float] = None) -> None:
+        """Read what has come. now: seconds since 1970; no time is taken to be later."""
+        if self._events.replaced() or self._metrics.replaced():
+            self._forget()
+        self.now = time.time() if now is None else now
+        self._latest = int(self.now * SECOND)
+        events = self._in_order()
+        waiting = next(events, None)
+        metric = self._metric
+        for line in self._metrics.lines():
+            found = parsed(line)
+            moment = self._moment(found) if found is not None else None
+            if found is None or moment is None:
+                continue
+            while waiting is not None and waiting[0] <= moment:
+                self._event(*waiting)
+                waiting = next(events, None)
+            metric(moment, found)
+        while waiting is not None:
+            self._event(*waiting)
+            waiting = next(events, None)
+        self._look_at_starts()
+
+    def _in_order(self) -> Iterator[tuple[int, Event]]:
+        """New events; their writers' clocks may differ, so the order is that of the file."""
+        latest = 0
+        for line in self._events.lines():
+            found = parsed(line)
+            moment = self._moment(found) if found is not None else None
+            if found is not None and moment is not None and isinstance(found.get("event"), str):
+                latest = max(latest, moment)
+                yield latest, found
+
+    def _moment(self, line: dict[str, Any]) -> Optional[int]:
+        seconds = number(line.get("time"))
+        moment = None if seconds is None else min(int(seconds * SECOND), self._latest)
+        return moment if moment is not None and moment >= EARLIEST else None
+
+    # events.jsonl
+
+    def _event(self, at: int, event: Event) -> None:
+        kind, ledger = event["event"], self.ledger
+        self.supervised = True
+        if kind == "submitted":
+            ledger.submitted(at)
+            self.over = None
+        elif kind == "begin":
+            ledger.job_began(at)
+            self.over = None
+        elif kind == "attempt":
+            nodes = event.get("nodes")
+            names = [printable(node, 64) for node in nodes[:NODES]] if isinstance(nodes, list) else []
+            ranks, step = whole(event.get("ranks")) or 0, whole(event.get("step"))
+            ledger.attempt_began(at, printable(event.get("attempt"), 64), names, ranks, step)
+            self._attempts.append({"event": kind, "time": at / SECOND, "ranks": ranks})
+            self.over = None
+        elif kind == "attempt_ended":
+            self._attempt_ended(at, event)
+        elif kind == "requeue":
+            ledger.job_ended(at)
+        elif kind == "end":
+            ledger.job_ended(at)
+            code = event.get("code")
+            self.over = (code if type(code) is int else 1, printable(event.get("reason") or event.get("text")))
+        else:
+            ledger.at(at)
+        self._note_nodes(kind, event)
+        self.decisions.append((at / SECOND, printable(event.get("by", ""), 40), printable(event.get("text", kind))))
+
+    def _attempt_ended(self, at: int, event: Event) -> None:
+        first = event.get("first")
+        kept: Optional[dict[str, Any]] = None
+        if isinstance(first, dict):
+            kept = {
+                "rank": whole(first.get("rank")),
+                "node": printable(first.get("node") or "", 64),
+                "text": printable(first.get("text") or ""),
+            }
+        cause, code = printable(event.get("cause"), 40), event.get("code")
+        step = whole(event.get("to_step"))
+        self.ledger.attempt_ended(at, cause, code if type(code) is int else None, kept, step)
+        self._attempts.append({"event": "attempt_ended", "time": at / SECOND, "cause": cause})
+        if kept is not None and kept["node"] and cause not in ("finished", "stopped", "bad_input"):
+            self._node(kept["node"]).first += 1
+
+    def _note_nodes(self, kind: str, event: Event) -> None:
+        name, reason = event.get("node"), printable(event.get("reason") or event.get("text"), 200)
+        if kind == "left_out" and isinstance(name, str):
+            self._node(printable(name, 64)).left_out = reason
+        elif kind == "straggler" and isinstance(name, str):
+            self._node(printable(name, 64)).slow += 1
+        elif kind == "preflight":
+            bad, ok = event.get("bad"), event.get("ok")
+            for node in ok if isinstance(ok, list) else []:
+                if isinstance(node, str) and printable(node, 64) in self.nodes:
+                    self._node(printable(node, 64)).bad = ""
+            for refused, why in bad.items() if isinstance(bad, dict) else []:
+                self._node(printable(refused, 64)).bad = printable(why, 200) or "refused"
+
+    def _node(self, name: str) -> Node:
+        if name not in self.nodes and len(self.nodes) >= NODES:
+            return Node()
+        return self.nodes.setdefault(name, Node())
+
+    # metrics.jsonl
+
+    def _metric(self, at: int, line: dict[str, Any]) -> None:
+        step = line.get("step")
+        if type(step) is not int or not 0 <= step < 10**15:
+            return
+        seconds = line.get("step_seconds")
+        if type(seconds) is float and 0 < seconds < 1e9:
+            loss = line.get("loss")
+            self.report_steps = max(step - self.ledger.step, 1)
+            self.loss = loss if type(loss) is float else float("nan")
+            self.step_seconds = seconds
+            self.tokens_per_second = number(line.get("tokens_per_second")) or 0.0
+            self.ledger.record(at, step, int(seconds * SECOND), self.loss, seconds)
+            self.ended = ""
+        elif "event" in line:
+            self._told(at, step, line)
+        elif "valid_loss" in line:
+            self.ledger.evaluated(at, step)
+            loss = number(line["valid_loss"])
+            if loss is not None:
+                self.valid.append((step, loss))
+
+    def _told(self, at: int, step: int, line: dict[str, Any]) -> None:
+        kind, ledger, saves = line["event"], self.ledger, self.saves
+        checkpoint = whole(line.get("checkpoint"))
+        if kind == "resumed":
+            ledger.resumed(at, step)
+            self.valid = [point for point in self.valid if point[0] <= step]
+            saves.under_way, self.ended = None, ""
+        elif kind == "rollback":
+            ledger.rolled_back(at, step)
+        elif kind == "saving" and checkpoint is not None:
+            blocked = min(max(number(line.get("blocked")) or 0.0, 0.0), 1e7)
+            ledger.saved(at, checkpoint, int(blocked * SECOND))
+            saves.blocked.append(blocked)
+            saves.under_way = checkpoint
+        elif kind == "saved" and checkpoint is not None:
+            ledger.at(at)
+            saves.step, saves.time, saves.bytes = checkpoint, at / SECOND, number(line.get("bytes")) or 0.0
+            saves.written.append(max(number(line.get("seconds")) or 0.0, 0.0))
+            saves.under_way = None if saves.under_way == checkpoint else saves.under_way
+        elif kind in ("done", "stopped", "failed"):
+            ledger.training_ended(at, step, kind != "failed")
+            self.ended, self.reason = str(kind), printable(line.get("reason") or "")
+            saves.under_way = None
+        else:
+            ledger.at(at)
+        if kind in TOLD:
+            self.decisions.append((at / SECOND, "training", f"{kind.replace('_', ' ')} at step {step:,}"))
+
+    # Other files
+
+    def _look_at_starts(self) -> None:
+        """How many steps the latest start is to make, and on how many ranks."""
+        try:
+            found = sorted(
+                path for path in (self.folder.path / "starts").iterdir() if re.fullmatch(r"\d+\.json", path.name)
+            )
+        except OSError:
+            found = []
+        if len(found) == self._newest_start:
+            return
+        self._newest_start = len(found)
+        for path in found[-1:]:
+            try:
+                with path.open("rb") as file:
+                    record = json.loads(file.read(LARGEST))
+            except (OSError, ValueError, RecursionError):
+                self._newest_start = -1  # it may be half written
+                continue
+            if isinstance(record, dict):
+                self.steps, self.ranks = whole(record.get("steps")), whole(record.get("ranks"))
+
+    def newest_checkpoint(self) -> Optional[int]:
+        """The step of the newest checkpoint, as its reports and its folder tell; None if there is none."""
+        return max(filter(None, (self.saves.step, self.folder.newest_step())), default=None)
+
+    def partial(self) -> Optional[int]:
+        """The step of a checkpoint that is being written."""
+        try:
+            names = [path.name for path in self.folder.checkpoints.iterdir() if ".partial." in path.name]
+        except OSError:
+            return None
+        found = [CHECKPOINT.match(name) for name in names]
+        return max((int(name[1]) for name in found if name), default=None)
+
+    def interruptions(self) -> tuple[int, float]:
+        """How often attempts have failed, and in how many hours of ranks."""
+        return interruptions(self._attempts, self.now)

@@ -1,0 +1,79 @@
+"""A cluster file with figures that were measured in place of those of datasheets.
+
+`python -m megalite.planner.measured BASE OUT` reads the figures of megalite-preflight from its standard input, as JSON.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.config.errors import InputError
+from megalite.config.files import check_output, write_whole
+from megalite.config.yaml import read_mapping
+from megalite.exit_codes import ExitCode
+from megalite.planner.hardware import cluster_path, read_cluster
+
+
+def main() -> int:
+    """Runs the program. Returns the exit code."""
+    try:
+        base, out = sys.argv[1:]
+        write_measured(base, Path(out), json.load(sys.stdin))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    print(json.dumps({"written": out}))
+    return ExitCode.DONE
+
+
+def write_measured(base: str, out: Path, figures: Mapping[str, Any]) -> None:
+    """Write the cluster `base` (a name or a file) to `out`, with measured figures.
+
+    figures: nodes, gpus (of a node), precision and matmul (FLOP/s of a GPU); and, if measured, host (bytes/s of the
+    slower direction), node and network (bytes/s of bus bandwidth for a GPU). What was not measured stays.
+    Raises InputError if a file is none, or a figure is no number above 0.
+    """
+    path = cluster_path(base)
+    read_cluster(path)  # whose messages tell what is wrong with a file
+    fields = read_mapping(path)
+    gpu, node, network, sources = fields["gpu"], fields["node"], fields["network"], fields["sources"]
+    said = f"measured by megalite-preflight on {figures['nodes']} node(s)"
+    precision = figures["precision"]
+    gpu["measured"] = {**gpu.get("measured", {}), precision: _figure(figures, "matmul", 1e12)}
+    sources["gpu.measured"] = f"{precision}: {said}; before: {sources.get('gpu.measured', 'none')}"
+    if figures.get("host") is not None:
+        gpu["host"] = _figure(figures, "host", 1e9)
+        sources["gpu.host"] = f"{said}, pinned copies, the slower direction"
+    if not fields.get("island") or figures["gpus"] % fields["island"]["gpus"] == 0:
+        node["gpus"], sources["node.gpus"] = figures["gpus"], said
+    if figures.get("node") is not None:
+        measured = _figure(figures, "node", 1e9)
+        told = f"{said}: bus bandwidth of an all-reduce, {measured} GB/s"
+        if measured > node["bandwidth"]:  # switches that add up (NVLS) make it seem more than a link can carry
+            told += f", above the link's {node['bandwidth']}, which is kept"
+        node["bandwidth"] = min(measured, node["bandwidth"])
+        sources["node.bandwidth"] = told
+    if figures.get("network") is not None:
+        network["bandwidth"] = _figure(figures, "network", 1e9)
+        sources["network.bandwidth"] = f"{said}: bus bandwidth of all-reduces over pairs of nodes, by GPUs of a node"
+    check_output(out)
+    text = f"# {path.name}, with figures that megalite-preflight has measured.\n"
+    text += yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=1000)
+    write_whole(out, text)
+    read_cluster(out)
+
+
+def _figure(figures: Mapping[str, Any], key: str, unit: float) -> float:
+    value = figures[key]
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"{key} = {value!r:.40}: must be a number above 0")
+    return float(f"{value / unit:.5g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

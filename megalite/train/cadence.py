@@ -1,0 +1,216 @@
+"""When a run is saved: every `checkpoint.interval` steps, or with `auto` as often as loses least time.
+
+Then rank 0 decides, from what saves and steps have taken and how often the run has failed, and tells the others: ranks
+that each decided for themselves might round differently. docs/goodput.md tells the rule.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import ceil, isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.save import Saver
+from megalite.config.errors import InputError
+from megalite.config.files import write_whole
+from megalite.output import Outlet
+from megalite.terminal import scaled
+from megalite.train.build import Job
+from megalite.train.records import WARM_UP
+from megalite.train.report import Report, duration
+from megalite_launch.events import read_events
+from megalite_launch.goodput.formulas import Costs, Rate, between_failures, daly, failure_rate
+from megalite_launch.goodput.measured import interruptions
+
+FEWEST = 3  # steps after the warm-up from which a first interval follows
+STEPS = 20  # latest steps of whose times the median is taken
+SAVES = 5  # latest saves, likewise
+COPIED, WRITTEN = 10e9, 1e9  # bytes per second of a rank, assumed until a save has been measured
+SAVED = 12  # bytes of a parameter with its moments
+TOLD = 0.1  # change of an interval that the console shows
+LONGEST = 1e7  # seconds that are believed of a save
+
+
+def due(step: int, interval: int, last: int) -> bool:
+    """Whether something is due that is done every `interval` steps and at the end; if that is 0, only at the end."""
+    return step == last or (interval > 0 and step % interval == 0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An interval, and what it follows from. All times are seconds."""
+
+    steps: int
+    save: float  # that training stands still for a save
+    write: float
+    step_seconds: float
+    failures: int
+    rate: Rate
+
+    def __str__(self) -> str:
+        seconds = self.steps * self.step_seconds
+        return (
+            f"a checkpoint every {self.steps} steps ({duration(seconds)}): a save stops training for "
+            f"{duration(self.save)} and is written in {duration(self.write)}; "
+            f"{scaled(self.rate.hours, 'hours')} between failures of a rank, as {self.failures} were seen"
+        )
+
+
+def decide(save: float, write: float, step_seconds: float, ranks: int, failures: int, rank_hours: float) -> Decision:
+    """The interval by Daly's formula, in whole steps."""
+    rate = failure_rate(failures, rank_hours)
+    seconds = daly(Costs(between_failures(ranks, rate.hours), save, write))
+    steps = max(round(seconds / step_seconds), ceil(write / step_seconds), 1)
+    return Decision(steps, save, write, step_seconds, failures, rate)
+
+
+class Cadence:
+    """Says which steps are saved: with a number as `checkpoint.interval`, multiples of it. Its methods are collective.
+
+    report: on the rank that reports, which is rank 0.
+    """
+
+    def __init__(self, job: Job, report: Report | None) -> None:
+        self._job, self._report = job, report
+        self._last = job.config.train.steps
+
+    @staticmethod
+    def of(job: Job, report: Report | None) -> "Cadence":
+        return Automatic(job, report) if job.config.checkpoint.interval == "auto" else Cadence(job, report)
+
+    def begin(self, step: int) -> None:
+        """Training begins after `step`, which is saved, or 0."""
+
+    def stepped(self, step: int, seconds: float) -> None:
+        """A step was taken. seconds: of a clock that stands still in pauses."""
+
+    def due(self, step: int) -> bool:
+        interval = self._job.config.checkpoint.interval
+        assert interval != "auto"
+        return due(step, interval, self._last)
+
+    @contextmanager
+    def saving(self, step: int, saver: Saver) -> Iterator[None]:
+        """Measure how long training stands still for the save made inside, and report it."""
+        began = time.perf_counter()
+        yield
+        blocked = time.perf_counter() - began
+        if self._report is not None:
+            text = f"training stood still for {duration(blocked)} to save step {step}"
+            self._report.note(step, "saving", text, checkpoint=step, blocked=blocked)
+        self._saved(step, blocked, saver.wrote)
+
+    def _saved(self, step: int, blocked: float, wrote: float | None) -> None:
+        """The state after `step` is being written. wrote: seconds, for the one before."""
+
+
+class Automatic(Cadence):
+    """Of `checkpoint.interval: auto`. Steps that are kept or exported by their number are saved as well."""
+
+    def __init__(self, job: Job, report: Report | None) -> None:
+        super().__init__(job, report)
+        parameters = sum(part.to_local().numel() for _, part in job.named_parameters())  # type: ignore[attr-defined]
+        async_ = job.config.checkpoint.async_
+        write = SAVED * parameters / WRITTEN
+        self._saves: deque[float] = deque(maxlen=SAVES)
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._guess = (SAVED * parameters / COPIED, write) if async_ else (write, 0.0)
+        self._wrote: float | None = None
+        self._clock = 0.0
+        self._base, self._measures = (
+            0,
+            0,
+        )  # the step that was saved last, and the one after which a first choice is made
+        self._interval = self._told = 0  # 0: not yet known
+        if report is not None:
+            self._interval = self._recall(report.path.with_name("interval.json"))
+        self._interval = self._agreed(self._interval)
+
+    def begin(self, step: int) -> None:
+        self._base, self._measures = step, step + WARM_UP + FEWEST
+        self._steps.clear()
+
+    def stepped(self, step: int, seconds: float) -> None:
+        if step > self._measures - FEWEST:
+            self._steps.append(max(seconds - self._clock, 1e-6))
+        self._clock = seconds
+        if step == self._measures and step < self._last:
+            self._decide(step)
+
+    def due(self, step: int) -> bool:
+        if step == self._last or (self._interval and step >= self._base + self._interval):
+            return True
+        checkpoint = self._job.config.checkpoint
+        return any(every and step % every == 0 for every in (checkpoint.keep_every, checkpoint.export_every))
+
+    def _saved(self, step: int, blocked: float, wrote: float | None) -> None:
+        self._base = step
+        if step == self._last:
+            return
+        slowest = torch.tensor(blocked, dtype=torch.float64, device=self._job.mesh.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._job.mesh.world)
+        self._saves.append(slowest.item())
+        self._wrote = wrote if wrote is not None else self._wrote
+        self._decide(step)
+
+    def _decide(self, step: int) -> None:
+        """Settle on an interval, on all ranks. Without a measured step, the one from before stays."""
+        decision = None
+        if self._report is not None and self._steps:
+            decision = self._decision(self._report.path.parent)
+        self._interval = self._agreed(decision.steps if decision is not None else self._interval)
+        if decision is not None and self._report is not None:
+            self._tell(step, decision, self._report)
+
+    def _decision(self, run: Path) -> Decision:
+        guess_save, guess_write = self._guess
+        save = median(self._saves) if self._saves else guess_save
+        write = self._wrote if self._wrote is not None else guess_write
+        failures, rank_hours = 0, 0.0
+        with suppress(OSError):
+            failures, rank_hours = interruptions(read_events(run / "events.jsonl"), time.time())
+        ranks = self._job.mesh.layout.world_size
+        return decide(save, write, median(self._steps), ranks, failures, rank_hours)
+
+    def _agreed(self, interval: int) -> int:
+        """The interval of rank 0, on all ranks."""
+        told = torch.tensor(interval, dtype=torch.int64, device=self._job.mesh.device)
+        dist.broadcast(told, 0, group=self._job.mesh.world)
+        return int(told.item())
+
+    def _tell(self, step: int, decision: Decision, report: Report) -> None:
+        changed = abs(decision.steps - self._told) > TOLD * self._told
+        tell = report.event if changed else report.note
+        kept = {"steps": decision.steps, "save": decision.save, "write": decision.write}
+        more = {"step_seconds": decision.step_seconds, "failures": decision.failures, "hours": decision.rate.hours}
+        tell(step, "interval", str(decision), **kept, **more)
+        if changed:
+            self._told = decision.steps
+        path = report.path.with_name("interval.json")
+        if self._saves:  # what is assumed is not worth keeping
+            with Outlet(str(path), failures=(OSError, InputError)):
+                write_whole(path, json.dumps(kept) + "\n")
+
+    def _recall(self, path: Path) -> int:
+        """Take over what an earlier start has measured; its interval, or 0."""
+        try:
+            kept: Any = json.loads(path.read_bytes()[:4096])
+        except (OSError, ValueError, RecursionError):
+            return 0
+        steps = kept.get("steps") if isinstance(kept, Mapping) else None
+        if type(steps) is not int or not 0 < steps <= 10**12:
+            return 0
+        times = [kept.get(name) for name in ("save", "write")]
+        if not all(type(seconds) is float and isfinite(seconds) and 0 <= seconds < LONGEST for seconds in times):
+            return 0
+        self._saves.append(times[0])
+        self._wrote = times[1]
+        return steps

@@ -1,0 +1,121 @@
+"""How an attempt has ended, from what its ranks have written and what srun has said."""
+
+import pytest
+
+from megalite_launch.outcome import Failure, Outcome
+from megalite_launch.verdict import First, Seen, judge
+
+NODES = ("n1", "n2")
+KILLED = "srun: error: n2: task 3: Killed"
+TERMINATED = ["srun: launch/slurm: _step_signal: Terminating StepId=7.0", "srun: error: n1: tasks 0-1: Terminated"]
+
+
+def seen(code: int = 143, **more: object) -> Seen:
+    return Seen(NODES, 2, code, **more)  # type: ignore[arg-type]
+
+
+def failure(code: int, rank: int = 3, time: float = 1.0, text: str = "why") -> Failure:
+    return Failure(time, rank, f"n{1 + rank // 2}", code, 9, text)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "exit_code"),
+    [
+        (1, "crash", 1),
+        (2, "bad_input", 2),
+        (4, "unhealthy", 4),
+        (137, "killed", 5),
+        (-9, "killed", 5),
+        (77, "crash", 1),
+    ],
+)
+def test_the_rank_that_fails_first_says_why(code: int, cause: str, exit_code: int) -> None:
+    ended = judge(seen(failures=[failure(code)], said=["srun: error: n1: task 0: Killed"]))
+    assert (ended.cause, ended.code, ended.first) == (cause, exit_code, First(3, "n2", "why"))
+
+
+@pytest.mark.parametrize(("code", "cause"), [(0, "finished"), (3, "stopped")])
+def test_ranks_that_end_well_say_so(code: int, cause: str) -> None:
+    ended = judge(seen(outcome=Outcome(5.0, code, 9), failures=[failure(1, time=6.0)]))
+    assert (ended.cause, ended.code) == (cause, code)
+
+
+def test_ranks_that_stop_because_another_has_failed_do_not_count() -> None:
+    assert judge(seen(outcome=Outcome(5.0, 3, 9), failures=[failure(1)])).cause == "crash"
+    assert judge(seen(outcome=Outcome(5.0, 0, 9), failures=[failure(1)])).cause == "finished"
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "first"),
+    [
+        (KILLED, "killed", First(3, "n2", "Killed")),
+        (
+            "srun: error: n2: tasks 2-3: Segmentation fault (core dumped)",
+            "killed",
+            First(2, "n2", "Segmentation fault (core dumped)"),
+        ),
+        ("srun: error: Node failure on n2", "killed", First(None, "n2", "Node failure on n2")),
+        ("srun: error: n2: task 3: Exited with exit code 1", "crash", First(3, "n2", "Exited with exit code 1")),
+        ("srun: error: n2: task 3: Exited with exit code 2", "bad_input", First(3, "n2", "Exited with exit code 2")),
+    ],
+)
+def test_srun_speaks_for_ranks_that_could_not(line: str, cause: str, first: First) -> None:
+    ended = judge(seen(said=[line, *TERMINATED], failures=[failure(5, rank=0)]))
+    assert (ended.cause, ended.first) == (cause, first)
+    assert ended.strikes == ("n2" if cause in ("killed", "crash") else None)
+
+
+def test_ranks_that_srun_has_ended_are_no_cause() -> None:
+    ended = judge(seen(said=TERMINATED, failures=[failure(5, rank=0, text="lost a peer")]))
+    assert (ended.cause, ended.code, ended.first) == ("lost_contact", 5, First(0, None, "lost a peer"))
+    assert ended.strikes is None
+
+
+def test_who_misses_a_peer_is_no_cause() -> None:
+    said = ["srun: error: n1: task 0: Exited with exit code 5", *TERMINATED]
+    ended = judge(seen(said=said, failures=[failure(5, rank=0, text="rank 3 is gone")]))
+    assert (ended.cause, ended.strikes) == ("lost_contact", None)
+
+
+def test_the_node_whose_ranks_neither_tell_nor_end_is_suspected() -> None:
+    said = ["srun: error: n1: tasks 0-1: Exited with exit code 5"]
+    ended = judge(seen(-9, said=said, failures=[failure(5, rank=0, text="rank 2 gives no answer")], reaped="20 s"))
+    assert (ended.cause, ended.first) == ("lost_contact", First(None, "n2", "rank 2 gives no answer"))
+    both = judge(seen(-9, failures=[failure(5, rank=0)], reaped="20 s"))
+    assert both.strikes is None  # ranks of both nodes are missing
+    one = judge(seen(-9, failures=[failure(5, rank=rank) for rank in (0, 1, 2)], reaped="20 s"))
+    assert one.first == First(3, "n2", "why")
+
+
+def test_a_hang_is_told_from_a_lost_peer() -> None:
+    assert judge(seen(failures=[failure(5)], dumps=True)).cause == "hang"
+    assert judge(seen(-9, silent=True, reaped="3600 s")).cause == "hang"
+    assert judge(seen(-9, reaped="20 s")).cause == "killed"
+
+
+def test_the_time_limit_of_the_job() -> None:
+    ended = judge(seen(said=[KILLED], failures=[failure(5, rank=0)], out_of_time=True))
+    assert (ended.cause, ended.code) == ("timeout", 3)
+    assert judge(seen(outcome=Outcome(1.0, 3, 9), out_of_time=True)).cause == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (0, "finished"),
+        (1, "crash"),
+        (2, "bad_input"),
+        (3, "stopped"),
+        (4, "unhealthy"),
+        (5, "lost_contact"),
+        (143, "killed"),
+    ],
+)
+def test_without_any_words_the_exit_code_counts(code: int, cause: str) -> None:
+    assert judge(seen(code)).cause == cause
+
+
+@pytest.mark.parametrize(("text", "shown"), [("a\nb\n", "rank 3 on n2: b"), ("", "rank 3 on n2")])
+def test_the_first_failure_in_one_line(text: str, shown: str) -> None:
+    assert str(First(3, "n2", text)) == shown
+    assert str(First(None, None, "x")) == "x"

@@ -1,0 +1,52 @@
+"""Cluster files with measured figures."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.errors import InputError
+from megalite.planner.hardware import load_cluster
+from megalite.planner.measured import write_measured
+
+FIGURES = {
+    "nodes": 4,
+    "gpus": 8,
+    "precision": "bf16",
+    "matmul": 712.34e12,
+    "host": 54e9,
+    "node": 380e9,
+    "network": 47.5e9,
+}
+
+
+def test_measured_figures_replace_those_of_datasheets(tmp_path: Path) -> None:
+    write_measured("h100_sxm", tmp_path / "ours.yaml", FIGURES)
+    ours, theirs = load_cluster(str(tmp_path / "ours.yaml")), load_cluster("h100_sxm")
+    assert (ours.levels[-1].link.bandwidth, ours.network.bandwidth, ours.gpu.host) == (380e9, 47.5e9, 54e9)
+    assert ours.gpu.measured == {"bf16": 712.34e12, "fp8": theirs.gpu.measured["fp8"]}
+    assert (ours.gpu.peak, ours.price, ours.levels[-1].link.latency) == (
+        *(theirs.gpu.peak, theirs.price),
+        theirs.levels[-1].link.latency,
+    )
+    changed = {key for key, source in ours.sources.items() if "measured by megalite-preflight on 4 node(s)" in source}
+    assert changed == {"gpu.measured", "gpu.host", "node.gpus", "node.bandwidth", "network.bandwidth"}
+    assert ours.sources["gpu.measured"].endswith(theirs.sources["gpu.measured"])
+
+
+def test_what_was_not_measured_stays(tmp_path: Path) -> None:
+    write_measured("h200", tmp_path / "ours.yaml", FIGURES | {"host": None, "node": None, "network": None})
+    ours, theirs = load_cluster(str(tmp_path / "ours.yaml")), load_cluster("h200")
+    assert (ours.levels, ours.network, ours.gpu.host) == (theirs.levels, theirs.network, theirs.gpu.host)
+
+
+def test_a_node_keeps_its_islands(tmp_path: Path) -> None:
+    write_measured("h100_nvl", tmp_path / "ours.yaml", FIGURES | {"gpus": 3})
+    assert load_cluster(str(tmp_path / "ours.yaml")).levels[0] == load_cluster("h100_nvl").levels[0]
+
+
+@pytest.mark.parametrize("change", [{"matmul": 0}, {"network": -1.0}, {"host": "fast"}, {"node": float("nan")}])
+def test_a_figure_that_is_none_writes_no_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must be a number above 0"):
+        write_measured("h100_sxm", tmp_path / "ours.yaml", FIGURES | change)
+    assert list(tmp_path.iterdir()) == []

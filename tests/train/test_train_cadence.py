@@ -1,0 +1,142 @@
+"""When a run is saved with `checkpoint.interval: auto`: rank 0 decides from what was measured, and all do the same."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Ranks
+from toy_jobs import MODEL, config_of, make, one_rank, restorer, saver
+from toy_runs import Notebook, Notes
+from toy_runs import run as run_job
+
+from megalite.checkpoint.manifest import complete, step_of
+from megalite.checkpoint.progress import Progress
+from megalite.config.layout import Layout
+from megalite.config.schema import Checkpoint, Config
+from megalite.train import cadence
+from megalite.train.cadence import FEWEST, WARM_UP, Automatic, decide
+from megalite.train.loop import Batches, train
+from megalite_launch.events import append_event
+from megalite_launch.goodput.formulas import HOURS_BETWEEN_FAILURES, Costs, between_failures, daly
+
+FIRST = WARM_UP + FEWEST  # the step after which there is a first interval
+
+
+def automatic(steps: int, layout: Layout, **checkpoint: object) -> Config:
+    base = config_of(layout, replace(MODEL, layers=1))
+    chosen = Checkpoint(interval="auto", keep=0, **checkpoint)  # type: ignore[arg-type]
+    return replace(base, train=replace(base.train, steps=steps), checkpoint=chosen)
+
+
+@given(st.floats(1e-4, 60), st.floats(0, 600), st.floats(1e-3, 100), st.integers(1, 16_384))
+def test_an_interval_is_that_of_daly_in_whole_steps(save: float, write: float, step: float, ranks: int) -> None:
+    found = decide(save, write, step, ranks, 0, 0.0)
+    seconds = daly(Costs(between_failures(ranks), save, write))
+    assert found.steps >= 1
+    assert found.steps * step >= write
+    assert abs(found.steps * step - seconds) <= step
+    assert f"every {found.steps} steps" in str(found)
+
+
+def test_more_failures_shorten_the_interval() -> None:
+    calm = decide(1.0, 0.0, 1.0, 64, 0, 64 * 24)
+    failing = decide(1.0, 0.0, 1.0, 64, 50, 64 * 24)
+    assert calm.rate.hours == pytest.approx(HOURS_BETWEEN_FAILURES + 64 * 24)
+    assert failing.steps < calm.steps / 5
+
+
+def test_a_run_measures_before_it_saves_and_goes_on_from_that(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def decided(save: float, write: float, step: float, ranks: int, failures: int, hours: float) -> cadence.Decision:
+        steps.append(3 if not steps else 4)
+        found = decide(save, write, step, ranks, failures, hours)
+        assert (step > 0, save > 0, ranks, failures) == (True, True, 1, 1)
+        assert hours == pytest.approx(2.0, abs=0.01)
+        return replace(found, steps=steps[-1])
+
+    run = tmp_path / "run"
+    append_event(run / "events.jsonl", "attempt", "supervisor", "began", ranks=1)
+    append_event(run / "events.jsonl", "attempt_ended", "supervisor", "ended", cause="crash")
+    text = (run / "events.jsonl").read_text().splitlines()
+    first = json.loads(text[0])
+    (run / "events.jsonl").write_text(json.dumps(first | {"time": first["time"] - 7200}) + "\n" + text[1] + "\n")
+    with one_rank(), patch.object(cadence, "decide", decided):
+        notes, _, _ = run_job(automatic(19, Layout()), run)
+    assert [step_of(path) for path in complete(run)] == [9, 13, 17, 19]
+    assert len(steps) == 1 + 3  # after the first steps, and at every save but the last
+    kept = json.loads((run / "interval.json").read_text())
+    assert kept["steps"] == 4
+    assert [(step, name) for step, name, _ in notes.noted if name == "saving"] == [
+        (step, "saving") for step in (9, 13, 17, 19)
+    ]
+    assert all(0 < details["blocked"] < 60 for _, name, details in notes.noted if name == "saving")  # type: ignore[operator]
+    (told,) = {details["steps"] for _, details in notes.named("interval")} - {3}
+    assert told == 4
+
+    with (
+        one_rank(),
+        patch.object(Automatic, "_decision", lambda *_: None),
+    ):  # nothing measured anew: what was kept holds
+        run_job(automatic(25, Layout()), run)
+    assert [step_of(path) for path in complete(run)] == [9, 13, 17, 19, 23, 25]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"steps": true}', '{"steps": 5, "save": NaN, "write": 1.0}', '{"steps": 0}', "[" * 4000]
+)
+def test_what_was_kept_and_is_damaged_is_passed_over(text: str, tmp_path: Path) -> None:
+    (tmp_path / "interval.json").write_text(text)
+    notes = Notes()
+    notes.path = tmp_path / "metrics.jsonl"
+    with one_rank():
+        found = Automatic(make(automatic(6, Layout())), notes)  # type: ignore[arg-type]
+        assert not found.due(5)
+        assert found.due(6)
+
+
+def test_steps_that_are_kept_by_their_number_are_saved_too(tmp_path: Path) -> None:
+    with one_rank():
+        run_job(automatic(6, Layout(), keep_every=4), tmp_path)
+    assert [step_of(path) for path in complete(tmp_path)] == [4, 6]
+
+
+def _steps_saved(folder: str, config: Config) -> list[int]:
+    """On a rank of many, of which only the first one reports; the others run at other speeds."""
+    rank = dist.get_rank()
+    job = make(config)
+    notes = Notes() if rank == 0 else None
+    if notes is not None:
+        notes.path = Path(folder) / "metrics.jsonl"
+    reload = partial(restorer(job).newest, Path(folder) / "checkpoints", lambda _: None)
+    saved: list[int] = []
+
+    def jump(costs: Costs) -> float:
+        return 0.02 * (2 + rank + len(saved))  # every rank would choose another interval
+
+    with saver(job, Path(folder) / "checkpoints") as writer:
+        save = writer.save
+
+        def noted(progress: Progress) -> None:
+            saved.append(progress.step)
+            save(progress)
+
+        with patch.object(writer, "save", noted), patch.object(cadence, "daly", jump):
+            train(job, Batches(Notebook(job), None), Progress(), writer, reload, notes)  # type: ignore[arg-type]
+    return saved
+
+
+def test_all_ranks_save_the_same_steps(ranks: Ranks, tmp_path: Path) -> None:
+    config = automatic(24, Layout(dp_shard=8))
+    found = ranks.run(_steps_saved, str(tmp_path), config)
+    assert found == [found[0]] * 8
+    assert found[0][-1] == 24
+    assert len(found[0]) > 1
+    assert min(found[0]) > FIRST
+    assert [step_of(path) for path in complete(tmp_path / "checkpoints")] == found[0]

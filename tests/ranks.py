@@ -88,14 +88,15 @@ class Ranks:
 def _share_groups() -> None:
     """Make a process group once for every set of ranks, whatever it is for: gloo holds its threads for good.
 
-    A few dozen sets make up the meshes of all layouts, which would otherwise have hundreds of groups. That of
-    checkpoints is apart: its collectives run in a thread beside others.
+    A few dozen sets make up the meshes of all layouts, which would otherwise have hundreds of groups. Those of
+    checkpoints are apart: their collectives run in threads beside others.
     """
     make: Callable[..., Any] = distributed_c10d.new_group
     made: dict[Any, Any] = {}
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
-        key = None if ranks is None else tuple(ranks), options.get("group_desc") == "checkpoints"
+        purpose = options.get("group_desc") or ""
+        key = None if ranks is None else tuple(ranks), purpose if "checkpoints" in purpose else ""
         if key not in made:
             made[key] = make(ranks, *args, **options)
         return made[key]

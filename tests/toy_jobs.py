@@ -13,8 +13,9 @@ from torch import Tensor
 from megalite.checkpoint.files import Writer
 from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.outcomes import Failed, Saved
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saved, Saver
+from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train

@@ -4,7 +4,7 @@ written, and on the disk when they are closed.
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megalite.checkpoint.archive import Archive
-from megalite.checkpoint.disk import File, opened
+from megalite.checkpoint.disk import BLOCK, DamagedError, File, opened
 from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.manifest import INDEX
 
@@ -133,3 +133,29 @@ class Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the name that the folder has while it is written
+
+
+def copy(
+    name: str, file: File, source: Path, target: Path, beside: ThreadPoolExecutor, advanced: Callable[[], None]
+) -> None:
+    """Copy a file from one folder to another, where it is on the disk then.
+
+    Raises DamagedError if it does not have the size and hash of `file` in `source`, and OSError if it cannot be
+    written. A thread of `beside` flushes; advanced: called as bytes reach the system.
+    """
+    with opened(source, name) as descriptor, (target / name).open("xb") as out:
+        hashed = HashedFile(cast(BinaryIO, out), beside, advanced)
+        block = memoryview(bytearray(BLOCK))
+        while count := os.readv(descriptor, [block]):
+            hashed.write(block[:count])
+        if hashed.finish() != file:
+            raise DamagedError(source, f"{name} does not have the hash it was written with")
+
+
+def write_bytes(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write small files, which are then on the disk."""
+    for name, content in files.items():
+        with (folder / name).open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,6 +1,6 @@
 """All ranks of a job as a process group on the host, which nothing else uses: for what they must agree on.
 
-Its collectives may run in a thread beside training without disturbing those of training.
+Its collectives may run in a thread beside training without disturbing those of training. Two threads need two groups.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class ElsewhereError(RuntimeError):
 class HostGroup:
     """All ranks of the job. It is made on all of them at once, and its methods are collective."""
 
-    def __init__(self) -> None:
-        self.group = dist.new_group(timeout=WRITING, backend="gloo", group_desc="checkpoints")
+    def __init__(self, purpose: str = "checkpoints") -> None:
+        self.group = dist.new_group(timeout=WRITING, backend="gloo", group_desc=purpose)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     @property
@@ -37,11 +37,17 @@ class HostGroup:
         dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
-    def tell(self, value: T) -> T:
-        """The first rank's value, on every rank."""
+    def tell(self, value: T, source: int = 0) -> T:
+        """The value of the rank `source`, on every rank."""
         told = [value]
-        dist.broadcast_object_list(told, src=0, group=self.group)
+        dist.broadcast_object_list(told, src=source, group=self.group)
         return told[0]
+
+    def share(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        found = self.tell(self.gather(value))
+        assert found is not None, "the first rank has gathered"
+        return found
 
     def scatter(self, values: list[T] | None) -> T:
         """This rank's one of `values`, which the first rank has."""

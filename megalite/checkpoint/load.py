@@ -15,9 +15,11 @@ from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader, reader_of
+from megalite.checkpoint.rescue import Rescue
 from megalite.checkpoint.retain import check_own, damaged, set_aside
 from megalite.checkpoint.sources import newest, open_weights, resolved
 from megalite.checkpoint.state import State, empty_progress, progress_from
+from megalite.checkpoint.tier import Tier
 from megalite.checkpoint.wanted import FLOATS, differences
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
@@ -30,7 +32,8 @@ class Restorer:
     """Fills `state` from checkpoints. Its methods are collective.
 
     data: the sources that the run reads. advanced: called as reading proceeds. check_owner: called on the first rank
-    before a checkpoint is set aside; does not return if the folder has become another job's.
+    before a checkpoint is set aside; does not return if the folder has become another job's. tier: has the run's local
+    checkpoints.
     """
 
     def __init__(
@@ -41,20 +44,23 @@ class Restorer:
         group: HostGroup,
         advanced: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
+        tier: Tier | None = None,
     ) -> None:
         self.state, self.config, self.data = state, config, data
-        self._group, self._advanced, self._check_owner = group, advanced, check_owner
+        self._group, self._advanced, self._check_owner, self._tier = group, advanced, check_owner, tier
 
     def newest(self, folder: Path, warn: Say, before: int | None = None) -> Progress | None:
         """Continue from the newest intact checkpoint in `folder`. Returns its progress, or None if there never was one.
 
-        Damaged checkpoints are set aside; `warn` is told of them on the first rank. Raises InputError if only damaged
-        ones are left, and for a checkpoint of another model or other data.
+        One that is newer, and whole on the nodes of the job together, is copied to `folder` first. Damaged checkpoints
+        are set aside; `warn` is told of them on the first rank. Raises InputError if only damaged ones are left, and
+        for a checkpoint of another model or other data.
 
         before: continue from one of an earlier step than this. The others are set aside, unless there is no such
         checkpoint: then they stay, and None is returned.
         """
         passed_over: set[Path] = set()  # known on the first rank
+        rescue = Rescue(self._tier, warn) if self._tier is not None else None
 
         def pass_over(error: DamagedError) -> None:
             self._check_owner()
@@ -65,15 +71,22 @@ class Restorer:
                 if before is not None and step_of(path) >= before:
                     pass_over(DamagedError(path, "training that continued from it failed again"))
 
-        while path := self._group.once(lambda: _newest(folder, passed_over, pass_over, before)):
+        def next_path() -> Path | None:
+            if rescue is not None:
+                rescue.newest(before)
+            return self._group.once(lambda: _newest(folder, passed_over, pass_over, before))
+
+        progress = None
+        while progress is None and (path := next_path()):
             try:
                 progress = self.all(path)
             except DamagedError as error:  # the same on all ranks
                 self._group.once(partial(pass_over, error))
             else:
                 self._group.once(pass_over_later)
-                return progress
-        return None
+        if self._tier is not None:
+            self._tier.begin()
+        return progress
 
     def all(self, path: Path) -> Progress:
         """Continue from the checkpoint `path`. Raises DamagedError, and InputError if it is of another run."""

@@ -1,11 +1,8 @@
 """Saving: the state is staged to the host, written in the background, and published by one rename when on the disk."""
 
-import os
-import shutil
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,44 +22,25 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from megalite.checkpoint.disk import File, synchronize, total_bytes, write_durably
-from megalite.checkpoint.export import export, export_of, is_due
-from megalite.checkpoint.files import Writer
+from megalite.checkpoint.disk import File
+from megalite.checkpoint.export import is_due
+from megalite.checkpoint.files import METADATA, Writer
 from megalite.checkpoint.finite import PoisonedError, refuse_poisoned
 from megalite.checkpoint.host_group import ElsewhereError, HostGroup
 from megalite.checkpoint.index import Index, merged
-from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source
+from megalite.checkpoint.manifest import INDEX, Manifest, Source
+from megalite.checkpoint.outcomes import Failed, FailedLocally, Outcome, Saved
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.retain import new_partial, retain, sweep
+from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.state import State, progress_tensors, use_device
+from megalite.checkpoint.tier import Tier, Written
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Unhealthy
-from megalite.config.files import exists
 from megalite.config.schema import Config
 from megalite.parallel.host_memory import HostMemory
 
 VERSIONS = ("megalite", "torch")
 MEND = "when that is mended, the same command continues from the newest"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is complete, and durable if there are no problems."""
-
-    step: int
-    path: Path
-    bytes: int
-    seconds: float  # from the end of staging
-    problems: tuple[str, ...]  # of flushing its name and of deleting others; each is told once
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A checkpoint that could not be written; nothing is left of it."""
-
-    step: int
-    error: str
-    poisoned: bool = False  # what was to be saved is not finite: nobody could go on from that
 
 
 @dataclass
@@ -74,6 +52,17 @@ class Plan:
     metadata: Metadata | None  # on the first rank
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What the writer's thread has brought to an end."""
+
+    own: list[Outcome]
+    copies: list[Saved | Failed] = field(default_factory=list)  # of local checkpoints; they were told already
+
+
+Part = tuple[list[WriteResult], Index, dict[str, File]]  # what a rank has written
+
+
 class Planner(DefaultSavePlanner):
     """Plans with DTensors, and writes the tensors that are staged for them."""
 
@@ -81,6 +70,12 @@ class Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.staged[index.fqn].contiguous()  # the index tells of whole rows
+
+
+def _bytes_of(plan: SavePlan) -> int:
+    """The bytes of the tensors that a rank writes."""
+    found = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in found)
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -94,7 +89,7 @@ class Saver:
     It is a context manager: a save that is under way when it ends is durable afterwards, unless the job is failing.
     data: the sources that `Progress.samples` counts in. advanced: called as a write proceeds, from its thread.
     check_owner: called in that thread on the first rank, before anything in `folder` is renamed or deleted; does not
-    return if the folder has become another job's.
+    return if the folder has become another job's. tier: for local checkpoints.
     """
 
     def __init__(
@@ -106,20 +101,23 @@ class Saver:
         group: HostGroup,
         advanced: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
+        tier: Tier | None = None,
     ) -> None:
         self.state, self.config, self.data, self.folder = state, config, data, folder
-        self._group, self._advanced, self._check_owner = group, advanced, check_owner
+        self._group, self._advanced, self._tier = group, advanced, tier
+        self._publisher = tier.publisher if tier else Publisher(folder, config, advanced, check_owner)
         self._plan: Plan | None = None
         self._memory = HostMemory()
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
         self.wrote: float | None = None  # seconds that the latest complete checkpoint took to write
-        self._pending: Future[Saved | Failed] | None = None
-        self._ended: list[Saved | Failed] = []
+        self._pending: Future[Ended] | None = None
+        self._ended: list[Outcome] = []
         self._failed: list[Failed] = []  # in a row, up to the latest
-        self._told: set[str] = set()  # problems that were told
         self._rehearse()
+        if tier is not None:
+            self._begin(tier)
 
     def __enter__(self) -> "Saver":
         return self
@@ -127,9 +125,21 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None or issubclass(kind, Unhealthy):  # the other ranks are well and wait for theirs too
             self.wait()
+            if kind is None:
+                self._copy_rest()
         self._writer.shutdown(wait=False)
         self._beside.shutdown(wait=False)
+        if self._tier is not None:
+            self._tier.close()
         self._memory.close()
+
+    def _begin(self, tier: Tier) -> None:
+        """Begin with local checkpoints, once the state is loaded from which the run goes on."""
+        if not tier.begun:
+            tier.begin()
+        if tier.on:
+            self._plan = self._make_plan(self.state.tensors())
+            tier.check_room(_bytes_of(self._plan.mine), self.state.device.type == "cuda")
 
     def _rehearse(self) -> None:
         """Raises InputError if a checkpoint could not hold this configuration, or not be read again."""
@@ -141,14 +151,20 @@ class Saver:
         except (ValueError, TypeError, RuntimeError) as error:
             raise InputError(f"a checkpoint could not hold this configuration: {error}") from error
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, shared: bool = True) -> None:
         """Stage the state, and write it: in the background, or at once without `checkpoint.async`.
 
-        Waits for the save before. Raises Unhealthy if more than `checkpoint.max_failures` saves in a row have failed,
-        or if weights or moments are not finite. Those on a GPU are checked first, which takes a moment. Those in host
-        memory are checked when they are about to be written, so that training does not wait; then `settle` raises.
+        shared: to the shared folder; where there are local checkpoints, to the nodes first. Else to the nodes alone.
+
+        Waits until the save before is written; its copy to the shared folder may go on. Raises Unhealthy if more than
+        `checkpoint.max_failures` saves in a row have failed, or if weights or moments are not finite. Those on a GPU
+        are checked first, which takes a moment. Those in host memory are checked when they are about to be written, so
+        that training does not wait; then `settle` raises.
         """
-        self.settle()
+        if not shared and (self._tier is None or not self._tier.on):
+            return
+        self._wait_for_writer()
+        self._refuse_poisoned()
         if len(self._failed) > self.config.checkpoint.max_failures:
             failures, error = len(self._failed), self._failed[-1].error
             raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}; {MEND}")
@@ -166,41 +182,70 @@ class Saver:
         rate = self.state.optimizer.param_groups[0]["lr"]
         extra = progress_tensors(progress, float(rate), self.config.run.seed)
         unseen = tensors.keys() - on_gpu.keys()
-        self._pending = self._writer.submit(self._write, plan, progress, extra, unseen)
+        self._pending = self._writer.submit(self._write, plan, progress, extra, unseen, shared)
         if not self.config.checkpoint.async_:
             self.settle()
 
-    def news(self) -> list[Saved | Failed]:
-        """The saves that have ended since this was last asked."""
+    def news(self) -> list[Outcome]:
+        """What has ended since this was last asked."""
         if self._pending is not None and self._pending.done():
-            self.wait()
+            self._wait_for_writer()
         ended, self._ended = self._ended, []
-        return ended
+        return ended + (list(self._tier.news()) if self._tier is not None else [])
 
     def finish(self) -> None:
-        """Wait until the save that is under way is durable. Raises Unhealthy if the latest save has failed."""
+        """Wait until the latest save is durable in the shared folder. Raises Unhealthy if it has failed.
+
+        Nothing of the run is left on the nodes then.
+        """
         self.settle()
+        self._copy_rest()
         if self._failed:
             raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}; {MEND}")
+        if self._tier is not None:
+            self._tier.forget()
 
     def settle(self) -> None:
         """Wait until no save is under way. Raises Unhealthy if what was to be saved is not finite."""
         self.wait()
-        if self._failed and (latest := self._failed[-1]).poisoned:
-            raise Unhealthy(f"step {latest.step}: {latest.error}; it is not saved")
+        self._refuse_poisoned()
+
+    def _refuse_poisoned(self) -> None:
+        for failed in self._failed:
+            if failed.poisoned:
+                raise Unhealthy(f"step {failed.step}: {failed.error}; it is not saved")
 
     def wait(self) -> None:
-        """Wait until no save is under way, whatever its outcome."""
-        if self._pending is not None:
-            outcome = self._pending.result()
-            self._pending = None
-            self._note(outcome)
+        """Wait until no save is under way, nor a copy to the shared folder, whatever its outcome."""
+        self._wait_for_writer()
+        if self._tier is not None:
+            self._count(self._tier.wait())
 
-    def _note(self, outcome: Saved | Failed) -> None:
+    def _wait_for_writer(self) -> None:
+        if self._pending is not None:
+            ended = self._pending.result()
+            self._pending = None
+            self._ended += ended.own
+            self._count([*ended.copies, *ended.own])
+
+    def _copy_rest(self) -> None:
+        """Copy the latest local checkpoint to the shared folder, if that is still due, and wait for it."""
+        if self._tier is not None:
+            self._count(self._tier.copy_if_due())
+            self._count(self._tier.wait())
+
+    def _note(self, outcome: Failed) -> None:
         self._ended.append(outcome)
-        if isinstance(outcome, Saved):
-            self.wrote = outcome.seconds
-        self._failed = [*self._failed, outcome] if isinstance(outcome, Failed) else []
+        self._count([outcome])
+
+    def _count(self, outcomes: Sequence[Outcome]) -> None:
+        """Count the failures in a row of shared checkpoints. All ranks count the same at the same time."""
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                self._failed.append(outcome)
+            elif isinstance(outcome, Saved):
+                self._failed = [failed for failed in self._failed if failed.poisoned]
+                self.wrote = outcome.seconds
 
     def _make_plan(self, tensors: dict[str, Tensor]) -> Plan:
         group, planner = self._group, Planner(flatten_state_dict=False)
@@ -225,38 +270,82 @@ class Saver:
             torch.cuda.current_stream(self.state.device).synchronize()
         return self._staged
 
-    def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str]) -> Saved | Failed:
-        """Write a checkpoint, in the writer's thread on all ranks; the outcome. unseen: still to check for NaN."""
-        began = monotonic()
-        final = self.folder / f"step-{progress.step:08d}"
+    def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], shared: bool) -> Ended:
+        """Write a checkpoint, in the writer's thread on all ranks; what has ended. unseen: still to check for NaN.
+
+        shared: whether it is to be in the shared folder too, if it is written to the nodes first.
+        """
+        began, tier = monotonic(), self._tier
+        if tier is None or not tier.on:
+            return Ended([self._write_shared(plan, progress, extra, unseen, began)])
+        tier.due |= shared
+
+        def write(folder: Path) -> Written:
+            return self._write_to_nodes(folder, plan, progress, extra, unseen)
+
+        try:
+            saved = tier.save(progress.step, write, began)
+        except PoisonedError as error:
+            return Ended([Failed(progress.step, str(error), poisoned=True)])
+        except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
+            failed = FailedLocally(progress.step, str(error))
+            if not tier.due:
+                return Ended([failed])
+            tier.due = False
+            copies = tier.wait()  # only one can write to the shared folder at a time
+            return Ended([failed, self._write_shared(plan, progress, extra, unseen, began)], copies)
+        return Ended([saved], tier.copy_if_due(at_once=shared and self._lasts(progress.step)))
+
+    def _lasts(self, step: int) -> bool:
+        """Whether the checkpoint of this very step is wanted, not only a new one."""
+        every = self.config.checkpoint.keep_every
+        return (every > 0 and step % every == 0) or is_due(self.config.checkpoint, step, self.config.train.steps)
+
+    def _write_shared(
+        self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], began: float
+    ) -> Saved | Failed:
+        """Write a checkpoint to the shared folder. began: when staging had ended."""
+        publisher = self._publisher
+        final = publisher.path_of(progress.step)
         partial: Path | None = None
         try:
-            partial = self._group.once(lambda: self._make_way(final))
+            partial = self._group.once(lambda: publisher.make_way(final))
             writer = self._files(partial)
-            results, index = self._group.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
-            written = self._group.gather((results, index, writer.written))
-            size, problems = self._group.once(lambda: self._publish(writer, plan, progress, written or [], final))
+            written = self._write_parts(writer, plan, extra, unseen)
+
+            def publish() -> tuple[int, tuple[str, ...]]:
+                return publisher.publish(Path(writer.path), final, self._finish(writer, plan, progress, written))
+
+            size, problems = self._group.once(publish)
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
             if self._group.leads and partial is not None:
-                with suppress(OSError):  # the next save tries again
-                    self._check_owner()
-                    shutil.rmtree(partial)
+                publisher.discard(partial)
             poisoned = isinstance(error, PoisonedError)
             return Failed(progress.step, str(error) if poisoned else f"{final}: {error}", poisoned)
         return Saved(progress.step, final, size, monotonic() - began, problems)
 
+    def _write_to_nodes(
+        self, folder: Path, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str]
+    ) -> Written:
+        """Write a checkpoint's files into `folder`, which is another one on every node."""
+        writer = self._files(folder)
+        written = self._write_parts(writer, plan, extra, unseen)
+
+        def finish() -> Written:
+            names = [tuple(found) for *_, found in written]
+            manifest = self._finish(writer, plan, progress, written)
+            small = {name: (folder / name).read_bytes() for name in (INDEX, METADATA)}
+            return Written(manifest, small, names)
+
+        return self._group.once(finish)
+
     def _files(self, folder: Path) -> Writer:
         return Writer(folder, self._beside, self._advanced)
 
-    def _make_way(self, final: Path) -> Path:
-        """Make room for a checkpoint. Returns the new folder in which it is to be written."""
-        self._check_owner()
-        if os.path.lexists(final):
-            raise FileExistsError(f"{final} is there already")
-        sweep(self.folder)  # what cannot be deleted is told when the checkpoint is published
-        partial = new_partial(final)
-        synchronize(self.folder.parent)
-        return partial
+    def _write_parts(self, writer: Writer, plan: Plan, extra: dict[str, Tensor], unseen: Set[str]) -> list[Part]:
+        """Write the parts of all ranks. Returns on the first rank what each has written."""
+        results, index = self._group.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
+        return self._group.gather((results, index, writer.written)) or []
 
     def _write_mine(
         self, writer: Writer, plan: Plan, extra: dict[str, Tensor], unseen: Set[str]
@@ -270,17 +359,9 @@ class Saver:
             mine = SavePlan([*mine.items, *plans[0].items], mine.storage_data)
         return writer.write(mine, plan.planner)
 
-    def _publish(
-        self,
-        writer: Writer,
-        plan: Plan,
-        progress: Progress,
-        written: list[tuple[list[WriteResult], Index, dict[str, File]]],
-        final: Path,
-    ) -> tuple[int, tuple[str, ...]]:
-        """Publish a checkpoint, on the first rank, when all have written. Returns its bytes and later failures."""
+    def _finish(self, writer: Writer, plan: Plan, progress: Progress, written: list[Part]) -> Manifest:
+        """Write the indexes of a checkpoint, on the first rank, when all have written. Returns its manifest."""
         assert plan.metadata is not None
-        partial = Path(writer.path)
         writer.finish(plan.metadata, [results for results, _, _ in written])
         writer.write_index(merged(index for _, index, _ in written))
         files = {
@@ -288,53 +369,14 @@ class Saver:
             for found in [*(found for *_, found in written), writer.written]
             for name, file in sorted(found.items())
         }
-        for name, file in files.items():
-            if not (partial / name).is_file() or (partial / name).stat().st_size != file.bytes:
-                raise OSError(f"{partial / name} is not whole here; do all nodes share this file system?")
-        write_durably(partial / MANIFEST, self._manifest(progress, files).render())
-        synchronize(partial)
-        self._check_owner()
-        partial.rename(final)
-        problems = [problem for problem in self._after_publishing(final, progress.step) if problem not in self._told]
-        self._told.update(problems)
-        return total_bytes(files.values()), tuple(problems)
-
-    def _after_publishing(self, final: Path, step: int) -> list[str]:
-        """Flush the name of a checkpoint, which is complete by now, export it, and delete older ones.
-
-        Returns what has failed.
-        """
-        try:
-            synchronize(self.folder)
-        except OSError as error:
-            return [f"{final} may not survive a crash of this machine, so nothing older is deleted: {error}"]
-        problems = self._export(final, step)
-        try:
-            self._check_owner()
-            checkpoint = self.config.checkpoint
-            return problems + retain(self.folder, step, checkpoint.keep, checkpoint.keep_every)
-        except (OSError, InputError) as error:
-            return [*problems, f"{self.folder}: old checkpoints cannot be deleted: {error}"]
+        return self._manifest(progress, files)
 
     def export_missing(self, step: int) -> tuple[str, ...]:
         """Export the checkpoint of `step`, from which the run goes on, if that is due and not done.
 
         Collective. Returns what has failed.
         """
-        final = self.folder / f"step-{step:08d}"
-        missing = self._group.once(lambda: exists(final) and not exists(export_of(final)))
-        return tuple(self._group.once(lambda: self._export(final, step))) if missing else ()
-
-    def _export(self, final: Path, step: int) -> list[str]:
-        """Export the checkpoint `final` if that is due. Returns what has failed."""
-        if not is_due(self.config.checkpoint, step, self.config.train.steps):
-            return []
-        try:
-            self._check_owner()
-            export(final, self.config, self._advanced)
-        except (OSError, InputError) as error:
-            return [f"{final} cannot be exported: {error}; megalite-convert can do it later"]
-        return []
+        return tuple(self._group.once(lambda: self._publisher.export_missing(step)))
 
     def _manifest(self, progress: Progress, files: dict[str, File]) -> Manifest:
         return Manifest(

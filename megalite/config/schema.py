@@ -260,6 +260,15 @@ class Data:
 
 
 @dataclass
+class LocalCheckpoint:
+    path: str = "/dev/shm"  # a folder that every node has for itself: of its memory, or of a disk of its own
+    interval: int = 10  # steps between local checkpoints
+    replicas: int = (
+        1  # 1: the next node keeps a copy of a node's parts, so that a lost node costs nothing; 0: none does
+    )
+
+
+@dataclass
 class Checkpoint:
     interval: int | Literal["auto"] = 0  # steps between checkpoints; 0: only at the end; auto: what loses least time
     keep: int = 2  # newest checkpoints to keep; 0: all
@@ -271,6 +280,7 @@ class Checkpoint:
     export: Literal["hf"] | None = None  # hf: write RUN/export/step-…, which transformers and vLLM read, at the end
     export_every: int = 0  # and at every n-th step, a multiple of a fixed interval; 0: only at the end
     verify: bool = True  # compare every file with its hash when loading; sizes always are
+    local: LocalCheckpoint | None = None  # null, or save on every node first, and copy to the run folder from there
 
 
 @dataclass

@@ -1,14 +1,15 @@
 """The training loop: the order of what happens in a run."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 
+from megalite.checkpoint.outcomes import Failed, FailedLocally, LocalOff, Saved, SavedLocally
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saver
+from megalite.checkpoint.save import Saver
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.exit_codes import ExitCode
@@ -97,8 +98,9 @@ def _train(
             _tell_stragglers(report, step, stragglers.stepped(meter.latest_wait))
 
         logs, evaluates = (due(step, section.interval, last) for section in (config.log, config.eval))
-        saves = cadence.due(step)
-        for judged in guard.judge(at_once=logs or evaluates or saves):
+        local = config.checkpoint.local
+        saves, saves_locally = cadence.due(step), local is not None and due(step, local.interval, last)
+        for judged in guard.judge(at_once=logs or evaluates or saves or saves_locally):
             _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
             if judged.verdict == "bad":
@@ -120,11 +122,13 @@ def _train(
         if evaluates:
             with meter.paused():
                 guard.stopped_by = guard.stopped_by or _validate(job, batches, step, report)
-        if saves or guard.stopped_by:
+        saves = saves or bool(guard.stopped_by)
+        if saves or saves_locally:
             with meter.paused():
                 job.activity("saving")
-                with _telling_saves(report, saver, step), cadence.saving(step, saver):
-                    saver.save(guard.progress)
+                measured = cadence.saving(step, saver) if saves else nullcontext()
+                with _telling_saves(report, saver, step), measured:
+                    saver.save(guard.progress, shared=saves)
         if guard.stopped_by:
             break
         job.activity("reading a batch")
@@ -218,15 +222,26 @@ def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
     if report is None:
         return
     for news in saver.news():
-        if isinstance(news, Failed):
-            text = f"the checkpoint of step {news.step} could not be written: {news.error}"
-            report.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
-        else:
-            text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
-            size = {"bytes": news.bytes, "seconds": news.seconds}
-            report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
-            for problem in news.problems:
-                report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
+        match news:
+            case Failed():
+                text = f"the checkpoint of step {news.step} could not be written: {news.error}"
+                report.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
+            case FailedLocally():
+                text = f"the local checkpoint of step {news.step} could not be written: {news.error}"
+                report.event(step, "save_local_failed", text, checkpoint=news.step, error=news.error)
+            case LocalOff():
+                report.event(step, "local_off", news.error, error=news.error)
+            case SavedLocally():
+                copies = f", and {news.replicas} copy on another node" if news.replicas else ""
+                text = f"saved locally: step {news.step}, {scaled(news.bytes, 'B')}{copies} in {news.seconds:.1f} s"
+                size = {"bytes": news.bytes, "seconds": news.seconds, "replicas": news.replicas}
+                report.event(step, "saved_local", text, checkpoint=news.step, path=str(news.path), **size)
+            case Saved():
+                text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
+                size = {"bytes": news.bytes, "seconds": news.seconds}
+                report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
+                for problem in news.problems:
+                    report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
 
 
 def _tell_stop(report: Report | None, guard: Guard, start: Progress) -> None:

@@ -21,7 +21,8 @@ from megalite.train.wandb_run import WandbRun
 from megalite_launch.events import append_event
 from megalite_launch.layout import RunFolder
 
-WARNINGS = ("bad_step", "spike", "grad_norm_jump", "rollback", "save_failed", "save_problem", "straggler")  # events
+TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
+WARNINGS = (*TROUBLE, "save_failed", "save_problem", "save_local_failed", "local_off", "straggler")  # events
 SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
 
 

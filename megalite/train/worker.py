@@ -19,6 +19,7 @@ from megalite.checkpoint.load import Restorer
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
+from megalite.checkpoint.tier import Tier
 from megalite.config.convert import same_everywhere
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Source
@@ -118,13 +119,15 @@ def _train(
     log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
     data, state = as_remembered(config.data.train, batches.train.samples), State(job.stages, job.optimizer)
-    restorer = Restorer(state, config, data, group, job.activity.tick, check_owner)
+    local = config.checkpoint.local
+    tier = Tier(config, folder.checkpoints, group, job.activity.tick, check_owner) if local is not None else None
+    restorer = Restorer(state, config, data, group, job.activity.tick, check_owner, tier)
     reload = partial(restorer.newest, folder.checkpoints, warn)
     progress = begin(config, restorer, reload)
     requests = Requests()
     activity.asked = requests.received
     requests.listen()
-    with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner) as saver:
+    with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner, tier) as saver:
         devices = gather_devices(mesh)
         nodes = gather_nodes(mesh)
         activity("exporting")

@@ -19,7 +19,7 @@ from megalite.checkpoint import finite
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.finite import not_finite
 from megalite.checkpoint.manifest import complete, step_of
-from megalite.checkpoint.save import Failed
+from megalite.checkpoint.outcomes import Failed
 from megalite.config.errors import InputError, Unhealthy
 from megalite.config.layout import Layout
 from megalite.config.schema import Config

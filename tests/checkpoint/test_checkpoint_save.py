@@ -17,8 +17,8 @@ from toy_jobs import advance, config_of, make, one_rank, parts, progress_at, res
 
 from megalite.checkpoint.files import Writer
 from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
+from megalite.checkpoint.outcomes import Outcome, Saved
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saved
 from megalite.checkpoint.state import use_device
 from megalite.config.convert import from_plain
 from megalite.config.errors import Unhealthy
@@ -34,7 +34,7 @@ def job() -> Iterator[Job]:
         yield make(config_of(Layout()))
 
 
-def saved(news: list[Saved | Failed]) -> list[int]:
+def saved(news: list[Outcome]) -> list[int]:
     """The steps of what was saved, all of it."""
     assert all(isinstance(item, Saved) for item in news), news
     return [item.step for item in news]

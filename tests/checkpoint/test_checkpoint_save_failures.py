@@ -17,8 +17,9 @@ from toy_jobs import config_of, fail_on_one_rank, make, one_rank, progress_at, r
 
 from megalite.checkpoint.disk import check_hashes
 from megalite.checkpoint.manifest import MANIFEST, check_sizes, complete
+from megalite.checkpoint.outcomes import Failed, Outcome, Saved
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saved, Saver
+from megalite.checkpoint.save import Saver
 from megalite.config.errors import Unhealthy
 from megalite.config.layout import Layout
 from megalite.train.build import Job
@@ -30,7 +31,7 @@ def job() -> Iterator[Job]:
         yield make(config_of(Layout()))
 
 
-def failed(news: list[Saved | Failed]) -> list[int]:
+def failed(news: list[Outcome]) -> list[int]:
     assert all(isinstance(item, Failed) for item in news), news
     return [item.step for item in news]
 
@@ -74,7 +75,7 @@ def test_who_has_lost_the_folder_deletes_nothing(job: Job, tmp_path: Path, monke
         raise LostError
 
     def fail(self: Saver, *_: object) -> None:
-        monkeypatch.setattr(self, "_check_owner", lost)
+        monkeypatch.setattr(self._publisher, "check_owner", lost)
         raise OSError("stale file handle")
 
     monkeypatch.setattr(Saver, "_write_mine", fail)
@@ -276,7 +277,7 @@ def test_an_owner_that_cannot_be_told_ends_no_run(job: Job, tmp_path: Path, monk
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     def fail(self: Saver, *_: object) -> None:
-        monkeypatch.setattr(self, "_check_owner", unknown)
+        monkeypatch.setattr(self._publisher, "check_owner", unknown)
         raise OSError("stale file handle")
 
     monkeypatch.setattr(Saver, "_write_mine", fail)

@@ -11,7 +11,13 @@ from megalite.config.validate import validate
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "configs" / "cluster"  # which are no configurations; tests/planner reads them
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml") if path.parent != CLUSTERS)
-OPTIONAL = {"model.rope_scaling", "batch.rampup", "batch.curriculum", "kernels"}  # sections that are none by default
+OPTIONAL = {  # sections that are none by default
+    "model.rope_scaling",
+    "batch.rampup",
+    "batch.curriculum",
+    "kernels",
+    "checkpoint.local",
+}
 ROWS = re.findall(r"^\| `([^`]+)` \| .+? \| `([^`]*)` \| .+ \|$", (ROOT / "docs/configuration.md").read_text(), re.M)
 
 

@@ -56,6 +56,15 @@ def test_the_defaults_are_valid() -> None:
             "model.heads = 4: model.width / model.heads = 33 must be even, since RoPE turns pairs; "
             "set model.head_width, or change the number of heads",
         ),
+        (
+            ["checkpoint.local.path=scratch"],
+            'checkpoint.local.path = "scratch": must be an absolute path of printable characters, as every node looks '
+            "for it by itself; use /dev/shm, or a folder on a disk of each node",
+        ),
+        (
+            ["checkpoint.local.replicas=2"],
+            "checkpoint.local.replicas = 2: must be at most 1: with one, any node may be lost",
+        ),
         (["model.head_width=7"], "model.head_width = 7: must be even, since RoPE turns pairs; use 6 or 8"),
         (
             ["model.rope_scaling.low_frequency_factor=4"],

@@ -224,7 +224,7 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         parameter_norm(*given)
         return SimpleNamespace(item=lambda: 1.0)  # a fake tensor has no value
 
-    def save(progress: Progress) -> None:
+    def save(progress: Progress, shared: bool) -> None:
         events.append(f"save {progress.step}")
 
     saver: Any = SimpleNamespace(save=save, settle=lambda: None, news=list, finish=lambda: None, wrote=None)

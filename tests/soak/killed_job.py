@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from spied_train import NOTES
+from spied_train import NODES, NOTES
 from violation import Violation
 
 LOOK = 0.0002  # seconds between two looks for the moment to kill at
@@ -36,6 +36,7 @@ class Job:
         self._mark = f"{NOTES}={notes}".encode()
         environment = dict(os.environ) | {
             NOTES: str(notes),
+            NODES: str(work / "nodes"),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(work),  # what a killed launcher cannot remove goes with the rest

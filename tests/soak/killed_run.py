@@ -14,6 +14,7 @@ from statistics import median
 
 import whole_checkpoints as checkpoints
 from killed_job import PATIENCE, Job, kill
+from local_nodes import LocalNodes
 from sample_count import check_epochs, trained_on
 from violation import Violation
 
@@ -35,6 +36,7 @@ WHEN = (  # moments of a kill, as often as they come up
 )
 BEGUN = 2  # batches that a rank may begin after another's death: it does not know of it yet
 WHO = ("job", "rank", "launcher")
+LOST = 0.5  # share of the kills of a run with local checkpoints after which a node is gone, too
 TOLERANCE = 1e-10  # relative, where the layout changes
 COMPARED = ("loss", "grad_norm")
 TROUBLE = {"bad_step", "rollback", "save_failed"}  # events that no kill may cause
@@ -70,6 +72,7 @@ class Tally:
     kills: list[dict] = field(default_factory=list)
     nuisances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NUISANCES, 0))
     verified: int = 0  # checkpoints whose every file was hashed
+    lost: int = 0  # nodes
     resumes: int = 0  # that were held against what was on the disk
     steps: int = 0
     epochs: list[float] = field(default_factory=list)
@@ -81,11 +84,18 @@ class KilledRun:
     """A run, and its twin that nobody kills, in the folder `work`.
 
     steps: of the whole run, which asks for half of them first. layouts: taken in turn, one by each start; the twin has
-    the first of them.
+    the first of them. locally: checkpoints go to the nodes first, of which some are lost.
     """
 
     def __init__(
-        self, work: Path, seed: int, layouts: Sequence[Sequence[str]], steps: int, sizes: Sequence[int], say: Say
+        self,
+        work: Path,
+        seed: int,
+        layouts: Sequence[Sequence[str]],
+        steps: int,
+        sizes: Sequence[int],
+        say: Say,
+        locally: bool = False,
     ) -> None:
         self.work, self.layouts, self.steps, self.sizes, self.say = work, layouts, steps, sizes, say
         self.rng = random.Random(seed)
@@ -93,9 +103,12 @@ class KilledRun:
         self.checkpoints = self.folder / "checkpoints"
         self.target = steps // 2
         self.attempts: list[Path] = []
-        interval = self.rng.choice((1, 2, 3))
+        self.nodes = LocalNodes(work / "nodes", self.checkpoints)
+        self.local = ["checkpoint.local.interval=1"] if locally else []
+        interval = self.rng.choice((3, 5) if locally else (1, 2, 3))
         self.common = [f"run.seed={seed}", f"checkpoint.interval={interval}", f"checkpoint.keep={KEEP}"]
-        self.tally = Tally("same" if len(layouts) == 1 else "changing", interval, [" ".join(at) for at in layouts])
+        kind = "local" if locally else "same" if len(layouts) == 1 else "changing"
+        self.tally = Tally(kind, interval, [" ".join(at) for at in layouts])
         self._moments: Iterator[str] = self._deal(WHEN)
         self._victims = self._deal(WHO)
         self._nuisances = self._deal([*NUISANCES, *[""] * len(NUISANCES)])
@@ -108,6 +121,7 @@ class KilledRun:
             self._attempt(pace)
         while not self._finished():
             self._attempt(None)
+        self.nodes.check_empty()
         self._compare()
         self.tally.steps, self.tally.seconds = self.steps, time.monotonic() - began
         return self.tally
@@ -135,8 +149,9 @@ class KilledRun:
         """Start the job once and, with a pace, kill it at a moment of the deck."""
         number = len(self.attempts)
         layout = self.layouts[number % len(self.layouts)]
-        arguments = [CONFIG_FILE, "run.name=killed", f"train.steps={self.target}", *self.common, *layout]
-        before = checkpoints.complete(self.checkpoints)
+        arguments = [CONFIG_FILE, "run.name=killed", f"train.steps={self.target}", *self.common, *self.local, *layout]
+        ranks, before = ranks_of(self.work, layout), checkpoints.complete(self.checkpoints)
+        newest = max(self.nodes.whole(ranks), *before, 0)
         nuisance = next(self._nuisances) if pace else ""
         heard = self.rng.randint(0, 8) if nuisance == "unread" else None
         notes = self.work / f"notes/attempt-{number:03d}"
@@ -147,16 +162,18 @@ class KilledRun:
                 rival = jobs.enter_context(Job(arguments, self.work, notes.with_name(f"{notes.name}-rival")))
                 job = _winner(job, rival)
             elif nuisance == "full" and pace:
-                jobs.enter_context(_full_for_a_while(job, ranks_of(self.work, layout), pace, self.rng.random()))
+                jobs.enter_context(_full_for_a_while(job, ranks, pace, self.rng.random()))
             self.attempts.append(job.notes)
             if nuisance:
                 self.tally.nuisances[nuisance] += 1
-            killed = pace is not None and self._kill(job, pace, ranks_of(self.work, layout), nuisance)
+            killed = pace is not None and self._kill(job, pace, ranks, nuisance)
             if not killed:
                 job.wait_for_end()
                 self._check_unkilled(job, nuisance)
-            self._check_resumed(job, max(before, default=0), nuisance)
+            self._check_resumed(job, newest, nuisance)
         self._check_kept(before)
+        if killed and self.local and self.rng.random() < LOST:
+            self.tally.lost += self.nodes.lose_one(ranks, self.rng)
 
     def _check_unkilled(self, job: Job, nuisance: str) -> None:
         """The job has come to its end, unless its last checkpoint could not be written."""
@@ -191,7 +208,8 @@ class KilledRun:
         return True
 
     def _note_kill(self, who: str, when: str, gone: float, nuisance: str) -> None:
-        inside = "save" if checkpoints.note_left_behind(self.checkpoints, ".partial") else ""
+        partial = [checkpoints.note_left_behind(folder, ".partial") for folder in self._folders()]
+        inside = "save" if any(partial) else ""
         inside = "delete" if checkpoints.note_left_behind(self.checkpoints, ".deleted") else inside
         if when == "save" and inside != "save":  # it was over sooner than expected
             self._moments = chain(["save"], self._moments)
@@ -201,14 +219,22 @@ class KilledRun:
         layout = self.tally.layouts[(len(self.attempts) - 1) % len(self.layouts)].replace("parallel.", "")
         self.say(f"kill {len(self.tally.kills)}: {who} at {when}{where}; newest checkpoint: step {at}; {layout}")
 
+    def _folders(self) -> list[Path]:
+        """Where checkpoints are written, here and on the nodes."""
+        return [self.checkpoints, *(self.nodes.places() if self.local else [])]
+
     def _moment(self, job: Job, when: str, nth: int) -> Callable[[], bool]:
         """Whether the moment has come: the `nth` of this attempt, where there are several."""
         folder, seen, metrics = self.checkpoints, set[Path](), self.folder / "metrics.jsonl"
-        there = checkpoints.complete(folder).keys()
+        there = {path for each in self._folders() for path in checkpoints.complete(each).values()}
 
         def appeared(suffix: str, holding: str = "") -> bool:
-            seen.update(checkpoints.left_behind(folder, suffix, holding))
+            for each in self._folders():
+                seen.update(checkpoints.left_behind(each, suffix, holding))
             return len(seen) >= nth
+
+        def published() -> int:
+            return len({path for each in self._folders() for path in checkpoints.complete(each).values()} - there)
 
         def size() -> int:
             return metrics.stat().st_size if metrics.exists() else 0
@@ -221,7 +247,7 @@ class KilledRun:
             "load": lambda: job.reads_in(folder),
             "save": lambda: appeared(".partial"),
             "rename": lambda: appeared(".partial", checkpoints.MANIFEST),
-            "publish": lambda: len(checkpoints.complete(folder).keys() - there) >= nth,
+            "publish": lambda: published() >= nth,
             "delete": lambda: appeared(".deleted"),
         }
         return moments[when]
@@ -311,7 +337,9 @@ def _curves(path: Path, steps: int, gaps: bool) -> dict[str, dict[int, float]]:
     wanted = list(range(1, steps + 1))
     if sorted(last) != wanted and not (gaps and last.keys() <= set(wanted) and last):
         raise Violation(f"{path}: reports steps {sorted(last)}, not 1 to {steps}")
-    if [record["step"] for record in read_records(path)] != sorted(last):
+    read = [record["step"] for record in read_records(path)]
+    # A report that was taken back by a resume, and could not be written again, is in `last` alone.
+    if read != sorted(last) and not (gaps and read == sorted(set(read) & last.keys())):
         raise Violation(f"{path}: megalite.train.records does not read steps {sorted(last)} from it, each once")
     return {name: {step: last[step][name] for step in sorted(last)} for name in COMPARED}
 

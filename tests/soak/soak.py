@@ -9,7 +9,9 @@ Beside the kills, at random: a second job is started in the folder, which must b
 for a while nothing can be written to any file, as if the disk were full (by a limit on the size of files, which needs
 no root); nobody reads the job's stdout any more. None of them may end training or lose anything but reports.
 
-Half of the runs keep their layout. A run asks for half of its steps first, and is extended when it has them.
+A third of the runs keep their layout. Another third save on their nodes first, each rank on a node of its own; after
+half of their kills a node is lost, and the next start must go on from the newest step that is whole anywhere. A run
+asks for half of its steps first, and is extended when it has them.
 """
 
 import argparse
@@ -43,7 +45,7 @@ from megalite.stop import listen, stop
 from megalite_tools.bench.machine import cpu_name
 
 COMMAND = "soak"
-KINDS = ("same", "changing")
+KINDS = ("same", "changing", "local")
 KILLS_OF_A_RUN = 12
 STEPS_OF_A_KILL = 4  # that a run gains from one kill to the next, or a little less
 LEAST_STEPS = 20
@@ -141,7 +143,7 @@ def _make_run(folder: Path, args: argparse.Namespace, number: int, kind: str, ki
     seed = args.seed + number
     random.Random(args.seed).shuffle(fitting)
     layouts = [fitting[number % len(fitting)]] if kind == "same" else [*fitting[number:], *fitting[:number]]
-    return KilledRun(folder, seed, layouts, steps, sizes, say)
+    return KilledRun(folder, seed, layouts, steps, sizes, say, kind == "local")
 
 
 def _result(tallies: Sequence[Tally], command: str, seconds: float) -> dict[str, Any]:
@@ -159,21 +161,28 @@ def _result(tallies: Sequence[Tally], command: str, seconds: float) -> dict[str,
         "inside_a_save": sum(kill["inside"] == "save" for kill in kills),
         "inside_a_deletion": sum(kill["inside"] == "delete" for kill in kills),
         "seconds_until_gone": max((kill["gone"] for kill in kills), default=0.0),
+        "nodes_lost": sum(tally.lost for tally in tallies),
         "checkpoints_verified": sum(tally.verified for tally in tallies),
         "resumes": sum(tally.resumes for tally in tallies),
         "runs": [asdict(tally) for tally in tallies],
     }
 
 
+def _kind_of(run: dict[str, Any]) -> str:
+    """The layouts of a run, and where it saves."""
+    if run["kind"] == "same":
+        return str(run["layouts"][0].replace("parallel.", ""))
+    return f"{len(run['layouts'])} in turn" + ", nodes first" * (run["kind"] == "local")
+
+
 def _rows(result: dict[str, Any]) -> list[list[str]]:
     """The table: its titles, and a row for each run."""
     rows = [["run", "layouts", "steps", "kills", "in saves", "verified", "resumes", "difference", "s"]]
     for number, run in enumerate(result["runs"], start=1):
-        layouts = run["layouts"][0].replace("parallel.", "")
         rows.append(
             [
                 str(number),
-                layouts if run["kind"] == "same" else f"{len(run['layouts'])} in turn",
+                _kind_of(run),
                 str(run["steps"]),
                 str(len(run["kills"])),
                 str(sum(kill["inside"] == "save" for kill in run["kills"])),
@@ -204,7 +213,8 @@ def _summary(result: dict[str, Any]) -> str:
     return (
         f"{result['kills']} kills ({who}; aimed at: {when}), {result['inside_a_save']} of them inside a save and "
         f"{result['inside_a_deletion']} inside a deletion; all processes gone after at most "
-        f"{result['seconds_until_gone']:.1f} s; {result['checkpoints_verified']} checkpoints hashed, "
+        f"{result['seconds_until_gone']:.1f} s; {result['nodes_lost']} nodes lost beside them; "
+        f"{result['checkpoints_verified']} checkpoints hashed, "
         f"{result['resumes']} resumes from the newest; starts {beside}; {result['seconds']} s in all"
     )
 

@@ -20,6 +20,7 @@ from megalite.dist.local import launch
 from megalite.dist.ranks import RankInfo, find_rank_info
 
 NOTES = "SOAK_NOTES"  # environment: the folder for notes
+NODES = "SOAK_NODES"  # environment: the folder for nodes; each rank acts as if on one of its own
 SHOWN = 2  # tokens of a sequence that are noted
 SPACE = 1 << 16  # bytes for the notes of a rank
 Batches = Callable[[Any, Iterable[Any]], Iterator[tuple[Any, Any]]]
@@ -49,5 +50,7 @@ if __name__ == "__main__":
     else:
         loader = importlib.import_module("megalite.data.loader").Loader
         patch = mock.patch.object(loader, "batches", spied(loader.batches, rank_info))
+        tier, node = importlib.import_module("megalite.checkpoint.tier"), f"node-{rank_info.rank}"
+        mock.patch.multiple(tier, node_name=lambda: node, root_of=lambda _: Path(os.environ[NODES]) / node).start()
     with patch:
         sys.exit(main())

@@ -123,9 +123,9 @@ def _steps_saved(folder: str, config: Config) -> list[int]:
     with saver(job, Path(folder) / "checkpoints") as writer:
         save = writer.save
 
-        def noted(progress: Progress) -> None:
+        def noted(progress: Progress, shared: bool) -> None:
             saved.append(progress.step)
-            save(progress)
+            save(progress, shared)
 
         with patch.object(writer, "save", noted), patch.object(cadence, "daly", jump):
             train(job, Batches(Notebook(job), None), Progress(), writer, reload, notes)  # type: ignore[arg-type]

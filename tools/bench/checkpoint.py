@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.checkpoint.load import Restorer
+from megalite.checkpoint.outcomes import Failed
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Failed, Saver
+from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
 from megalite.config.files import is_folder, write_object
@@ -41,6 +42,7 @@ from megalite.dist.ranks import RankInfo
 from megalite.optim.build import build_optimizer
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
+from megalite_tools.bench.local_tier import measure_tiers
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-checkpoint"
@@ -57,8 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 def _ranks(options: argparse.Namespace) -> int:
     if min(options.ranks, options.rounds, options.layers, options.width) < 1 or options.width % 64:
         raise InputError("--ranks, --rounds and --layers must be at least 1, --width a multiple of 64")
-    if not is_folder(options.folder):
-        raise InputError(f"--folder {options.folder}: no such folder")
+    for option in ("folder", "local"):
+        if not is_folder(path := getattr(options, option)):
+            raise InputError(f"--{option} {path}: no such folder")
     return int(options.ranks)
 
 
@@ -75,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, help="rounds of every measurement (default: %(default)s)")
     parser.add_argument(
         "--folder", default=".", help="a folder on the disk to be measured (default: the working directory)"
+    )
+    parser.add_argument(
+        "--local", default="/dev/shm", help="a folder in memory, for local checkpoints (default: %(default)s)"
     )
     parser.add_argument(
         "--out",
@@ -274,6 +280,7 @@ def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str,
             "load_peak_bytes": load_memory(bench),
             "largest_part_bytes": max(part.nbytes for part in bench.local().values()),
             "asynchronous": stalls(bench, options.rounds),
+            "tiers": measure_tiers(bench.state, bench.config, bench.folder, Path(options.local), options.rounds),
         }
         dist.barrier()
     if rank_info.rank == 0:
@@ -307,6 +314,14 @@ def _show(report: dict[str, Any]) -> None:
     for way, found in report["asynchronous"].items():
         cells = (statistics.median(found["stall"]), max(found["stall"]), statistics.median(found["lost"]))
         shown.add_row(way, *(f"{1e3 * seconds:.0f}" for seconds in cells))
+    console.print(shown)
+    shown = Table()
+    columns = ("stall", "complete", "durable", "back")
+    for column in ("checkpoints, median ms", *columns):
+        shown.add_column(column)
+    for way, seconds in report["tiers"].items():
+        medians = {name: f"{1e3 * statistics.median(times):.0f}" for name, times in seconds.items()}
+        shown.add_row(way, *(medians.get(column, "") for column in columns))
     console.print(shown)
 
 

@@ -72,6 +72,8 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "checkpoint.keep_every": 0,
     "checkpoint.max_failures": 0,
     "checkpoint.export_every": 0,
+    "checkpoint.local.interval": 1,
+    "checkpoint.local.replicas": 0,
     "log.interval": 1,
     "eval.interval": 0,
     "eval.steps": 0,
@@ -123,6 +125,7 @@ MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not he
     "optim.clip_norm": (1e38, "float32 knows no larger number; 0 clips nothing"),
     "optim.muon.momentum": (0.9999, "closer to 1, a gradient takes thousands of steps to count"),
     "optim.muon.steps": (100, "singular values come no nearer to 1"),
+    "checkpoint.local.replicas": (1, "with one, any node may be lost"),
     "schedule.floor": (1, "it is a share of optim.lr"),
 }
 OTHERS = 10**12, ANY_RUN

@@ -15,6 +15,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _rollback(config)
     yield from _deterministic(config)
     yield from _export(config)
+    yield from _local(config)
     tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
     if tokens > TOKENS:
         rule = f"with batch.global and model.sequence_length makes {tokens:,} tokens, more than 64 bits can count"
@@ -55,6 +56,13 @@ def _export(config: Config) -> Iterator[Problem]:
     if every and interval != "auto" and (interval == 0 or every % interval):
         rule = f"must be a multiple of checkpoint.interval = {interval}, since checkpoints are what is exported"
         yield Problem("checkpoint.export_every", rule, "change one of them, or use 0, only at the end", every)
+
+
+def _local(config: Config) -> Iterator[Problem]:
+    local = config.checkpoint.local
+    if local is not None and not (local.path.startswith("/") and local.path.isprintable()):
+        rule = "must be an absolute path of printable characters, as every node looks for it by itself"
+        yield Problem("checkpoint.local.path", rule, "use /dev/shm, or a folder on a disk of each node", local.path)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

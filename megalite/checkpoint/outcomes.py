@@ -1,0 +1,53 @@
+"""What comes of saving, as the training loop is told of it. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete, and durable if there are no problems."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float  # from the end of staging
+    problems: tuple[str, ...]  # of flushing its name and of deleting others; each is told once
+
+
+@dataclass(frozen=True)
+class SavedLocally:
+    """A checkpoint that is complete on the nodes, each of which has the parts of its own ranks."""
+
+    step: int
+    path: Path  # on the node of the first rank
+    bytes: int  # of all nodes, replicas not counted
+    seconds: float  # from the end of staging
+    replicas: int  # other nodes that have a part, too
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A checkpoint that could not be written; nothing is left of it."""
+
+    step: int
+    error: str
+    poisoned: bool = False  # what was to be saved is not finite: nobody could go on from that
+
+
+@dataclass(frozen=True)
+class FailedLocally:
+    """A checkpoint that could not be written on all nodes; nothing is left of it, and training goes on."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class LocalOff:
+    """Why there are no local checkpoints until the next start."""
+
+    error: str
+
+
+Outcome = Saved | SavedLocally | Failed | FailedLocally | LocalOff

@@ -81,7 +81,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 21
+    assert len(tour) == 22
     outputs, shown = {}, []
     for line in tour:
         words = shlex.split(line)

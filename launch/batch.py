@@ -30,6 +30,7 @@ class Job:
     options: Mapping[str, str]  # of sbatch, without dashes; an empty value: an option that takes none
     srun: Sequence[str]  # options of srun, such as a container's
     preflight: str  # off, light or full
+    thresholds: str | None  # a file of the site's own limits for preflight
     gpus: int | None  # that a node should have; None: not told
     trainer: str  # the Python that has megalite, for what preflight measures
     python: str  # that runs the supervisor, outside of any container
@@ -58,6 +59,7 @@ def batch_script(job: Job) -> str:
         *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--check", shlex.join(check)),
         *("--preflight", job.preflight),
         *(("--preflight-command", shlex.join(_preflight(job))) if job.preflight != "off" else ()),
+        *(() if job.thresholds is None else ("--thresholds", job.thresholds)),
         *(f"--srun-option={option}" for option in job.srun),
     ]
     command = [job.megalite, "train", *job.arguments]
@@ -75,6 +77,8 @@ def batch_script(job: Job) -> str:
 def _preflight(job: Job) -> list[str]:
     """What checks a node, where the supervisor fills in the level and the attempt's folder."""
     words = [job.python, str(PACKAGE), "preflight", "--level", "{mode}", "--attempt", "{attempt}"]
+    words += ["--nodes", "{nodes}", "--port", "{port}"]
+    words += [] if job.thresholds is None else ["--thresholds", job.thresholds]
     gpus = [] if job.gpus is None else ["--gpus", str(job.gpus)]
     return [*words, "--run", str(job.run), *gpus, "--python", shlex.quote(job.trainer)]
 

@@ -88,6 +88,7 @@ def _slurm(args: argparse.Namespace) -> int:
         options=options,
         srun=srun,
         preflight=args.preflight,
+        thresholds=None if args.thresholds is None else os.path.abspath(args.thresholds),
         gpus=None if args.cpus_only else args.gpus_per_node,
         trainer=args.trainer,
         python=args.python,
@@ -274,6 +275,7 @@ def _slurm_options(slurm: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the Python that has megalite, for what preflight measures",
     )
+    slurm.add_argument("--thresholds", metavar="FILE", help="limits of preflight, in place of ours (docs/preflight.md)")
     slurm.add_argument("--python", default=sys.executable, metavar="PATH", help="3.9 or newer, for the supervisor")
     slurm.add_argument(
         "--warning", type=_count, default=WARNING, metavar="S", help=f"seconds to save in at the limit ({WARNING})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,9 @@ from .backend import HEARD, Pause, Start, ask, environment
 from .events import Event
 from .guard import Heart
 from .itself import own_command
+from .preflight.compare import compare_folder
+from .preflight.findings import sheet_path
+from .preflight.thresholds import load_thresholds
 from .slurm import Job, Slurm
 
 AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
@@ -27,6 +31,7 @@ GUARD = "megalite-guard"  # the name of the guard's step
 TRIES = 20
 PORTS = range(12000, 27000)  # below the range from which systems hand out ports
 HELD = ["env", "--block-signal=" + ",".join(signal.Signals(number).name[3:] for number in HEARD)]
+PLACE = re.compile(r"\{(mode|attempt|nodes|port)\}")
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 
 
@@ -36,8 +41,9 @@ class Options:
 
     ranks_per_node: int
     preflight: str = "off"  # or light, or full
-    preflight_command: Sequence[str] = ()  # with {mode} and {attempt}
+    preflight_command: Sequence[str] = ()  # with {mode}, {attempt}, {nodes} and {port}
     preflight_seconds: float = 60.0
+    thresholds: Path | None = None  # the site's own, by which nodes are compared
     srun: Sequence[str] = ()  # more options for the srun of the ranks, as for a container
     guard_seconds: float = 60.0
     master: str = ""  # host of rank 0; "": the first node
@@ -94,6 +100,7 @@ class SlurmBackend:
         self._guard: subprocess.Popen[bytes] | None = None
         self._guard_on = ""
         self._held: list[str] | None = None
+        self._board = ""  # the port at which nodes that are checked find each other
 
     def rival(self, events: Sequence[Event]) -> str:
         begun = [event for event in events if event["event"] == "begin" and event.get("cluster") == cluster()]
@@ -114,15 +121,23 @@ class SlurmBackend:
 
     def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:
         """Run the preflight command on every node; where a group of nodes fails, on each of its nodes alone."""
+        self._board = str(self._port(nodes[0], len(PORTS) // 2)) if nodes else ""
         size = -(-len(nodes) // AT_ONCE)
         groups = [tuple(nodes[first : first + size]) for first in range(0, len(nodes), size)] if nodes else []
-        bad = self._examine(groups, folder, full, stopped)
+        bad = self._examine(groups, folder, full, stopped, nodes)
         if size > 1:
             alone = [(node,) for group in bad for node in group]
             bad = {}
             for first in range(0, len(alone), AT_ONCE):
                 bad.update(self._examine(alone[first : first + AT_ONCE], folder, full, stopped))
-        return {group[0]: why for group, why in bad.items()}
+        found = {group[0]: why for group, why in bad.items()}
+        return found if stopped() else {**self._compared(folder, nodes), **found}
+
+    def _compared(self, folder: Path, nodes: Sequence[str]) -> dict[str, str]:
+        """What is wrong with nodes beside others, if the check has left what megalite-preflight does."""
+        if not any(sheet_path(folder, node).exists() for node in nodes):
+            return {}
+        return dict(compare_folder(folder, load_thresholds(self.options.thresholds), nodes).bad)
 
     def start(self, start: Start, command: Sequence[str]) -> Ranks:
         log = start.logs / "srun.log"
@@ -188,14 +203,20 @@ class SlurmBackend:
         return port
 
     def _examine(
-        self, groups: Sequence[tuple[str, ...]], folder: Path, full: bool, stopped: Callable[[], bool]
+        self,
+        groups: Sequence[tuple[str, ...]],
+        folder: Path,
+        full: bool,
+        stopped: Callable[[], bool],
+        together: Sequence[str] = (),
     ) -> dict[tuple[str, ...], str]:
-        """Groups of nodes on which the check has failed, and why."""
+        """Groups of nodes on which the check has failed, and why. together: nodes that check each other as well."""
         under_way: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
         bad: dict[tuple[str, ...], str] = {}
         for group in groups:
             with _log(folder, group).open("wb") as said:
-                under_way[group] = self._srun(["--overlap", "--quiet", *_on(group), *self._check(folder, full)], said)
+                check = self._check(folder, full, together or group)
+                under_way[group] = self._srun(["--overlap", "--quiet", *_on(group), *check], said)
         deadline = time.monotonic() + self.options.preflight_seconds
         while under_way and time.monotonic() < deadline and not stopped():
             for group, process in list(under_way.items()):
@@ -213,13 +234,12 @@ class SlurmBackend:
                 self.pause(0.02)
         return bad
 
-    def _check(self, folder: Path, full: bool) -> list[str]:
+    def _check(self, folder: Path, full: bool, together: Sequence[str]) -> list[str]:
         if self.options.preflight == "off" or not self.options.preflight_command:
             return ["true"]  # whether the node answers
         mode = "full" if full and self.options.preflight == "full" else "light"
-        return [
-            word.replace("{mode}", mode).replace("{attempt}", str(folder)) for word in self.options.preflight_command
-        ]
+        filled = {"{mode}": mode, "{attempt}": str(folder), "{nodes}": ",".join(together), "{port}": self._board}
+        return [PLACE.sub(lambda place: filled[place[0]], word) for word in self.options.preflight_command]
 
     def _srun(
         self, arguments: Sequence[str], said: IO[bytes] | None = None, env: dict[str, str] | None = None

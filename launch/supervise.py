@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import policy
+from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder
@@ -103,6 +103,7 @@ class Supervisor:
             return self._go_on()
         finally:
             self.backend.end()
+            self._show(at_once=True)
 
     def note(self, event: str, text: str, **details: Any) -> None:
         """Write a decision down and say it. A full disk changes no decision."""
@@ -115,6 +116,11 @@ class Supervisor:
         self.events.append(found)
         with suppress(OSError, ValueError):
             print(f"megalite supervisor: {text}", file=sys.stderr, flush=True)
+
+    def _show(self, at_once: bool = False) -> None:
+        """Bring the page of the run up to date."""
+        with suppress(Exception):  # whatever is wrong with a page, ranks are looked after
+            page.write(self.run_folder.path, at_once=at_once)
 
     def _remembered(self) -> list[Event]:
         try:
@@ -249,6 +255,8 @@ class Supervisor:
                 for number in self.asked[handed_on:] or self.asked[-1:]:
                     running.ask_to_stop(number)
                 handed_on = len(self.asked)
+            if looks % LOOKS == 0:
+                self._show()
             if looks % LOOKS == 0 and not killed:
                 killed = self._too_long(start, patience)
                 if killed:

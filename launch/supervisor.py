@@ -22,20 +22,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .backend import HEARD, Backend
+from .errors import UserError
 from .layout import RunFolder
 from .local_backend import LocalBackend
 from .outcome import BAD_INPUT
 from .policy import FAILED, Limits
+from .preflight.thresholds import load_thresholds
 from .slurm import Slurm
 from .slurm_backend import Options, SlurmBackend
 from .supervise import Check, Supervisor, Wants
 
 LIMITS = Limits()
 CHECKING = 600.0  # seconds that a check of the configuration may take
-
-
-class BadOption(Exception):
-    """The command line cannot be meant so."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,8 +78,10 @@ def parser() -> argparse.ArgumentParser:
         type=_words,
         default=[],
         metavar="COMMAND",
-        help="runs on every node and ends with 0 if it is fit; {mode} is light or full, {attempt} the attempt's folder",
+        help="runs on every node and ends with 0 if it is fit; {mode} is light or full, {attempt} the attempt's "
+        "folder, {nodes} all nodes with commas, {port} a free port of the first",
     )
+    checks.add_argument("--thresholds", type=Path, metavar="FILE", help="the site's own, by which nodes are compared")
     checks.add_argument("--preflight-seconds", type=_seconds, default=180.0, metavar="S", help="that it may take")
     bounds = found.add_argument_group("bounds")
     for name, default, text in (
@@ -116,8 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         patience=options.patience_seconds,
     )
     try:
+        load_thresholds(options.thresholds)
         backend = _backend(options, run)
-    except (BadOption, ValueError) as error:
+    except (UserError, ValueError) as error:
         print(f"megalite supervisor: error: {error}", file=sys.stderr)
         return BAD_INPUT
     wants = Wants(options.nodes, options.min_nodes, options.spares, options.ranks_per_node)
@@ -131,19 +132,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
     if options.nodes and options.min_nodes > options.nodes:
-        raise BadOption(f"--min-nodes {options.min_nodes}: must be at most --nodes {options.nodes}")
+        raise UserError(f"--min-nodes {options.min_nodes}: must be at most --nodes {options.nodes}")
     if options.preflight != "off" and not options.preflight_command:
-        raise BadOption(f"--preflight {options.preflight}: needs --preflight-command")
+        raise UserError(f"--preflight {options.preflight}: needs --preflight-command")
     if options.backend == "local":
         return LocalBackend()
     job, restart = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not restart.isdigit():
-        raise BadOption("no SLURM_JOB_ID: this must run in the batch script of a Slurm job; or give --backend local")
+        raise UserError("no SLURM_JOB_ID: this must run in the batch script of a Slurm job; or give --backend local")
     how = Options(
         ranks_per_node=max(1, options.ranks_per_node),
         preflight=options.preflight,
         preflight_command=options.preflight_command,
         preflight_seconds=options.preflight_seconds,
+        thresholds=options.thresholds,
         srun=options.srun_option,
         guard_seconds=options.guard_seconds,
         master=options.master,

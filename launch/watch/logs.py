@@ -134,10 +134,9 @@ def _head(folder: RunFolder, attempt: Attempt, first: Optional[Failure]) -> Iter
         yield "no rank has reported a failure"
     else:
         yield ""
-        yield (
-            f"first to fail: rank {first.rank} on {printable(first.node, 64)}, {clock(first.time)}, "
-            f"in step {first.step:,}, exit code {first.code}"
-        )
+        step = f"in step {first.step:,}, " if first.step else ""
+        where = f"rank {first.rank} on {printable(first.node, 64)}, {clock(first.time)}"
+        yield f"first to fail: {where}, {step}exit code {first.code}"
         for line in first.text.splitlines()[:LINES] or ["it could not say why"]:
             yield f"  {printable(line, WIDTH)}"
     since = began["time"] if began is not None else float("-inf")

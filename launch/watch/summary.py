@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import median
 from typing import Any, Optional
 
-from .ledger import ACCOUNTS, SECOND, TRAINING, WAITING, Part
+from .ledger import ACCOUNTS, RESTARTING, SECOND, TRAINING, WAITING, Part
 from .run import Watched
 from .words import lasting
 
@@ -15,6 +15,7 @@ RECENT = 200  # latest reports of which the usual step time is the median
 QUIET, QUIET_STEPS = 120.0, 10  # a run is silent after so many seconds, and so many usual reports
 PREPARING = 900.0  # seconds for which a start may be silent: it compiles, loads and checks nodes
 SHOWN_NODES = 20
+IN_ORDER = sorted(ACCOUNTS, key=lambda name: name != RESTARTING)  # an attempt begins with its restart
 Summary = dict[str, Any]
 
 
@@ -129,7 +130,7 @@ def _attempt(part: Part, end: int) -> Summary:
         "ranks": part.ranks or None,
         "from_step": part.from_step,
         "to_step": part.to_step,
-        "accounts": {name: part.spent[name] / SECOND for name in ACCOUNTS if part.spent[name]},
+        "accounts": {name: part.spent[name] / SECOND for name in IN_ORDER if part.spent[name]},
     }
 
 

@@ -451,3 +451,12 @@ def test_heads_pass_exactly_when_everything_divides(width: int, heads: int, kv_h
     config.model.ffn = config.model.vocab_size = config.model.sequence_length = 12
     fits = heads % kv_heads == heads % tp == kv_heads % tp == width * 4 % heads == 0 and width * 4 // heads % 2 == 0
     assert (validate(config) == []) == fits
+
+
+def test_an_automatic_interval_needs_no_multiples() -> None:
+    keys = ["checkpoint.export=hf", "checkpoint.export_every=7", "train.on_bad_step=rollback"]
+    assert check(load([], ["checkpoint.interval=auto", *keys])).checkpoint.interval == "auto"
+    with pytest.raises(InputError, match=r"checkpoint\.export_every = 7: must be a multiple"):
+        check(load([], ["checkpoint.interval=2", *keys]))
+    with pytest.raises(InputError, match=r"checkpoint\.interval"):
+        load([], ["checkpoint.interval=often"])

@@ -99,7 +99,8 @@ def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
 
 def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint.json"
-    small = ["--ranks", "2", "--layers", "1", "--width", "64", "--rounds", "1", "--folder", str(tmp_path)]
+    small = ["--ranks", "2", "--layers", "1", "--width", "64", "--rounds", "1"]
+    small += ["--folder", str(tmp_path), "--local", str(tmp_path)]
     assert bench_checkpoint.main([*small, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     weights = 2 * 4096 * 64 + 4 * 64 * 64 + 3 * 64 * 170 + 3 * 64
@@ -110,6 +111,9 @@ def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
     kept = {"dcp, kept stager"} if bench_checkpoint.KEPT_STAGER else set()
     assert set(report["asynchronous"]) == {"megalite", "dcp"} | kept
     assert set(report["load_peak_bytes"]) == {"megalite", "dcp"}
+    tiers = {"shared": {"stall", "durable"}, "local": {"stall", "complete", "durable", "back"}}
+    assert {way: set(seconds) for way, seconds in report["tiers"].items()} == tiers
+    assert all(len(times) == 1 for seconds in report["tiers"].values() for times in seconds.values())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "nothing else is left"
 
 

@@ -81,11 +81,16 @@ def _refused(names: Sequence[str], environment: Mapping[str, str], rule: str) ->
     return InputError(f"{found}: {rule}; {HOW_TO_START}")
 
 
+def end_silently_with(code: int) -> None:
+    """Let SIGTERM end this process with an exit code and without a word from now on: it has failed already."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+
+
 def let_others_speak(code: int) -> None:
     """Wait before an error is told that may only repeat another rank's, or follow from it.
 
     If it does, the launcher ends this process during the wait. The process then says nothing, and its exit code is
     `code`.
     """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    end_silently_with(code)
     time.sleep(HELD_BACK)

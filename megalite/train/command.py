@@ -18,7 +18,7 @@ from megalite.data.check import Scans, check_data
 from megalite.dist.host import host_memory, on_cpus
 from megalite.dist.last_words import log, note_end, note_failure, note_outcome, tell
 from megalite.dist.local import LAUNCHER, launch
-from megalite.dist.ranks import HOW_TO_START, RankInfo, find_rank_info, let_others_speak
+from megalite.dist.ranks import HOW_TO_START, RankInfo, end_silently_with, find_rank_info, let_others_speak
 from megalite.dist.signals import die_with_launcher, end_when_stopped
 from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
@@ -61,6 +61,8 @@ def _noting_failures(rank_info: RankInfo) -> Iterator[None]:
     try:
         yield
     except InputError as error:
+        if rank_info.rank != 0:
+            end_silently_with(ExitCode.BAD_INPUT)  # as soon as rank 0 has told, which may be before this one has noted
         note_failure(ExitCode.BAD_INPUT, f"error: {error}", rank_info)
         raise
     except Exception as error:

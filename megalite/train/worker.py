@@ -5,6 +5,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -134,9 +135,12 @@ def _train(
         for problem in saver.export_missing(progress.step):
             if rank_info.rank == 0:
                 warn(problem)
-        stragglers = Stragglers(mesh, job.clock, nodes) if mesh.layout.world_size > 1 else None
+        # The compiler could not trace timed collectives.
+        compares = mesh.layout.world_size > 1 and not config.train.compile
+        stragglers = Stragglers(mesh, job.clock, nodes) if compares else None
+        timing = job.clock.running() if compares else nullcontext()
         if rank_info.rank != 0:
-            with job.clock.running():
+            with timing:
                 return train(job, batches, progress, saver, reload, None, None, stragglers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
@@ -145,7 +149,7 @@ def _train(
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
             pace = Pace.of(job, progress.step, report)
-            with job.clock.running():
+            with timing:
                 code = train(job, batches, progress, saver, reload, report, pace, stragglers)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"

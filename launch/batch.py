@@ -31,7 +31,7 @@ class Job:
     srun: Sequence[str]  # options of srun, such as a container's
     preflight: str  # off, light or full
     thresholds: str | None  # a file of the site's own limits for preflight
-    gpus: int | None  # that a node should have; None: not told
+    gpus: int  # that a node should have
     trainer: str  # the Python that has megalite, for what preflight measures
     python: str  # that runs the supervisor, outside of any container
     megalite: str  # the command, as ranks call it
@@ -79,8 +79,7 @@ def _preflight(job: Job) -> list[str]:
     words = [job.python, str(PACKAGE), "preflight", "--level", "{mode}", "--attempt", "{attempt}"]
     words += ["--nodes", "{nodes}", "--port", "{port}"]
     words += [] if job.thresholds is None else ["--thresholds", job.thresholds]
-    gpus = [] if job.gpus is None else ["--gpus", str(job.gpus)]
-    return [*words, "--run", str(job.run), *gpus, "--python", shlex.quote(job.trainer)]
+    return [*words, "--run", str(job.run), "--gpus", str(job.gpus), "--python", shlex.quote(job.trainer)]
 
 
 def _option(name: str, value: str) -> str:

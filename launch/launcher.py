@@ -89,7 +89,7 @@ def _slurm(args: argparse.Namespace) -> int:
         srun=srun,
         preflight=args.preflight,
         thresholds=None if args.thresholds is None else os.path.abspath(args.thresholds),
-        gpus=None if args.cpus_only else args.gpus_per_node,
+        gpus=0 if args.cpus_only else args.gpus_per_node,
         trainer=args.trainer,
         python=args.python,
         megalite=args.megalite or ("megalite" if args.container or args.unchecked else find_megalite(None)),

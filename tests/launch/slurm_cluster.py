@@ -76,9 +76,9 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop()
 
-    def run(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm prints."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30)
+    def run(self, *command: str, check: bool = True, folder: Path | None = None) -> str:
+        """What a command of Slurm prints, or one that calls Slurm."""
+        done = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=60)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}{self._logs()}")
         return done.stdout.strip()

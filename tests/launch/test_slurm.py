@@ -1,5 +1,6 @@
 """launch/slurm.sbatch on a cluster of two nodes, with Slurm's own daemons on this machine."""
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -7,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slurm_cluster import Cluster, missing
+from slurm_cluster import NODES, Cluster, missing
+
+from megalite_launch.events import read_events
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sbatch"
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -85,3 +88,25 @@ def test_a_stopped_job_comes_back_and_a_cancelled_one_does_not(work, cluster, su
     ended = cluster.wait(job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1"), log.read_text()
     assert not cluster.processes(SLURM_JOB_ID=job)
+
+
+def test_a_launched_job_is_checked_looked_after_and_watched(work, cluster, expected: list[float]) -> None:
+    """megalite-launch writes the script; the supervisor has both nodes check each other before it starts the ranks."""
+    size = ("--nodes", "2", "--gpus-per-node", "2", "--cpus-only", "--cpus-per-task", "1")
+    told = cluster.run("megalite-launch", "slurm", "config.yaml", *size, "run.name=launched", folder=work.folder)
+    run = work.folder / "runs" / "launched"
+    (submitted,) = [event for event in read_events(run / "events.jsonl") if event["event"] == "submitted"]
+    job = submitted["job"]
+    assert f"squeue --job {job}" in told
+    ended = cluster.wait(job, 180)
+    log = (run / "logs" / f"slurm-{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert work.losses("launched") == expected
+    kinds = {event["event"]: event for event in read_events(run / "events.jsonl")}
+    assert kinds["preflight"]["ok"] == list(NODES), kinds["preflight"]
+    assert kinds["preflight"]["bad"] == {}
+    sheets = [json.loads(path.read_text()) for path in sorted((run / "attempts").glob("*/preflight-*.json"))]
+    assert [(sheet["node"], sheet["passed"]) for sheet in sheets] == [(node, True) for node in NODES]
+    assert all({"clock", "read_back"} <= sheet["measured"].keys() for sheet in sheets)  # by asking each other
+    assert "finished" in work.run("megalite-status", str(run)).stdout
+    assert "done" in (run / "status.html").read_text()

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-LAG = 2  # steps after which a GPU has surely passed an event: the vital signs of the step before were read by then
+LAG = 3  # steps after which a GPU has surely passed an event: by then, the vital signs of the next step were read
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._open: Span | None = None
+        self._stream: Any = None  # on which a section runs
         self._step: list[Span] = []
         self._steps: deque[list[Span]] = deque()
         self._runs = False
@@ -59,6 +60,7 @@ class Clock:
         if not self._runs:
             yield
             return
+        self._stream = torch.cuda.current_stream() if self._cuda else None
         span = self._open = Span(section, [self._mark()])
         try:
             yield
@@ -82,7 +84,7 @@ class Clock:
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             span = self._open
-            if span is None or not _computes(threading.current_thread()):
+            if span is None or not _computes(threading.current_thread()) or not self._holds_up(args[0]):
                 return wait(*args, **options)
             before = self._mark()
             result = wait(*args, **options)
@@ -90,6 +92,14 @@ class Clock:
             return result
 
         return timed
+
+    def _holds_up(self, waits: object) -> bool:
+        """Whether the section waits, and not another stream that communicates beside it."""
+        if not self._cuda:
+            return True
+        return torch.cuda.current_stream() == self._stream and (
+            not isinstance(waits, torch.cuda.Stream) or waits == self._stream
+        )
 
     def _mark(self) -> Any:
         if not self._cuda:

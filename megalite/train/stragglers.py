@@ -20,6 +20,7 @@ WINDOWS = 3  # in a row in which a rank is slow before it is named: with fewer, 
 RATIO = 1.10  # to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
 DEVIATIONS = 6.0  # in median absolute deviations of its peers, by which it must exceed that as well
 MATTERS = 0.02  # share of its peers' whole step by which it must be slower
+LEAST = 1e-3  # seconds by which it must be slower: toys on a busy laptop are not ill
 MOST = 1e3  # of a ratio: where peers take no time at all
 ALL_COUNT = 8  # peers; of fewer, a slow rank would move the median that it is compared with
 
@@ -49,7 +50,7 @@ def slow(seconds: Mapping[int, Sequence[float]]) -> list[Straggler]:
             if len(values) <= ALL_COUNT:
                 middle, deviation = _spread([values[other] for other in values if other != rank])
             excess = value - middle
-            if value > RATIO * middle and excess > DEVIATIONS * deviation and excess > MATTERS * whole:
+            if value > RATIO * middle and excess > DEVIATIONS * deviation and excess > max(MATTERS * whole, LEAST):
                 found.append(Straggler(rank, section, min(value / middle, MOST) if middle > 0 else MOST))
     return found
 

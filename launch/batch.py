@@ -13,6 +13,7 @@ from .errors import UserError
 PACKAGE = Path(__file__).resolve().parent
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
+PLACE = re.compile(r"\{[a-z]+\}")
 HELD = ("TERM", "INT", "HUP", "USR1", "USR2")  # signals
 
 
@@ -54,11 +55,11 @@ def batch_script(job: Job) -> str:
     lines = [f"#SBATCH {_option(name, value)}" for name, value in asked.items()]
     check = [job.megalite, "train", "--check", "--world-size", "{ranks}", "--", *job.arguments]
     supervisor = [
-        *("env", f"--block-signal={','.join(HELD)}", job.python, str(PACKAGE), "supervise"),  # until it can hear them
+        *(job.python, str(PACKAGE), "supervise"),
         *("--run", str(job.run), "--nodes", str(job.nodes), "--min-nodes", str(job.least_nodes)),
-        *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--check", shlex.join(check)),
+        *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--check", _joined(check)),
         *("--preflight", job.preflight),
-        *(("--preflight-command", shlex.join(_preflight(job))) if job.preflight != "off" else ()),
+        *(("--preflight-command", _joined(_preflight(job))) if job.preflight != "off" else ()),
         *(() if job.thresholds is None else ("--thresholds", job.thresholds)),
         *(f"--srun-option={option}" for option in job.srun),
     ]
@@ -68,10 +69,18 @@ def batch_script(job: Job) -> str:
             "#!/bin/bash",
             "# Written by megalite-launch. Submit it again with:  sbatch THIS_FILE",
             *lines,
-            "exec " + _wrapped([*supervisor, "--", *command]),
+            f"trap : {' '.join(HELD)}",
+            f"early=(env '--block-signal={','.join(HELD)}')  # what comes before the supervisor can hear it waits",
+            '"${early[@]}" true 2>/dev/null || early=()  # GNU coreutils before 8.31 cannot',
+            'exec "${early[@]}" ' + _wrapped([*supervisor, "--", *command]),
             "",
         ]
     )
+
+
+def _joined(words: Sequence[str]) -> str:
+    """A command as one option of the supervisor, which fills in what stands in braces."""
+    return " ".join(word if PLACE.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def _preflight(job: Job) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +87,3 @@ def ask(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to a process, if it is there."""
     if process.poll() is None:
         process.send_signal(number)
-
-
-def held_up() -> None:
-    """In a child before it becomes another program: signals wait until that program hears them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-
-
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UserError
+from .processes import NAMES
 
 PACKAGE = Path(__file__).resolve().parent
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 PLACE = re.compile(r"\{[a-z]+\}")
-HELD = ("TERM", "INT", "HUP", "USR1", "USR2")  # signals
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def batch_script(job: Job) -> str:
             "#!/bin/bash",
             "# Written by megalite-launch. Submit it again with:  sbatch THIS_FILE",
             *lines,
-            f"trap : {' '.join(HELD)}",
-            f"early=(env '--block-signal={','.join(HELD)}')  # what comes before the supervisor can hear it waits",
+            f"trap : {NAMES.replace(',', ' ')}",
+            f"early=(env '--block-signal={NAMES}')  # what comes before the supervisor can hear it waits",
             '"${early[@]}" true 2>/dev/null || early=()  # GNU coreutils before 8.31 cannot',
             'exec "${early[@]}" ' + _wrapped([*supervisor, "--", *command]),
             "",

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .backend import Pause, Start, ask, environment, held_up
+from .backend import Pause, Start, ask, environment
 from .events import Event
 from .layout import ATTEMPT, node_name
+from .processes import prepared
 from .slurm import Job
 
-SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 DYING = 5.0  # seconds that killed processes get to disappear
 
 
@@ -75,21 +73,12 @@ class LocalBackend:
         return {}
 
     def start(self, start: Start, command: Sequence[str]) -> LocalRanks:
-        supervisor = os.getpid()
-
-        def prepare() -> None:
-            held_up()
-            if sys.platform == "linux":  # ranks of a supervisor that was killed save and end
-                ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-                if os.getppid() != supervisor:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
         process = subprocess.Popen(
             list(command),
             env=environment(start, {}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches all of the terminal's processes: ranks would hear of it twice
-            preexec_fn=prepare,
+            preexec_fn=prepared(signal.SIGTERM),  # ranks of a supervisor that was killed save and end
         )
         return LocalRanks(process, start.folder)
 

@@ -7,23 +7,20 @@ Kubernetes whether a job is to be started again. This program ends with the code
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .errors import UserError
 from .outcome import DONE, LOST_CONTACT
+from .processes import HEARD, prepared
 
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GRACE = 10.0  # seconds between asking the ranks of a failed job to end and killing them
 LOOK = 0.05  # seconds between two looks at the ranks
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2), on Linux
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?")
 Rank = subprocess.Popen[bytes]
 
@@ -33,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     ranks: list[Rank] = []
     # Ranks inherit that these signals wait; they let them in as soon as they can save.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     try:
         with _handing_on(ranks):
             for local_rank in range(args.ranks):
@@ -104,14 +101,8 @@ def _start(args: argparse.Namespace, local_rank: int) -> Rank:
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches all of the terminal's processes: ranks would hear of it twice
-        preexec_fn=_die_with_parent,
+        preexec_fn=prepared(signal.SIGKILL),
     )
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 @contextmanager
@@ -121,7 +112,7 @@ def _handing_on(ranks: list[Rank]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 rank.send_signal(number)
 
-    heard = [number for number in STOP if signal.getsignal(number) != signal.SIG_IGN]  # nohup has SIGHUP ignored
+    heard = [number for number in HEARD if signal.getsignal(number) != signal.SIG_IGN]  # nohup has SIGHUP ignored
     handlers = {number: signal.signal(number, hand_on) for number in heard}
     try:
         yield

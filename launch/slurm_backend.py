@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from .backend import HEARD, Pause, Start, ask, environment
+from .backend import Pause, Start, ask, environment
 from .events import Event
 from .guard import Heart
 from .itself import own_command
 from .preflight.compare import compare_folder
 from .preflight.findings import sheet_path
 from .preflight.thresholds import load_thresholds
+from .processes import NAMES
 from .slurm import Job, Slurm
 
 AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
@@ -30,7 +31,7 @@ LEAVING = 1.0  # seconds that an srun gets to end its step
 GUARD = "megalite-guard"  # the name of the guard's step
 TRIES = 20
 PORTS = range(12000, 27000)  # below the range from which systems hand out ports
-HELD = ["env", "--block-signal=" + ",".join(signal.Signals(number).name[3:] for number in HEARD)]
+HELD = ["env", f"--block-signal={NAMES}"]
 PLACE = re.compile(r"\{(mode|attempt|nodes|port)\}")
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 

@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .backend import HEARD, Backend
+from .backend import Backend
 from .errors import UserError
 from .layout import RunFolder
 from .local_backend import LocalBackend
 from .outcome import BAD_INPUT
 from .policy import FAILED, Limits
 from .preflight.thresholds import load_thresholds
+from .processes import HEARD
 from .slurm import Slurm
 from .slurm_backend import Options, SlurmBackend
 from .supervise import Check, Supervisor, Wants

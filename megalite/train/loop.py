@@ -47,9 +47,8 @@ def train(
     """Train from `start` to `train.steps`, or until a rank is asked to stop. Runs on every rank; returns the exit code.
 
     reload: goes on from the newest checkpoint, if there is one; given a step, from the newest before that step. report:
-    on the rank that reports. pace: there, compares step times with the prediction. stragglers: finds slow
-    ranks. Raises Unhealthy when a guard
-    ends the run.
+    on the rank that reports. pace: there, compares step times with the prediction. stragglers: finds slow ranks. Raises
+    Unhealthy when a guard ends the run.
     """
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None

@@ -16,7 +16,8 @@ from megalite_launch.commands import run
 ROOT = Path(__file__).parents[2]
 SAYS = """
 import os
-print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")))
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+os.write(1, (" ".join(os.environ[name] for name in names) + "\\n").encode())
 """
 LISTENS = """
 import os, signal, sys, time

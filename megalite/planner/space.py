@@ -58,7 +58,7 @@ class Space:
         self._times: dict[tuple[object, ...], Passes] = {}
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
         self._waits: dict[tuple[object, ...], list[Chain]] = {}
-        self._gathers: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._gathers: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self.estimate = Estimate(config, pins, self.kinds)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
@@ -223,21 +223,26 @@ class Space:
         """
         pp, m, passes = shape.choice.pp, shape.micro_batches, shape.passes
         forward, backward, constants = passes.there, passes.back, self.timer.constants
-        gathered, reduced = self._shared(choice)
+        gathered, reduced, copied, added = self._shared(choice)
         if choice.mode == "zero3":
-            forward, backward = beside(forward, gathered, constants), beside(backward, gathered, constants)
+            forward = beside(forward + copied, gathered, constants)
+            backward = beside(backward + copied + added, gathered, constants)
+            added += 2 * copied
+        else:
+            backward += added
         busy = max(shape.bound, m * (forward + backward) / pp)
         whole, slower = schedule in (*PLAIN, "interleaved_1f1b"), 0.0
         if choice.mode in ("zero2", "zero3"):
             slower = whole * constants.overlap * min(passes.shortest_backward, reduced / passes.layers)
             busy = max(busy + m * slower * passes.layers / pp, m * reduced / pp)
+        slower += added / passes.layers
         if schedule is None:  # ranks wait for the first forward pass, half of it on average
             virtual = max(1, min(max(VIRTUAL), passes.layers // pp))
             least = passes.layers // (pp * virtual) * pp / passes.layers  # share of layers in the first stage of each
             return busy + (pp - 1) / (2 * pp) * least * passes.forward[-1]
         found, first = self._chains(shape, choice, whole)
         left = reduced / passes.layers * first - (1 + constants.overlap) * (
-            passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
+            passes.backward[first] + added + passes.embedding[1] + passes.head[1] * (pp == 1)
         )
         last = max(0.0, left) * whole + self._starved(choice, m) * passes.shortest / 3 * (passes.layers // pp // 2)
         return max(busy, *(m * (each.busy + each.layers * slower) + each.wait + last for each in found))
@@ -261,14 +266,18 @@ class Space:
             self._waits[key] = chains(shape.passes, split, owners, whole)
         return self._waits[key], split[0]
 
-    def _shared(self, choice: Choice) -> tuple[float, float]:
-        """Seconds to gather all weights of a pipeline, and to reduce their gradients, for one micro-batch."""
-        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode == "ddp"
+    def _shared(self, choice: Choice) -> tuple[float, float, float, float]:
+        """Seconds to gather all weights of a pipeline and to reduce their gradients for one micro-batch; and to copy
+        what is gathered, and to add or copy gradients."""
+        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._gathers:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            gathered = scattered = 0.0
+            gathered = scattered = parameters = 0.0
             for kind, count in self.kinds.items():
-                there, back, over = shared.times(self.estimate.layer_parameters[kind] / choice.tp)
+                each = self.estimate.layer_parameters[kind] / choice.tp
+                there, back, over = shared.times(each)
                 gathered, scattered = gathered + count * there, scattered + count * (back + over)
-            self._gathers[key] = gathered, scattered
+                parameters += count * each
+            copied, added = (self.timer.kernels.passes(moved * parameters) for moved in (shared.copied, shared.added))
+            self._gathers[key] = gathered, scattered, copied, added
         return self._gathers[key]

@@ -18,7 +18,7 @@ from megalite.plan.split import split_of
 from megalite.planner.bounds import Chain, Passes, chains
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate
-from megalite.planner.stages import Shared, Timer, work_of
+from megalite.planner.stages import SPLIT, Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED, bubble_of
@@ -27,6 +27,7 @@ LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+ALL_SPLIT = ("zb_h1", "zb_h2", "zbv")  # schedules that split every backward pass
 PLAIN = ("1f1b", "gpipe")  # schedules of one stage a rank with whole backward passes
 
 
@@ -58,7 +59,7 @@ class Space:
         self._times: dict[tuple[object, ...], Passes] = {}
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
         self._waits: dict[tuple[object, ...], list[Chain]] = {}
-        self._gathers: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
+        self._gathers: dict[tuple[object, ...], tuple[float, ...]] = {}
         self.estimate = Estimate(config, pins, self.kinds)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
@@ -223,25 +224,26 @@ class Space:
         """
         pp, m, passes = shape.choice.pp, shape.micro_batches, shape.passes
         forward, backward, constants = passes.there, passes.back, self.timer.constants
-        gathered, reduced, copied, added = self._shared(choice)
+        gathered, reduced, summed, copied, added = self._shared(choice)
         if choice.mode == "zero3":
             forward = beside(forward + copied, gathered, constants)
             backward = beside(backward + copied + added, gathered, constants)
             added += 2 * copied
         else:
             backward += added
-        busy = max(shape.bound, m * (forward + backward) / pp)
+        halved = SPLIT if schedule in ALL_SPLIT else 0.0
+        busy = max(shape.bound, m * (forward + (1 + halved) * backward) / pp)
         whole, slower = schedule in (*PLAIN, "interleaved_1f1b"), 0.0
         if choice.mode in ("zero2", "zero3"):
             slower = whole * constants.overlap * min(passes.shortest_backward, reduced / passes.layers)
             busy = max(busy + m * slower * passes.layers / pp, m * reduced / pp)
-        slower += added / passes.layers
+        slower += added / passes.layers + halved * passes.shortest_backward
         if schedule is None:  # ranks wait for the first forward pass, half of it on average
             virtual = max(1, min(max(VIRTUAL), passes.layers // pp))
             least = passes.layers // (pp * virtual) * pp / passes.layers  # share of layers in the first stage of each
             return busy + (pp - 1) / (2 * pp) * least * passes.forward[-1]
         found, first = self._chains(shape, choice, whole)
-        left = reduced / passes.layers * first - (1 + constants.overlap) * (
+        left = (reduced + summed) / passes.layers * first - (1 + constants.overlap) * (
             passes.backward[first] + added + passes.embedding[1] + passes.head[1] * (pp == 1)
         )
         last = max(0.0, left) * whole + self._starved(choice, m) * passes.shortest / 3 * (passes.layers // pp // 2)
@@ -266,18 +268,18 @@ class Space:
             self._waits[key] = chains(shape.passes, split, owners, whole)
         return self._waits[key], split[0]
 
-    def _shared(self, choice: Choice) -> tuple[float, float, float, float]:
-        """Seconds to gather all weights of a pipeline and to reduce their gradients for one micro-batch; and to copy
-        what is gathered, and to add or copy gradients."""
+    def _shared(self, choice: Choice) -> tuple[float, ...]:
+        """Seconds to gather all weights of a pipeline, to reduce their gradients over shards and (once a step) to sum
+        them over replicas; and for one micro-batch, to copy what is gathered, and to add or copy gradients."""
         key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._gathers:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            gathered = scattered = parameters = 0.0
+            gathered = scattered = summed = parameters = 0.0
             for kind, count in self.kinds.items():
                 each = self.estimate.layer_parameters[kind] / choice.tp
                 there, back, over = shared.times(each)
-                gathered, scattered = gathered + count * there, scattered + count * (back + over)
+                gathered, scattered, summed = gathered + count * there, scattered + count * back, summed + count * over
                 parameters += count * each
             copied, added = (self.timer.kernels.passes(moved * parameters) for moved in (shared.copied, shared.added))
-            self._gathers[key] = gathered, scattered, copied, added
+            self._gathers[key] = gathered, scattered, summed, copied, added
         return self._gathers[key]

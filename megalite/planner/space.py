@@ -45,12 +45,14 @@ class Shape:
 @dataclass(frozen=True)
 class Exchanged:
     """Seconds in which data-parallel ranks gather all weights of a pipeline's layers, reduce their gradients over the
-    shards, and sum them over replicas, which is done once in a step. least: of `reduced`, those of a layer."""
+    shards, and sum them over replicas, which is done once in a step. least: of `reduced`, those of a layer. added: to
+    add or copy the gradients of a micro-batch, of the embedding and the head too."""
 
     gathered: float
     reduced: float
     summed: float
     least: float
+    added: float
 
 
 class Space:
@@ -263,7 +265,7 @@ class Space:
         if choice.mode in ("zero2", "zero3") and schedule in HALVED:
             reduced = m * shared.reduced / pp
         elif choice.mode == "zero2" and known:  # what is left of each reduction follows that of the one before
-            reduced = m * (shared.reduced - (1 + constants.overlap) * passes.back) / pp
+            reduced = m * (shared.reduced - (1 + constants.overlap) * (passes.back + shared.added)) / pp
         each = m * (forward + backward + slower * passes.layers) / pp
         if schedule is None:
             return max(shape.bound, reduced, each + passes.first_waits(pp, self._fewest(pp)))
@@ -272,7 +274,7 @@ class Space:
         left = 0.0
         if whole and known:
             left = (shared.reduced + shared.summed) / passes.layers * first - (1 + constants.overlap) * (
-                passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
+                passes.backward[first] + shared.added + passes.embedding[1] + passes.head[1] * (pp == 1)
             )
         chained = (m * (each.busy + each.layers * slower) + each.wait + max(0.0, left) for each in found)
         return max(shape.bound, reduced, each, way, *chained)
@@ -304,7 +306,7 @@ class Space:
 
     def _shared(self, choice: Choice) -> "Exchanged":
         """Seconds of data-parallel communication of a pipeline's layers for one micro-batch."""
-        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode == "ddp"
+        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._exchanged:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
             each = [
@@ -312,5 +314,8 @@ class Space:
                 for kind, count in self.kinds.items()
             ]
             gathered, reduced, summed = (sum(count * times[what] for count, times in each) for what in range(3))
-            self._exchanged[key] = Exchanged(gathered, reduced, summed, min(times[1] for _, times in each))
+            parameters = sum(count * self.estimate.layer_parameters[kind] for kind, count in self.kinds.items())
+            parameters += 2 * self.model.vocab_size * self.model.width
+            added = self.timer.kernels.passes(shared.added * parameters / choice.tp)
+            self._exchanged[key] = Exchanged(gathered, reduced, summed, min(times[1] for _, times in each), added)
         return self._exchanged[key]

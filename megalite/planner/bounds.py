@@ -6,6 +6,7 @@ Where backward passes are whole, the gradients of the last one go back through t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 
@@ -13,13 +14,15 @@ from itertools import accumulate, pairwise
 class Passes:
     """Seconds of a model's passes for one micro-batch.
 
-    forward, backward: of all layers before each, and at last of all. embedding, head: forward and backward.
+    forward, backward: of all layers before each, and at last of all. embedding, head: forward and backward. weights: of
+    all backward passes, what weight gradients take.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     embedding: tuple[float, float]
     head: tuple[float, float]
+    weights: float
 
     @property
     def there(self) -> float:
@@ -33,26 +36,99 @@ class Passes:
     def layers(self) -> int:
         return len(self.forward) - 1
 
-    @property
+    @cached_property
+    def each_forward(self) -> list[float]:
+        """By layer."""
+        return [after - before for before, after in pairwise(self.forward)]
+
+    @cached_property
+    def each_backward(self) -> list[float]:
+        """By layer."""
+        return [after - before for before, after in pairwise(self.backward)]
+
+    @cached_property
     def shortest_backward(self) -> float:
         """Of the layer whose backward pass takes least."""
-        return min(after - before for before, after in pairwise(self.backward))
+        return min(self.each_backward)
 
-    @property
+    @cached_property
+    def longest(self) -> tuple[float, float]:
+        """The longest forward and the longest backward pass of a layer."""
+        return max(self.each_forward), max(self.each_backward)
+
+    @cached_property
     def shortest(self) -> float:
         """Of the layer that takes least, both passes."""
-        both = [there + back for there, back in zip(self.forward, self.backward, strict=True)]
-        return min(after - before for before, after in pairwise(both))
+        return min(map(sum, zip(self.each_forward, self.each_backward, strict=True)))
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Seconds in which data-parallel ranks gather weights, reduce gradients over shards, and sum them over replicas.
+
+    layer: of the layer that takes least. end: of the embedding, or of the head. layers: of all layers.
+    """
+
+    layer: tuple[float, float, float]
+    end: tuple[float, float, float]
+    layers: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a pipeline rank waits for and does. busy: seconds of a micro-batch. wait: before its first one and after
-    its last one."""
+    """What a pipeline rank waits for and does.
+
+    layers, stages: that it has. busy: seconds of a micro-batch. wait: seconds of compute before its first one and after
+    its last one. before: passes of stages in that time. hops: of these, how many have their input from another rank.
+    behind: layers that the last one goes back through at the end. ends: the fewest layers of one of its stages.
+    """
 
     layers: int
+    stages: int
     busy: float
     wait: float
+    before: int
+    hops: int
+    behind: int
+    ends: int
+
+
+@dataclass(frozen=True)
+class Turns:
+    """An interleaved rank, from the first micro-batch that reaches its last stage to the last one that leaves it.
+
+    busy: seconds of a micro-batch. arrives, returns: seconds of compute from the first stage to this last one and back.
+    hops: of them each, to other ranks. before: layers up to this stage. size: of the first round, the largest. stages:
+    of each of its stages, the layers and the seconds of a forward and of a backward pass.
+    """
+
+    busy: float
+    arrives: float
+    returns: float
+    hops: int
+    before: int
+    size: int
+    stages: tuple[tuple[int, float, float], ...]
+
+    def seconds(self, m: int, data: Exchanged, hop: float, overlap: float) -> float:
+        """Of `m` micro-batches at least, where gradients are reduced once a step. hop: seconds of one."""
+        meanwhile = self.size * sum(there + back for _, there, back in self.stages[:-1])
+        back = min(back / layers for layers, _, back in self.stages if layers)
+        slower = overlap * min(back, data.layer[1] + data.layer[2])
+        return self.arrives + self.returns + 2 * self.hops * hop + m * self.busy - meanwhile + self.before * slower
+
+
+def turns(passes: Passes, split: Sequence[int], placement: Sequence[int], size: int) -> list[Turns]:
+    """Of the ranks of an interleaved pipeline, with `size` micro-batches in the first round: those that may be last."""
+    there, back, moves = _by_stage(passes, split, placement)
+    arrives, returns, hops = (list(accumulate(each, initial=0)) for each in (there, back, moves))
+    found: dict[tuple[object, ...], Turns] = {}
+    for own in _owned(placement).values():  # of equal ranks, the last waits longest
+        stages = tuple((split[stage], there[stage], back[stage]) for stage in own)
+        last, busy = own[-1], sum(there[stage] + back[stage] for stage in own)
+        key = round(busy, 12), *(layers for layers, _, _ in stages)
+        found[key] = Turns(busy, arrives[last], returns[last], hops[last], sum(split[: last + 1]), size, stages)
+    return list(found.values())
 
 
 def chains(passes: Passes, split: Sequence[int], placement: Sequence[int], whole: bool) -> list[Chain]:
@@ -60,22 +136,34 @@ def chains(passes: Passes, split: Sequence[int], placement: Sequence[int], whole
 
     split, placement: by stage, its layers and its rank. whole: whether backward passes are.
     """
-    stages, waited = len(split), 0.0
+    there, back, moves = _by_stage(passes, split, placement)
+    arrives, returns, hops = (list(accumulate(each, initial=0)) for each in (there, back, moves))
+    found: dict[tuple[float, ...], Chain] = {}
+    for own in _owned(placement).values():  # of equal ranks, the last waits longest
+        layers, busy = [split[stage] for stage in own], sum(there[stage] + back[stage] for stage in own)
+        begins, both = own[0], 1 + whole
+        waits = arrives[begins] + returns[begins] * whole
+        key = sum(layers), round(busy, 12), min(layers)
+        behind = sum(split[: begins + 1]) * whole
+        found[key] = Chain(sum(layers), len(own), busy, waits, begins * both, hops[begins] * both, behind, min(layers))
+    return list(found.values())
+
+
+def _by_stage(
+    passes: Passes, split: Sequence[int], placement: Sequence[int]
+) -> tuple[list[float], list[float], list[bool]]:
+    """By stage: forward, backward, and whether the next stage is on another rank."""
     ends = list(accumulate(split, initial=0))
-    layers, busy, wait = dict[int, int](), dict[int, float](), dict[int, float]()
+    there = [passes.forward[end] - passes.forward[begin] for begin, end in pairwise(ends)]
+    back = [passes.backward[end] - passes.backward[begin] for begin, end in pairwise(ends)]
+    for stage, outer in ((0, passes.embedding), (len(split) - 1, passes.head)):
+        there[stage], back[stage] = there[stage] + outer[0], back[stage] + outer[1]
+    return there, back, [before != after for before, after in pairwise(placement)]
+
+
+def _owned(placement: Sequence[int]) -> dict[int, list[int]]:
+    """By rank: its stages."""
+    found: dict[int, list[int]] = {}
     for stage, rank in enumerate(placement):
-        first, last = ends[stage], ends[stage + 1]
-        there = passes.forward[last] - passes.forward[first]
-        back = passes.backward[last] - passes.backward[first]
-        for place, end in ((0, passes.embedding), (stages - 1, passes.head)):
-            if stage == place:
-                there, back = there + end[0], back + end[1]
-        wait.setdefault(rank, waited)
-        layers[rank] = layers.get(rank, 0) + split[stage]
-        busy[rank] = busy.get(rank, 0.0) + there + back
-        waited += there + back * whole
-    longest: dict[tuple[int, float], float] = {}
-    for rank, seconds in busy.items():
-        key = layers[rank], round(seconds, 12)
-        longest[key] = max(longest.get(key, 0.0), wait[rank])
-    return [Chain(count, seconds, waiting) for (count, seconds), waiting in longest.items()]
+        found.setdefault(rank, []).append(stage)
+    return found

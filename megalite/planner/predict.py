@@ -198,21 +198,27 @@ def transfer_seconds(config: Config, timer: Timer) -> float:
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     """Seconds of the optimizer on the fullest rank."""
-    config, gpu = plan.config, timer.cluster.gpu
+    config = plan.config
     layout = config.parallel.layout
-    kernels = Kernels(gpu, timer.constants)
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
-    count = held / shards
-    seconds = kernels.passes(count * MEGALITE.optimizer)
-    if config.optim.offload:
-        moved = 2 * 4 * count / (gpu.host * HOST_SHARE)
-        seconds = moved + count * UPDATE_ON_HOST / HOST_MEMORY + kernels.passes(4 * count)
+    seconds = adamw_seconds(held / shards, config.optim.offload, timer)
     if config.optim.name == "muon":
         ranks = layout.world_size // layout.pp
         sent = timer.net.collective("all_to_all", MUON_ELEMENT * held, Group(ranks, 1))
-        seconds += _orthogonalizing(plan, ranks) / (kernels.rate("bf16") * MUON_SHARE) + 2 * sent
+        rate = Kernels(timer.cluster.gpu, timer.constants).rate("bf16")
+        seconds += _orthogonalizing(plan, ranks) / (rate * MUON_SHARE) + 2 * sent
     return seconds
+
+
+def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
+    """Seconds to update `count` parameters with AdamW, whose states may be in host memory."""
+    gpu = timer.cluster.gpu
+    kernels = Kernels(gpu, timer.constants)
+    if offloaded:
+        moved = 2 * 4 * count / (gpu.host * HOST_SHARE)
+        return moved + count * UPDATE_ON_HOST / HOST_MEMORY + kernels.passes(4 * count)
+    return kernels.passes(count * MEGALITE.optimizer)
 
 
 def _orthogonalizing(plan: Plan, ranks: int) -> int:

@@ -5,9 +5,10 @@ recompute. Its `Choice`s add the schedule, data parallelism and offloading. Both
 that the search needs to look at few of them closely; choices also have one of their memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from megalite.config.layers import layer_kinds
@@ -15,13 +16,15 @@ from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.pipeline import placement
 from megalite.plan.split import split_of
-from megalite.planner.bounds import Chain, Passes, chains
+from megalite.planner.bounds import Chain, Exchanged, Passes, Turns, chains, turns
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate
+from megalite.planner.predict import adamw_seconds
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED, bubble_of
+from megalite.schedule.orders import first_rounds
 
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
@@ -57,8 +60,8 @@ class Space:
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
-        self._waits: dict[tuple[object, ...], list[Chain]] = {}
-        self._gathers: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._waits: dict[tuple[object, ...], tuple[list[Chain], list[Turns]]] = {}
+        self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self.estimate = Estimate(config, pins, self.kinds)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
@@ -166,6 +169,7 @@ class Space:
                 tuple(accumulate((time.backward.total for time in each), initial=0.0)),
                 (embedding.forward.total, embedding.backward.total),
                 (head.forward.total, head.backward.total),
+                sum(time.weights for time in each) + head.weights,
             )
         return self._times[key]
 
@@ -223,24 +227,99 @@ class Space:
         """
         pp, m, passes = shape.choice.pp, shape.micro_batches, shape.passes
         forward, backward, constants = passes.there, passes.back, self.timer.constants
-        gathered, reduced = self._shared(choice)
+        data = self._exchanges(choice)
+        gathered, reduced, summed = data.layers
         if choice.mode == "zero3":
             forward, backward = beside(forward, gathered, constants), beside(backward, gathered, constants)
         busy = max(shape.bound, m * (forward + backward) / pp)
-        whole, slower = schedule in (*PLAIN, "interleaved_1f1b"), 0.0
-        if choice.mode in ("zero2", "zero3"):
-            slower = whole * constants.overlap * min(passes.shortest_backward, reduced / passes.layers)
-            busy = max(busy + m * slower * passes.layers / pp, m * reduced / pp)
+        whole, splits, slower = schedule in (*PLAIN, "interleaved_1f1b"), schedule in SPLITTING, 0.0
+        if choice.mode in ("zero2", "zero3"):  # halves of a backward pass have sums over replicas each time
+            slower = whole * constants.overlap * min(passes.shortest_backward, data.layer[1])
+            busy = max(busy + m * slower * passes.layers / pp, m * (reduced + splits * summed) / pp)
         if schedule is None:  # ranks wait for the first forward pass, half of it on average
             virtual = max(1, min(max(VIRTUAL), passes.layers // pp))
-            least = passes.layers // (pp * virtual) * pp / passes.layers  # share of layers in the first stage of each
-            return busy + (pp - 1) / (2 * pp) * least * passes.forward[-1]
-        found, first = self._chains(shape, choice, whole)
-        left = reduced / passes.layers * first - (1 + constants.overlap) * (
-            passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
-        )
-        last = max(0.0, left) * whole + self._starved(choice, m) * passes.shortest / 3 * (passes.layers // pp // 2)
-        return max(busy, *(m * (each.busy + each.layers * slower) + each.wait + last for each in found))
+            first = passes.layers // (pp * virtual)  # layers of the first stage, at least
+            busy += (pp - 1) / (2 * pp) * first * pp / passes.layers * passes.forward[-1]
+            return busy + self._start(shape, choice, data, first) + self._update(shape, choice, 0)
+        found, around, first = self._chains(shape, choice, whole)
+        edge, slows = self._gathering(shape, choice, data)
+        hop, once = self._hop(shape.choice), 0.0
+        if whole and choice.mode in ("ddp", "zero1"):  # the last backward passes are slower
+            once = constants.overlap * min(passes.shortest_backward, data.layer[1] + data.layer[2])
+        starts, ends = self._start(shape, choice, data, first), self._end(shape, choice, data, first) if whole else 0.0
+        starved = self._starved(choice, m) * passes.shortest / 3 * (passes.layers // pp // 2)
+        most = self._way(shape, choice, whole) + found[0].stages * pp * 2 * edge
+        for each in found:
+            computes = m * (each.busy + each.layers * (slower + slows) + each.stages * 2 * edge)
+            waits = each.wait + max(starved, each.before * edge + each.hops * hop) + each.behind * once
+            most = max(most, computes + waits + splits * each.ends * (data.layer[1] + data.layer[2]))
+        busy = max(busy, starts + most + ends)
+        if choice.mode in ("ddp", "zero1"):
+            for turn in around:
+                busy = max(busy, starts + turn.seconds(m, data, hop, constants.overlap) + ends)
+        return busy + self._update(shape, choice, max(each.layers for each in found))
+
+    def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
+        """Seconds until the first of the pipeline's stages, of `first` layers, has the weights that it waits for."""
+        if choice.mode == "zero3":
+            return 0.0  # every pass waits
+        passes, ends, one = shape.passes, data.end[0], shape.choice.pp == 1
+        if choice.offload_activations:  # which makes passes longer
+            return ends
+        computes = passes.forward[first] + passes.embedding[0] + one * passes.head[0]
+        return ends + max(0.0, (1 + one) * ends + first * data.layer[0] - computes)
+
+    def _end(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
+        """Seconds of reductions after the last backward pass, which is whole and of the first stage."""
+        passes, overlap, one = shape.passes, self.timer.constants.overlap, shape.choice.pp == 1
+        back = passes.backward[first] + passes.embedding[1] + one * passes.head[1]
+        reduced = (1 + one) * (data.end[1] + data.end[2]) + first * (data.layer[1] + data.layer[2])
+        if choice.offload_activations:
+            return 0.0
+        if choice.mode == "zero3":  # whose gathers make the pass longer
+            back += (2 + one) * data.end[0] + (first + 1) * data.layer[0]
+        return max(0.0, reduced - (1 + overlap) * back)
+
+    def _gathering(self, shape: Shape, choice: Choice, data: Exchanged) -> tuple[float, float]:
+        """With weights gathered for each pass: seconds that a stage waits, and by which both passes of a layer slow."""
+        if choice.mode != "zero3":
+            return 0.0, 0.0
+        layer = data.layer[0]
+        slows = sum(beside(each, layer, self.timer.constants) - each for each in shape.passes.longest)
+        return min(layer, data.end[0]), 0.0 if choice.offload_activations else slows
+
+    def _way(self, shape: Shape, choice: Choice, whole: bool) -> float:
+        """Seconds of a micro-batch on its way through all stages and back, where weight gradients can wait.
+
+        All others go through the last stage after it.
+        """
+        passes, turns = shape.passes, 1 if choice.schedule in V_SHAPED else 0
+        stages = choice.pp * (2 if turns else choice.virtual or 1)
+        if choice.schedule == "interleaved_1f1b":
+            stages = choice.pp * (choice.virtual or 2)
+        hops = (stages - 1 - turns) * (choice.pp > 1)
+        others = (shape.micro_batches - 1) * sum(passes.head)
+        if not whole:
+            others = -passes.weights
+        return passes.there + passes.back + others + 2 * hops * self._hop(shape.choice)
+
+    def _hop(self, first: Choice) -> float:
+        """Seconds to send a micro-batch's activations to the next pipeline rank."""
+        if first.pp == 1:
+            return 0.0
+        return self.timer.net.transfer(self.estimate.sizes(first).stream, self.gpus // first.pp)
+
+    def _update(self, shape: Shape, choice: Choice, layers: int) -> float:
+        """Seconds of the optimizer, on a rank that has its share of the model and at least so many layers.
+
+        layers: 0 where the layout is still open.
+        """
+        model, pp = self.model, shape.choice.pp
+        each = min(self.estimate.layer_parameters.values())
+        held = max(layers * each, (shape.passes.layers * each + 2 * model.vocab_size * model.width) / pp) / choice.tp
+        shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
+        offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
+        return min(adamw_seconds(held / shards, offloaded, self.timer) for offloaded in offloads)
 
     def _starved(self, choice: Choice, m: int) -> int:
         """Passes of a V's stage for which a rank waits longer, where too few micro-batches fill the pipeline."""
@@ -249,7 +328,7 @@ class Space:
         share = bubble_of(choice.schedule, choice.pp, m, 2)
         return int(6 * m * share / (1 - share)) - (choice.pp - 1)
 
-    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], int]:
+    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], list[Turns], int]:
         """What pipeline ranks wait for and do, and the layers of the first stage."""
         pipeline = choice.pp, choice.schedule, choice.virtual
         if pipeline not in self._splits:
@@ -258,17 +337,27 @@ class Space:
         split, owners = self._splits[pipeline]
         key = shape.choice, choice.schedule, choice.virtual
         if key not in self._waits:
-            self._waits[key] = chains(shape.passes, split, owners, whole)
-        return self._waits[key], split[0]
+            around = list[Turns]()
+            if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
+                around = turns(shape.passes, split, owners, first_rounds(choice.pp, shape.micro_batches)[0])
+            self._waits[key] = chains(shape.passes, split, owners, whole), around
+        return *self._waits[key], split[0]
 
-    def _shared(self, choice: Choice) -> tuple[float, float]:
-        """Seconds to gather all weights of a pipeline, and to reduce their gradients, for one micro-batch."""
+    def _exchanges(self, choice: Choice) -> Exchanged:
+        """Seconds to exchange weights and gradients of a micro-batch."""
         key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode == "ddp"
-        if key not in self._gathers:
+        if key not in self._exchanged:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            gathered = scattered = 0.0
-            for kind, count in self.kinds.items():
-                there, back, over = shared.times(self.estimate.layer_parameters[kind] / choice.tp)
-                gathered, scattered = gathered + count * there, scattered + count * (back + over)
-            self._gathers[key] = gathered, scattered
-        return self._gathers[key]
+            each = [shared.times(self.estimate.layer_parameters[kind] / choice.tp) for kind in self.kinds]
+            counts = self.kinds.values()
+            self._exchanged[key] = Exchanged(
+                _three(map(min, zip(*each, strict=True))),
+                shared.times(self.model.vocab_size * self.model.width / choice.tp),
+                _three(sum(map(mul, counts, times)) for times in zip(*each, strict=True)),
+            )
+        return self._exchanged[key]
+
+
+def _three(values: Iterable[float]) -> tuple[float, float, float]:
+    one, two, three = values
+    return one, two, three

@@ -121,7 +121,8 @@ class Turns:
 def turns(passes: Passes, split: Sequence[int], placement: Sequence[int], size: int) -> list[Turns]:
     """Of the ranks of an interleaved pipeline, with `size` micro-batches in the first round: those that may be last."""
     there, back, moves = _by_stage(passes, split, placement)
-    arrives, returns, hops = (list(accumulate(each, initial=0)) for each in (there, back, moves))
+    arrives, returns = (list(accumulate(each, initial=0.0)) for each in (there, back))
+    hops = list(accumulate(moves, initial=0))
     found: dict[tuple[object, ...], Turns] = {}
     for own in _owned(placement).values():  # of equal ranks, the last waits longest
         stages = tuple((split[stage], there[stage], back[stage]) for stage in own)
@@ -137,7 +138,8 @@ def chains(passes: Passes, split: Sequence[int], placement: Sequence[int], whole
     split, placement: by stage, its layers and its rank. whole: whether backward passes are.
     """
     there, back, moves = _by_stage(passes, split, placement)
-    arrives, returns, hops = (list(accumulate(each, initial=0)) for each in (there, back, moves))
+    arrives, returns = (list(accumulate(each, initial=0.0)) for each in (there, back))
+    hops = list(accumulate(moves, initial=0))
     found: dict[tuple[float, ...], Chain] = {}
     for own in _owned(placement).values():  # of equal ranks, the last waits longest
         layers, busy = [split[stage] for stage in own], sum(there[stage] + back[stage] for stage in own)
@@ -151,14 +153,14 @@ def chains(passes: Passes, split: Sequence[int], placement: Sequence[int], whole
 
 def _by_stage(
     passes: Passes, split: Sequence[int], placement: Sequence[int]
-) -> tuple[list[float], list[float], list[bool]]:
-    """By stage: forward, backward, and whether the next stage is on another rank."""
+) -> tuple[list[float], list[float], list[int]]:
+    """By stage: forward, backward, and 1 where the next stage is on another rank."""
     ends = list(accumulate(split, initial=0))
     there = [passes.forward[end] - passes.forward[begin] for begin, end in pairwise(ends)]
     back = [passes.backward[end] - passes.backward[begin] for begin, end in pairwise(ends)]
     for stage, outer in ((0, passes.embedding), (len(split) - 1, passes.head)):
         there[stage], back[stage] = there[stage] + outer[0], back[stage] + outer[1]
-    return there, back, [before != after for before, after in pairwise(placement)]
+    return there, back, [int(before != after) for before, after in pairwise(placement)]
 
 
 def _owned(placement: Sequence[int]) -> dict[int, list[int]]:

@@ -18,7 +18,8 @@ from megalite.config.validate import check
 from megalite.plan.memory import Memory, each_rank
 from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.walk import Walk, on_device
+from megalite.plan.total import Total
+from megalite.plan.total import fullest as fullest_of
 from megalite.planner.choice import Choice
 from megalite.planner.predict import Prediction, predict, step_seconds
 from megalite.planner.space import Shape, Space
@@ -115,13 +116,16 @@ def search(
             for bound, child in _children(space, node, room, found):
                 heappush(heap, (bound, next(number), child))
         elif node.fits is None and node.choice is not None:
+            plan = _checked(space, node.plan)
+            if plan is None:
+                continue
             found.walked += 1
-            needed = _likely_fullest(node.plan, limit)
+            needed = _likely_fullest(plan, limit)
             space.estimate.learn(node.choice, needed)
             if needed > limit:
                 found.too_large(needed, node.choice)
             else:
-                heappush(heap, (step_seconds(node.plan, timer), next(number), replace(node, fits=needed)))
+                heappush(heap, (step_seconds(plan, timer), next(number), replace(node, plan=plan, fits=needed)))
         elif node.choice is not None and node.fits is not None:
             needed = node.fits
             if not found.results or node.choice.pp <= ALL_RANKS:
@@ -156,14 +160,22 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
 
 
 def _plan(space: Space, choice: Choice) -> Plan | None:
-    """The plan of a layout; None if it cannot run."""
+    """The plan of a layout, not checked yet; None if it is too long to be planned, or cannot be."""
     config = choice.applied(space.config, space.pins)
-    m = micro_batches(config)
-    if not can_be_planned(config, m):
+    if not can_be_planned(config, micro_batches(config)):
         return None
     try:
-        config, few = check(config, space.gpus), filled(config, m)
-        return resolve(config, tables={few: space.timer.tables.of(config, few, transfers=True)})
+        return resolve(config, split=space.split(choice)[0])
+    except InputError:
+        return None
+
+
+def _checked(space: Space, plan: Plan) -> Plan | None:
+    """The plan with its checked configuration, and with the schedule that memory is walked through; None: bad."""
+    try:
+        config = check(plan.config, space.gpus)
+        few = filled(config, micro_batches(config))
+        return plan.of(config, {few: space.timer.tables.of(config, few, transfers=True)})
     except InputError:
         return None
 
@@ -191,7 +203,7 @@ def _likely_fullest(plan: Plan, limit: float) -> int:
     layers = [sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(pp)]
     ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
     for rank in sorted(ranks, key=lambda rank: -kept[rank]):
-        most = max(most, on_device(Walk(plan, m, rank).run()))
+        most = max(most, Total(plan, m, rank).most_bytes())
         if most > limit:
             break
     return most
@@ -203,8 +215,10 @@ def _all_ranks(plan: Plan, timer: Timer) -> int:
     steps = {
         m: timer.tables.of(config, m, transfers=True) for m in (as_full(config, each) for each in fullest_steps(config))
     }
-    whole = resolve(config, tables=steps)
-    return max(memory.total for memory in each_rank(config, whole))
+    whole = plan.of(config, steps)
+    if config.parallel.pipeline.schedule == "gpipe":
+        return max(memory.total for memory in each_rank(config, whole))
+    return fullest_of(whole, range(config.parallel.pp))
 
 
 def fullest_rank(config: Config) -> Memory:

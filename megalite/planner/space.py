@@ -22,6 +22,7 @@ from megalite.planner.estimate import Estimate
 from megalite.planner.predict import adamw_seconds
 from megalite.planner.stages import Shared, Timer, work_of
 from megalite.planner.step import beside
+from megalite.planner.tables import ROUNDS
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED, bubble_of
 from megalite.schedule.orders import first_rounds
@@ -30,6 +31,7 @@ LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+CUT = 0.993  # of a whole step: one that is simulated for ROUNDS only may seem shorter, by as much as 0.6 %
 PLAIN = ("1f1b", "gpipe")  # schedules of one stage a rank with whole backward passes
 
 
@@ -62,6 +64,7 @@ class Space:
         self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
         self._waits: dict[tuple[object, ...], tuple[list[Chain], list[Turns]]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
+        self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
         self.estimate = Estimate(config, pins, self.kinds)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
@@ -257,7 +260,8 @@ class Space:
         if choice.mode in ("ddp", "zero1"):
             for turn in around:
                 busy = max(busy, starts + turn.seconds(m, data, hop, constants.overlap) + ends)
-        return busy + self._update(shape, choice, max(each.layers for each in found))
+        cut = CUT if m > ROUNDS * pp else 1.0
+        return cut * busy + self._update(shape, choice, max(each.layers for each in found))
 
     def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
         """Seconds until the first of the pipeline's stages, of `first` layers, has the weights that it waits for."""
@@ -287,6 +291,14 @@ class Space:
         layer = data.layer[0]
         slows = sum(beside(each, layer, self.timer.constants) - each for each in shape.passes.longest)
         return min(layer, data.end[0]), 0.0 if choice.offload_activations else slows
+
+    def split(self, choice: Choice) -> tuple[Sequence[int], Sequence[int]]:
+        """Layers per stage of a layout, and the rank of each stage."""
+        pipeline = choice.pp, choice.schedule, choice.virtual
+        if pipeline not in self._splits:
+            config = choice.applied(self.config, self.pins)
+            self._splits[pipeline] = split_of(config), placement(config)
+        return self._splits[pipeline]
 
     def _way(self, shape: Shape, choice: Choice, whole: bool) -> float:
         """Seconds of a micro-batch on its way through all stages and back, where weight gradients can wait.
@@ -319,7 +331,7 @@ class Space:
         held = max(layers * each, (shape.passes.layers * each + 2 * model.vocab_size * model.width) / pp) / choice.tp
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
-        return min(adamw_seconds(held / shards, offloaded, self.timer) for offloaded in offloads)
+        return held / shards * min(self._updating[offloaded] for offloaded in offloads)
 
     def _starved(self, choice: Choice, m: int) -> int:
         """Passes of a V's stage for which a rank waits longer, where too few micro-batches fill the pipeline."""
@@ -330,11 +342,7 @@ class Space:
 
     def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], list[Turns], int]:
         """What pipeline ranks wait for and do, and the layers of the first stage."""
-        pipeline = choice.pp, choice.schedule, choice.virtual
-        if pipeline not in self._splits:
-            config = choice.applied(self.config, self.pins)
-            self._splits[pipeline] = split_of(config), placement(config)
-        split, owners = self._splits[pipeline]
+        split, owners = self.split(choice)
         key = shape.choice, choice.schedule, choice.virtual
         if key not in self._waits:
             around = list[Turns]()

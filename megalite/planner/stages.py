@@ -101,7 +101,8 @@ class Timer:
         shared, found = Shared(plan.config, self.net), dict[object, StageTime]()
         times = []
         for stage in range(plan.stages):
-            key = stage == 0, stage == plan.stages - 1, tuple(plan.recomputed(stage))
+            kinds = [id(plan.kinds[layer]) for layer in plan.layers[stage]]  # quicker to compare than kinds
+            key = stage == 0, stage == plan.stages - 1, *kinds, *plan.modes[stage]
             if key not in found:  # most stages are like the one before
                 found[key] = self._stage(plan, stage, shared)
             times.append(found[key])

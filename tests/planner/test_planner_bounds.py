@@ -10,9 +10,10 @@ from megalite.planner.bounds import longest_path
 from megalite.planner.choice import Choice
 from megalite.planner.flight import flight
 from megalite.planner.hardware import load_cluster
+from megalite.planner.least import Shape
 from megalite.planner.predict import least_seconds, step_seconds
 from megalite.planner.search import SHORT, _all_ranks, _likely_fullest, _plan, on_device
-from megalite.planner.space import Shape, Space
+from megalite.planner.space import Space
 from megalite.planner.stages import Timer
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.clock import Clock
@@ -77,7 +78,7 @@ def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     )
     plan = _plan(space, choice)
     assert plan is not None
-    assert 0.5 * step_seconds(plan, timer) < space._bound(shape, choice, choice.schedule) <= step_seconds(plan, timer)
+    assert 0.5 * step_seconds(plan, timer) < space.least.of_layout(shape, choice) <= step_seconds(plan, timer)
 
 
 @pytest.mark.parametrize("schedule", V_SHAPED)

@@ -107,13 +107,13 @@ class Estimate:
         most, beside = flight(choice.schedule, choice.pp, m, virtual)
         if choice.offload_activations:
             return 0.0, None if beside is None else 0.0
-        kept, ends = self._kept(choice), list(accumulate(self._split(choice), initial=0))
+        kept, ends = self._kept(choice), list(accumulate(self.split(choice), initial=0))
         stages = range(0, len(ends) - 1, choice.pp) if choice.schedule == "interleaved_1f1b" else range(1)
         each = min(kept[ends[stage + 1]] - kept[ends[stage]] for stage in stages)
         outside = self.sizes(choice).outside(1)[0] if len(ends) == 2 else 0
         return most * each + outside, None if beside is None else beside * each
 
-    def _split(self, choice: Choice) -> Sequence[int]:
+    def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""
         if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
             return split
@@ -128,15 +128,15 @@ class Estimate:
 
     def _held(self, choice: Choice, rank: int) -> float:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
-        split = self._split(choice)
-        owners = self._owners(choice)
+        split = self.split(choice)
+        owners = self.owners(choice)
         ends = list(accumulate(split, initial=0))
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
         layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
         first, last = 0 in mine, len(split) - 1 in mine
         return layers + self._matrix * (first + last if not self.config.model.tie_embeddings else first or last)
 
-    def _owners(self, choice: Choice) -> Sequence[int]:
+    def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""
         key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
         if key not in self._placements:

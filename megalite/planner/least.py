@@ -4,21 +4,22 @@ All of it follows from what `schedule.clock` adds up: what a rank computes, what
 way of a micro-batch takes, and what is exchanged beside or between them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.plan.pipeline import placement
-from megalite.plan.split import layer_costs, split_of
+from megalite.plan.split import layer_costs
 from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, chains, turns
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.predict import adamw_seconds
 from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer
 from megalite.planner.step import beside
-from megalite.planner.tables import ROUNDS
+from megalite.planner.tables import ROUNDS, enough
+from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES, SPLITTING
 from megalite.schedule.orders import first_rounds
 
@@ -48,6 +49,21 @@ class Longer:
     stage: float
 
 
+@dataclass(frozen=True)
+class Waits:
+    """What is the same of a shape's layouts with a schedule, however states are shared out.
+
+    chains, turns: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
+    of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
+    """
+
+    chains: list[Chain]
+    turns: list[Turns]
+    hops: int
+    back: float
+    way: float
+
+
 class Least:
     """Bounds of the layouts of `config` on `gpus` GPUs. pins: keys that keep their values."""
 
@@ -57,9 +73,10 @@ class Least:
         self.config, self.gpus, self.timer, self.pins, self.estimate = config, gpus, timer, pins, estimate
         self.model, self.offload = config.model, offload
         self._matrix = config.model.vocab_size * config.model.width
-        self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
-        self._waits: dict[tuple[object, ...], tuple[list[Chain], list[Turns]]] = {}
+        self._waits: dict[tuple[object, ...], Waits] = {}
+        self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
+        self._alike = len(set(layer_costs(config.model))) == 1
         self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
 
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
@@ -76,35 +93,86 @@ class Least:
     def of_layout(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout."""
         m, data, passes = shape.micro_batches, self._exchanges(choice), shape.passes
-        split = self.split(choice)[0]
+        split = self.estimate.split(choice)
         whole, halves = choice.schedule in WHOLE, 1 + SPLIT * (choice.schedule in HALVED)
-        found, around = self._chains(shape, choice, whole)
+        waiting = self._waits_of(shape, choice)
+        found = waiting.chains
         more, hop = self._longer(shape, choice, data), self._hop(shape.choice)
         both, summed = more.layer[0] + more.layer[1] * whole, data.least.reduced + data.least.summed
         once = 0.0
         if whole and choice.mode in ONCE:  # the last backward passes are slower
             once = self.timer.constants.overlap * min(passes.least[1], summed)
-        most = self._way(shape, choice, split, more, hop)
+        most = self._way(waiting, len(split), more, hop)
         for each in found:
             there, back = _exceeding(each.layers, each.ends, more)
             computes = m * (each.there + there + halves * (each.back + back) + (1 + halves) * each.stages * more.stage)
             waits = each.wait + each.layers_before * both + each.before * more.stage + each.hops * hop
             last = (each.layers_before + each.first) * once + (choice.schedule in HALVED) * each.fewest * summed
             most = max(most, computes + waits + last)
-        for turn in around if choice.mode in ONCE else ():
+        for turn in waiting.turns if choice.mode in ONCE else ():
             most = max(most, self._turn(turn, m, data, hop, once))
         start, end = self._start(shape, choice, data, split[0]), self._end(shape, choice, data, split[0]) * whole
         computes = max(shape.bound, self._mean(shape, choice, data), start + most + end)
         reduces = self._reductions(shape, choice, data, choice.schedule)
         return max(computes, reduces) + self._update(shape, choice, data, max(each.layers for each in found))
 
-    def split(self, choice: Choice) -> tuple[Sequence[int], Sequence[int]]:
-        """Layers per stage of a layout, and the rank of each stage."""
-        pipeline = choice.pp, choice.schedule, choice.virtual
-        if pipeline not in self._splits:
-            config = choice.applied(self.config, self.pins)
-            self._splits[pipeline] = split_of(config), placement(config)
-        return self._splits[pipeline]
+    def of_schedule(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
+
+        The chain is the longest for the first layout that was asked for with this schedule, and a long one for others.
+        What is gathered or reduced between its actions is left out. Raises InputError for a schedule that cannot run.
+        """
+        config, m = choice.applied(self.config, self.pins), shape.micro_batches
+        data = self._exchanges(choice)
+        stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
+        few = enough(config, m)
+        key = choice.pp, choice.schedule, choice.virtual, few
+        if key not in self._longest:
+            clock = self.timer.tables.clock(config, few)
+            costs = [stages[cost.stage].get(cost.kind, 0.0) for cost in clock.classes]
+            found, hops = clock.longest(costs, hop)
+            counts = Counter[tuple[Kind, int]]()
+            for cost, count in zip(clock.classes, found, strict=True):
+                counts[cost.kind, cost.stage] += count
+            self._longest[key] = [(*what, count) for what, count in counts.items() if count], hops
+        chain, hops = self._longest[key]
+        computes = sum(count * stages[stage].get(kind, 0.0) for kind, stage, count in chain) + hops * hop
+        if few < m:
+            computes += (m - few) * max(self._paces(stages, choice))
+        first = self.estimate.split(choice)[0]
+        fullest = max(each.layers for each in self._waits_of(shape, choice).chains)
+        return self._start(shape, choice, data, first) + computes + self._update(shape, choice, data, fullest)
+
+    def _stages(self, shape: Shape, choice: Choice, data: Exchanged) -> list[dict[Kind, float]]:
+        """Seconds of each stage's actions, at least."""
+        split, passes, more = self.estimate.split(choice), shape.passes, self._longer(shape, choice, data)
+        found, known = list[dict[Kind, float]](), dict[tuple[object, ...], dict[Kind, float]]()
+        for stage, (first, last) in enumerate(pairwise([0, *accumulate(split)])):
+            has = stage == 0, stage == len(split) - 1
+            forward, backward, weights = (
+                each[last] - each[first] + has[0] * passes.embedding[at] + has[1] * passes.head[at]
+                for at, each in enumerate((passes.forward, passes.backward, passes.weights))
+            )
+            key = last - first, has, round(forward, 12), round(backward, 12)
+            if key not in known:
+                there, back = _exceeding(last - first, has, more)
+                back += backward + more.stage
+                weights += (last - first) * data.least.added + sum(has) * data.end.added
+                known[key] = {
+                    Kind.F: forward + there + more.stage,
+                    Kind.B: back,
+                    Kind.I: (1 + SPLIT) * (back - weights),
+                    Kind.W: (1 + SPLIT) * weights,
+                }
+            found.append(known[key])
+        return found
+
+    def _paces(self, stages: Sequence[Mapping[Kind, float]], choice: Choice) -> list[float]:
+        """By rank: seconds of a micro-batch."""
+        paces, halves = [0.0] * choice.pp, 1 + SPLIT * (choice.schedule in HALVED)
+        for seconds, rank in zip(stages, self.estimate.owners(choice), strict=True):
+            paces[rank] += seconds[Kind.F] + halves * seconds[Kind.B]
+        return paces
 
     def _mean(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
         """Seconds in which a rank computes, on average."""
@@ -162,7 +230,7 @@ class Least:
         """Seconds until the first stage, of `first` layers, has the weights that it waits for."""
         if choice.mode == "zero3":
             return 0.0  # every pass waits
-        one, passes = len(self.split(choice)[0]) == 1, shape.passes
+        one, passes = len(self.estimate.split(choice)) == 1, shape.passes
         start = data.end.gathered + (1 + one) * data.end.copied + first * data.least.copied
         if not self._known(choice):
             return start
@@ -173,7 +241,7 @@ class Least:
         """Seconds of reductions after the last backward pass, which is whole and of the first stage."""
         if not self._known(choice):
             return 0.0
-        one, passes = len(self.split(choice)[0]) == 1, shape.passes
+        one, passes = len(self.estimate.split(choice)) == 1, shape.passes
         back = passes.backward[first] + passes.embedding[1] + one * passes.head[1]
         back += (1 + one) * data.end.added + first * data.most.added
         if choice.mode == "zero3":
@@ -182,17 +250,9 @@ class Least:
         reduced = (1 + one) * (data.end.reduced + data.end.summed) + first * (data.least.reduced + data.least.summed)
         return max(0.0, reduced - (1 + self.timer.constants.overlap) * back)
 
-    def _way(self, shape: Shape, choice: Choice, split: Sequence[int], more: Longer, hop: float) -> float:
-        """Seconds of a micro-batch on its way through all stages and back, and of others before or after it."""
-        passes, m, owners = shape.passes, shape.micro_batches, self.split(choice)[1]
-        hops = sum(before != after for before, after in pairwise(owners))
-        extra = 2 * (hops * hop + len(split) * more.stage)
-        if choice.schedule in SPLITTING:
-            longer = 1 + SPLIT * (choice.schedule in HALVED)
-            return max(passes.split_back(choice.schedule, m, split, longer), passes.split_way(longer) + extra)
-        if choice.schedule in WHOLE:
-            return passes.there + passes.back + passes.layers * sum(more.layer) + extra + (m - 1) * sum(passes.head[:2])
-        return passes.there + extra
+    def _way(self, waits: Waits, stages: int, more: Longer, hop: float) -> float:
+        """Seconds of a micro-batch on its way through all stages and back; or with others before or after it."""
+        return max(waits.back, waits.way + 2 * (waits.hops * hop + stages * more.stage))
 
     def _turn(self, turn: Turns, m: int, data: Exchanged, hop: float, once: float) -> float:
         """Seconds of an interleaved rank, where gradients are reduced once a step. once: of a layer, beside that."""
@@ -227,17 +287,25 @@ class Least:
             return 0
         most = self.pins.get("parallel.pipeline.virtual_stages") or max(VIRTUAL)
         stages = pp * max(1, min(most, self.model.layers // pp))
-        return self.model.layers // stages if len(set(layer_costs(self.model))) == 1 else 1
+        return self.model.layers // stages if self._alike else 1
 
-    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[list[Chain], list[Turns]]:
+    def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
         """What pipeline ranks wait for and do."""
         key = shape.choice, choice.schedule, choice.virtual
         if key not in self._waits:
-            (split, owners), around, m = self.split(choice), list[Turns](), shape.micro_batches
+            split, owners, m = self.estimate.split(choice), self.estimate.owners(choice), shape.micro_batches
+            around, back, way, passes = list[Turns](), 0.0, 0.0, shape.passes
             if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
                 few = min(m, ROUNDS * choice.pp + m % choice.pp)
-                around = turns(shape.passes, split, owners, max(first_rounds(choice.pp, few)))
-            self._waits[key] = chains(shape.passes, split, owners, whole), around
+                around = turns(passes, split, owners, max(first_rounds(choice.pp, few)))
+            if choice.schedule in WHOLE:
+                way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
+            elif choice.schedule in SPLITTING:
+                longer = 1 + SPLIT * (choice.schedule in HALVED)
+                back, way = passes.split_back(choice.schedule, m, split, longer), passes.split_way(longer)
+            hops = sum(before != after for before, after in pairwise(owners))
+            found = chains(passes, split, owners, choice.schedule in WHOLE)
+            self._waits[key] = Waits(found, around, hops, back, way)
         return self._waits[key]
 
     def _exchanges(self, choice: Choice) -> Exchanged:

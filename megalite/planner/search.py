@@ -114,6 +114,9 @@ def search(
             if len(found.results) >= ENOUGH and found.timed >= CLOSELY and not exhaustive:
                 found.unproven = found.unproven or seconds
                 continue
+            if (closer := _closer(space, node)) > seconds:
+                heappush(heap, (closer, next(number), node))
+                continue
             for bound, child in _children(space, node, room, found):
                 heappush(heap, (bound, next(number), child))
         elif not node.timed:
@@ -133,6 +136,15 @@ def search(
                 prediction = predict(plan.config, timer.cluster, timer, plan)
                 found.results.append(Result(node.choice, prediction, needed))
     return found
+
+
+def _closer(space: Space, node: Node) -> float:
+    """A higher bound of a layout in several stages, if there is one."""
+    if not node.whole or node.choice is None or node.choice.pp == 1 or node.choice.schedule not in NAMES:
+        return 0.0
+    if not can_be_planned(config := node.choice.applied(space.config, space.pins), micro_batches(config)):
+        return 0.0
+    return space.least.of_schedule(node.shape, node.choice)
 
 
 def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
@@ -162,7 +174,7 @@ def _plan(space: Space, choice: Choice) -> Plan | None:
     if not can_be_planned(config, micro_batches(config)):
         return None
     try:
-        return resolve(config, split=space.least.split(choice)[0])
+        return resolve(config, split=space.estimate.split(choice))
     except InputError:
         return None
 

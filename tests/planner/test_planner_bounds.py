@@ -55,6 +55,8 @@ def test_no_bound_is_above_the_time_and_no_estimate_above_the_walk(case: tuple) 
         looked_at += 1
         seconds = step_seconds(plan, timer) * (1 + 1e-9)
         assert max(shape.bound, shared_bound, bound, least_seconds(plan, timer, SHORT)) <= seconds, choice
+        if choice.pp > 1:
+            assert space.least.of_schedule(shape, choice) <= seconds, choice
         walked = _all_ranks(plan, timer)
         assert space.least_memory(shape.choice, 0.0) <= space.estimate.memory(choice) <= walked, choice
         rank, peak = _likely_fullest(plan, float("inf"))

@@ -51,6 +51,7 @@ class Estimate:
         self._keep: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
+        self._of_rank: dict[tuple[int, int, bool, int], float] = {}
         self._flying: dict[Choice, tuple[float, float | None]] = {}
         self._learned: dict[Choice, Learned] = {}
 
@@ -128,13 +129,16 @@ class Estimate:
 
     def _held(self, choice: Choice, rank: int) -> float:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
-        split = self.split(choice)
-        owners = self.owners(choice)
-        ends = list(accumulate(split, initial=0))
-        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
-        first, last = 0 in mine, len(split) - 1 in mine
-        return layers + self._matrix * (first + last if not self.config.model.tie_embeddings else first or last)
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank
+        if key not in self._of_rank:
+            split, owners = self.split(choice), self.owners(choice)
+            ends = list(accumulate(split, initial=0))
+            mine = [stage for stage, owner in enumerate(owners) if owner == rank]
+            layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
+            first, last = 0 in mine, len(split) - 1 in mine
+            outer = first + last if not self.config.model.tie_embeddings else first or last
+            self._of_rank[key] = layers + self._matrix * outer
+        return self._of_rank[key]
 
     def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""

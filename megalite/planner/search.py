@@ -154,11 +154,11 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
             if space.least_memory(choice, room) <= room:
                 yield bound, Node(node.shape, choice)
     elif not node.whole:
-        for bound, choice in space.choices(node.shape, node.choice):
+        for choice in space.choices(node.shape, node.choice):
             found.layouts += 1
             needed = space.estimate.memory(choice)
             if needed <= room:
-                yield bound, Node(node.shape, choice, whole=True)
+                yield space.least.of_layout(node.shape, choice), Node(node.shape, choice, whole=True)
             else:
                 found.too_large(needed, choice)
     elif space.estimate.memory(node.choice) > room:  # as was learned meanwhile

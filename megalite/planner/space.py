@@ -75,17 +75,16 @@ class Space:
                 choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
                 yield self.least.of_sharing(shape, choice), choice
 
-    def choices(self, shape: Shape, shared: Choice) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a shape whose states are shared out so, each with a lower bound of its seconds."""
+    def choices(self, shape: Shape, shared: Choice) -> Iterator[Choice]:
+        """The layouts of a shape whose states are shared out so."""
         for schedule, virtual in self._schedules(shape.choice):
             for activations, optimizer in self._offloading(schedule):
-                choice = shared._replace(
+                yield shared._replace(
                     schedule=schedule,
                     virtual=virtual,
                     offload_activations=activations,
                     offload_optimizer=optimizer,
                 )
-                yield self.least.of_layout(shape, choice), choice
 
     def _work(self, choice: Choice) -> Work:
         """A micro-batch of the layout, for layers without windows that recompute nothing."""

@@ -36,7 +36,8 @@ def layouts(space: Space, seed: int) -> Iterator[tuple[Shape, float, float, Choi
         shape = draw.choice(shapes)
         sharings = list(space.sharings(shape))
         (shared_bound, shared), (_, other) = draw.choice(sharings), draw.choice(sharings)
-        bound, choice = draw.choice(list(space.choices(shape, shared)))
+        choice = draw.choice(list(space.choices(shape, shared)))
+        bound = space.least.of_layout(shape, choice)
         sibling = choice._replace(mode=other.mode, replicas=other.replicas, shards=other.shards)
         yield shape, shared_bound, bound, choice, sibling
 

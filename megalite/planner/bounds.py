@@ -140,8 +140,7 @@ class Exchanged:
     last: float
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """What a pipeline rank waits for and does.
 
     layers, stages: that it has. ends: whether the embedding and the head are among them. there, back: seconds of a
@@ -167,8 +166,7 @@ class Chain:
         return self.there + self.back
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(NamedTuple):
     """An interleaved rank, from the first micro-batch that reaches its last stage to the last one that leaves it.
 
     Meanwhile it does all it does but for passes of its other stages with a round of micro-batches at most, forward
@@ -212,27 +210,28 @@ def chains(passes: Passes, split: Sequence[int], placement: Sequence[int], whole
     there, back, moves = _by_stage(passes, split, placement)
     arrives, returns = (list(accumulate(each, initial=0.0)) for each in (there, back))
     hops, layers = list(accumulate(moves, initial=0)), list(accumulate(split, initial=0))
-    found: dict[tuple[object, ...], Chain] = {}
+    alike: dict[tuple[object, ...], tuple[list[int], float, float]] = {}
     for own in _owned(placement).values():  # of equal ranks, the last waits longest
-        begins, both, ends = own[0], 1 + whole, (0 in own, len(split) - 1 in own)
-        mine = [split[stage] for stage in own]
-        go, come = sum(there[stage] for stage in own), sum(back[stage] for stage in own)
-        wait = arrives[begins] + returns[begins] * whole
-        chain = Chain(
-            sum(mine),
+        go, come = (sum([each[stage] for stage in own]) for each in (there, back))
+        mine = tuple([split[stage] for stage in own])
+        alike[mine, own[0] == 0, own[-1] == len(split) - 1, round(go + come, 12)] = own, go, come
+    both = 1 + whole
+    return [
+        Chain(
+            sum(split[stage] for stage in own),
             len(own),
-            ends,
+            (0 in own, len(split) - 1 in own),
             go,
             come,
-            wait,
-            begins * both,
-            hops[begins] * both,
-            layers[begins],
-            mine[0],
-            min(mine),
+            arrives[own[0]] + returns[own[0]] * whole,
+            own[0] * both,
+            hops[own[0]] * both,
+            layers[own[0]],
+            split[own[0]],
+            min(split[stage] for stage in own),
         )
-        found[sum(mine), ends, round(go + come, 12), min(mine)] = chain
-    return list(found.values())
+        for own, go, come in alike.values()
+    ]
 
 
 def _by_stage(

@@ -57,8 +57,7 @@ class Estimate:
 
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
-        even = (self._parameters[-1] + self._matrix * (1 if self.config.model.tie_embeddings else 2)) / choice.pp
-        found = max(self._states(choice, even), self._after(choice, even))
+        found = self.of_states(choice)
         if choice.schedule not in NAMES:  # where its stages are is not known
             return found
         first = self._held(choice, 0)
@@ -73,6 +72,11 @@ class Estimate:
             made = self._gradients(choice, held, whole) if learned.made else 0.0
             found = max(found, self._states(choice, held, learned.gathered) + learned.activations + made)
         return found
+
+    def of_states(self, choice: Choice) -> float:
+        """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
+        even = (self._parameters[-1] + self._matrix * (1 if self.config.model.tie_embeddings else 2)) / choice.pp
+        return max(self._states(choice, even), self._after(choice, even))
 
     def _after(self, choice: Choice, parameters: float) -> float:
         """Bytes when the last gradient is there. Of several stages, others have freed their weights by then."""

@@ -7,10 +7,10 @@ is walked through action by action (`plan.memory`); it is a result if it fits.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
@@ -75,8 +75,7 @@ class Found:
             self.tightest = needed, choice
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known about; (timed) exactly."""
 
     shape: Shape
@@ -120,7 +119,7 @@ def search(
             for bound, child in _children(space, node, room, found):
                 heappush(heap, (bound, next(number), child))
         elif not node.timed:
-            heappush(heap, (step_seconds(node.plan, timer), next(number), replace(node, timed=True)))
+            heappush(heap, (step_seconds(node.plan, timer), next(number), node._replace(timed=True)))
         elif node.choice is not None and (least := space.estimate.memory(node.choice)) > room:  # was learned meanwhile
             found.too_large(least, node.choice)
         elif node.choice is not None and (plan := _checked(space, node.plan)):

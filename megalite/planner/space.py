@@ -53,11 +53,18 @@ class Space:
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
-                                needed = self.least_memory(first, limit)
-                                if needed <= limit:
+                                if self._fits(first, limit):
                                     yield self._shape(first)
-                                elif needed < (self.tightest[0] if self.tightest else float("inf")):
-                                    self.tightest = needed, first
+
+    def _fits(self, first: Choice, limit: float) -> bool:
+        """Whether some layout of a shape may fit; if not, take note of the one that needs least."""
+        tightest = self.tightest[0] if self.tightest else float("inf")
+        if self.estimate.of_states(first) > max(limit, tightest):
+            return False
+        needed = self.least_memory(first, limit)
+        if limit < needed < tightest:
+            self.tightest = needed, first
+        return needed <= limit
 
     def least_memory(self, choice: Choice, limit: float) -> float:
         """Bytes that a layout needs at least under any schedule; or under the first that may need at most `limit`."""

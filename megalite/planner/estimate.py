@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import SCHEDULES, Config
@@ -17,6 +17,7 @@ from megalite.planner.choice import Choice, mode_of
 from megalite.planner.flight import flight
 from megalite.schedule.generate import NAMES, V_SHAPED
 
+N = TypeVar("N", int, float)
 ONCE = ("ddp", "zero1")  # modes whose gradients are reduced once a step
 
 
@@ -41,8 +42,10 @@ class Estimate:
     def __init__(self, config: Config, pins: Mapping[str, Any], kinds: Mapping[LayerKind, int]) -> None:
         self.config, self.pins, self.kinds = config, pins, kinds
         self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in kinds}
-        each = (self.layer_parameters[kind] for kind in layer_kinds(config.model))
-        self._parameters = tuple(accumulate(each, initial=0))  # of all layers before each, and at last of all
+        found, layers = list(kinds), layer_kinds(config.model)
+        numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
+        self.order = [numbers[id(kind)] for kind in layers]  # of every layer, which of `kinds` it is
+        self._parameters = self.before(self.layer_parameters)
         self._matrix = config.model.vocab_size * config.model.width
         self._element = BYTES[config.train.precision]
         self._wide = max(self._element, 4)
@@ -54,6 +57,11 @@ class Estimate:
         self._of_rank: dict[tuple[int, int, bool, int], float] = {}
         self._flying: dict[Choice, tuple[float, float | None]] = {}
         self._learned: dict[Choice, Learned] = {}
+
+    def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
+        """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
+        values = [each[kind] for kind in self.kinds]
+        return tuple(accumulate((values[number] for number in self.order), initial=0))
 
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
@@ -172,7 +180,7 @@ class Estimate:
         if key not in self._keep:
             sizes = self.sizes(choice)
             each = {kind: sizes.layer_bytes(kind, mode) for kind in self.kinds}
-            self._keep[key] = tuple(accumulate((each[kind] for kind in layer_kinds(self.config.model)), initial=0))
+            self._keep[key] = self.before(each)
         return self._keep[key]
 
     def sizes(self, choice: Choice) -> Activations:

@@ -7,7 +7,6 @@ that the search needs to look at few of them closely; choices also have one of t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from megalite.config.layers import layer_kinds
@@ -157,12 +156,11 @@ class Space:
                 kind: self.timer.layer(replace(base, recompute=mode, window=kind.attention.window_in(base.sequence)))
                 for kind in self.kinds
             }
-            each = [times[kind] for kind in layer_kinds(self.model)]
             embedding, head = self.timer.ends(base)
             self._times[key] = Passes(
-                tuple(accumulate((time.forward.total for time in each), initial=0.0)),
-                tuple(accumulate((time.backward.total for time in each), initial=0.0)),
-                tuple(accumulate((time.weights for time in each), initial=0.0)),
+                self.estimate.before({kind: time.forward.total for kind, time in times.items()}),
+                self.estimate.before({kind: time.backward.total for kind, time in times.items()}),
+                self.estimate.before({kind: time.weights for kind, time in times.items()}),
                 (embedding.forward.total, embedding.backward.total, embedding.weights),
                 (head.forward.total, head.backward.total, head.weights),
             )

@@ -101,6 +101,20 @@ def test_no_times_of_stages_make_a_v_shorter_than_its_longest_path(schedule: str
 
 
 @pytest.mark.parametrize("schedule", NAMES)
+def test_a_chain_of_actions_takes_as_long_as_its_step_and_no_longer_than_others(schedule: str) -> None:
+    draw = random.Random(2)
+    clock = Clock(build(schedule, 4, 9), lambda action: (action.kind, action.stage))
+    first, other = ([draw.random() for _ in clock.classes] for _ in range(2))
+    chain, hops = clock.longest(first, 0.1)
+
+    def seconds(costs: list[float]) -> float:
+        return sum(count * cost for count, cost in zip(chain, costs, strict=True)) + hops * 0.1
+
+    assert seconds(first) == pytest.approx(clock.run(first, 0.1)[1])
+    assert seconds(other) <= clock.run(other, 0.1)[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
 def test_the_first_rank_holds_as_many_micro_batches_as_is_told(schedule: str) -> None:
     for p in range(1, 7):
         for m in range(1, 3 * p + 3):

@@ -18,8 +18,8 @@ from megalite.plan.memory import KINDS, Memory, memory_of_ranks
 from megalite.plan.rebalance import flatter_split
 from megalite.planner.choice import Choice, choice_of
 from megalite.planner.goodput import goodput
+from megalite.planner.least import VIRTUAL
 from megalite.planner.predict import Prediction
-from megalite.planner.space import VIRTUAL
 from megalite.planner.texts import PARTS, seconds_text, step_text
 from megalite.schedule.generate import NAMES
 from megalite.terminal import table

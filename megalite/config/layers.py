@@ -1,6 +1,7 @@
 """The kinds of a model's layers. All code that looks at layers reads them here, so layers may differ."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megalite.config.schema import Model
 
@@ -39,11 +40,25 @@ class LayerKind:
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
-    attention, feed_forward = model.attention, FeedForward(model.ffn)
-    full = AttentionKind(None, attention.softcap)
-    near = AttentionKind(attention.window, attention.softcap)
-    full_every, nope_every = (every or model.layers + 1 for every in (attention.full_every, attention.nope_every))
-    return tuple(
-        LayerKind(near if number % full_every else full, feed_forward, rotary=number % nope_every != 0)
-        for number in range(1, model.layers + 1)
+    attention = model.attention
+    return _kinds(
+        model.layers, model.ffn, attention.window, attention.softcap, attention.full_every, attention.nope_every
     )
+
+
+@lru_cache(maxsize=64)  # a search of layouts asks thousands of times
+def _kinds(
+    layers: int, ffn: int, window: int | None, softcap: float | None, full_every: int | None, nope_every: int | None
+) -> tuple[LayerKind, ...]:
+    feed_forward = FeedForward(ffn)
+    full, near = AttentionKind(None, softcap), AttentionKind(window, softcap)
+    kinds = {
+        (attends_to_all, rotary): LayerKind(full if attends_to_all else near, feed_forward, rotary)
+        for attends_to_all in (True, False)
+        for rotary in (True, False)
+    }
+
+    def every(number: int, n: int | None) -> bool:
+        return number % (n or layers + 1) == 0
+
+    return tuple(kinds[every(number, full_every), not every(number, nope_every)] for number in range(1, layers + 1))

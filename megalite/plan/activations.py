@@ -75,6 +75,16 @@ class Activations:
 
     def layer(self, kind: LayerKind, mode: Mode) -> Part:
         """A layer of `kind` that recomputes as `mode` says."""
+        if (kind, mode) not in self._layers:
+            self._layers[kind, mode] = self._layer(kind, mode)
+        return self._layers[kind, mode]
+
+    @cached_property
+    def _layers(self) -> dict[tuple[LayerKind, Mode], Part]:
+        """Layers that were asked for."""
+        return {}
+
+    def _layer(self, kind: LayerKind, mode: Mode) -> Part:
         everything = self._layer_kept(kind)
         remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
         cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()

@@ -111,6 +111,21 @@ class Part:
         made = [("temporaries", kept) for kept in (*self.remade, *self.offloaded)]
         return [*(("activations", kept) for kept in self.kept), *made]
 
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes on the device that a forward pass keeps."""
+        return sum(kept.bytes for kept in self.kept)
+
+    @cached_property
+    def change(self) -> dict[tuple[str, bool], int]:
+        """By moment of backward, and whether weight gradients are put off: by how much it changes the bytes kept."""
+        freed = {at.name: self.freed[at.name].total() for at in self.backward}
+        return {
+            (at.name, puts_off): puts_off * self.retained[at.name].total() - freed[at.name]
+            for at in self.backward
+            for puts_off in (False, True)
+        }
+
     def repeated(self, times: int) -> "Part":
         """A part that stands for `times` parts like this one."""
 

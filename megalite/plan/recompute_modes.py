@@ -178,10 +178,10 @@ def modes_by_stage(
     train: Train,
     tables: Callable[[], Sequence[Table]],
     split: Sequence[int],
-    outside: Mapping[int, int],
+    outside: Callable[[], Mapping[int, int]],
     costs: Callable[[], Sequence[Costs]],
 ) -> dict[int, list[Mode]]:
-    """By stage of the whole pipeline: the mode of each layer. `tables` and `costs` are called only if a budget is set.
+    """By stage of the whole pipeline: the mode of each layer. What is a function is called only if a budget is set.
 
     tables: schedules of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch
     keeps outside of layers. costs: of every layer of the model. Raises InputError for a budget that no modes fit.
@@ -190,7 +190,7 @@ def modes_by_stage(
         return {stage: every_nth(train.recompute, train.recompute_every, count) for stage, count in enumerate(split)}
     assert train.recompute_budget is not None, "validation asks for it"
     steps = tables()
-    held, kept = held_by_rank(steps, split), kept_by_rank(steps, outside)
+    held, kept = held_by_rank(steps, split), kept_by_rank(steps, outside())
     chosen = choose_for_all(by_rank(steps[0], split, costs()), held, kept, train.recompute_budget)
     found: dict[int, list[Mode]] = {}
     for rank, modes in enumerate(chosen):

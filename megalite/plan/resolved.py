@@ -1,8 +1,8 @@
 """The plan that follows from a configuration, for all ranks: worked out once and passed on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
@@ -30,6 +30,11 @@ class Plan:
     def stages(self) -> int:
         return len(self.layers)
 
+    @cached_property
+    def sizes(self) -> Activations:
+        """Sizes of activations."""
+        return Activations(self.config)
+
     def stages_of(self, pp: int) -> list[int]:
         """The stages of pipeline rank `pp`."""
         return [stage for stage, owner in enumerate(self.placement) if owner == pp]
@@ -37,6 +42,10 @@ class Plan:
     def recomputed(self, stage: int) -> list[tuple[LayerKind, Mode]]:
         """The layers of a stage, and how each recomputes."""
         return [(self.kinds[layer], mode) for layer, mode in zip(self.layers[stage], self.modes[stage], strict=True)]
+
+    def of(self, config: Config, tables: Mapping[int, Table]) -> "Plan":
+        """The same of `config`, which differs in nothing that a plan depends on, with schedules that are known."""
+        return replace(self, config=config, _tables=dict(tables))
 
     def table(self, m: int) -> Table:
         """The schedule of a training step of `m` micro-batches. Raises InputError for one that cannot run."""
@@ -49,17 +58,21 @@ def resolve(
     config: Config,
     costs: Callable[[], Sequence[Costs]] | None = None,
     tables: Mapping[int, Table] | None = None,
+    split: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` must be numbers.
 
     costs: returns the costs of every layer; called only if recompute has a budget. None: costs are estimated. tables:
-    its schedules by number of micro-batches, as far as they are known. Raises InputError for a schedule that cannot
-    run, and for a budget that no modes fit.
+    its schedules by number of micro-batches, as far as they are known. split: layers per stage, where they are known.
+    Raises InputError for a schedule that cannot run, and for a budget that no modes fit.
     """
-    split = split_of(config)
-    outside = Activations(config).outside(len(split))
+    split = split_of(config) if split is None else split
     modes = modes_by_stage(
-        config.train, lambda: tables_of(config), split, outside, costs or (lambda: estimated_costs(config))
+        config.train,
+        lambda: tables_of(config),
+        split,
+        lambda: Activations(config).outside(len(split)),
+        costs or (lambda: estimated_costs(config)),
     )
     kinds, layers = layer_kinds(config.model), tuple(layers_of(split))
     return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config), dict(tables or {}))

@@ -1,7 +1,6 @@
 """Which layers live on which pipeline stage."""
 
 from collections.abc import Sequence
-from functools import cache, partial
 from itertools import accumulate
 
 from megalite.config.layers import layer_kinds
@@ -72,8 +71,9 @@ def _uneven(costs: Sequence[int], head: int, stages: int) -> list[int]:
 
 def layer_costs(model: Model) -> list[int]:
     """Forward FLOPs per token of every layer."""
-    of = cache(partial(layer_forward_flops, model))
-    return [of(kind) for kind in layer_kinds(model)]
+    kinds = layer_kinds(model)
+    of = {id(kind): layer_forward_flops(model, kind) for kind in {id(kind): kind for kind in kinds}.values()}
+    return [of[id(kind)] for kind in kinds]  # kinds take longer to compare
 
 
 def stage_costs(model: Model, split: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.activations import BYTES, Activations
+from megalite.plan.activations import BYTES
 from megalite.plan.condense import parts_of
 from megalite.plan.instant import Instant
 from megalite.plan.muon import step_temporaries
@@ -87,7 +87,7 @@ class Walk:
 
     def __init__(self, plan: Plan, m: int, pp: int) -> None:
         self.config, self.table, self.pp = plan.config, plan.table(m), pp
-        self.states, self.sizes = States(plan), Activations(plan.config)
+        self.states, self.sizes = States(plan), plan.sizes
         self.parts = parts_of(self.sizes, {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}, plan.stages)
         self.reductions = reductions(self.table, pp)
         self.held: Counter[Item] = Counter()
@@ -154,10 +154,7 @@ class Walk:
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for _, part in self._through(action.stage):
-            for kept in part.kept:
-                self._hold("activations", kept.component, kept.bytes)
-            for kept in part.offloaded:
-                self._hold(HOST, kept.component, kept.bytes)
+            self._keep(part)
             gathered = self._gathered(part)
             self._see(part.forward + (gathered if self.states.shards > 1 else 0), gathered)
         if action.stage < self.table.stages - 1:
@@ -249,6 +246,13 @@ class Walk:
     def _gathered(self, part: Part) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
         return self.states.w * part.weights.total if self.states.frees and not part.with_stage else 0
+
+    def _keep(self, part: Part) -> None:
+        """Hold the tensors that a forward pass keeps."""
+        for kept in part.kept:
+            self._hold("activations", kept.component, kept.bytes)
+        for kept in part.offloaded:
+            self._hold(HOST, kept.component, kept.bytes)
 
     def _release(self, part: Part, moment: Moment, puts_off: bool) -> None:
         """Free the tensors that were kept until `moment`, except for those that a split backward keeps for W."""

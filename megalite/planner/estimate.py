@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import SCHEDULES, Config
@@ -17,6 +17,7 @@ from megalite.planner.choice import Choice, mode_of
 from megalite.planner.flight import flight
 from megalite.schedule.generate import NAMES, V_SHAPED
 
+N = TypeVar("N", int, float)
 ONCE = ("ddp", "zero1")  # modes whose gradients are reduced once a step
 
 
@@ -41,8 +42,10 @@ class Estimate:
     def __init__(self, config: Config, pins: Mapping[str, Any], kinds: Mapping[LayerKind, int]) -> None:
         self.config, self.pins, self.kinds = config, pins, kinds
         self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in kinds}
-        each = (self.layer_parameters[kind] for kind in layer_kinds(config.model))
-        self._parameters = tuple(accumulate(each, initial=0))  # of all layers before each, and at last of all
+        found, layers = list(kinds), layer_kinds(config.model)
+        numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
+        self.order = [numbers[id(kind)] for kind in layers]  # of every layer, which of `kinds` it is
+        self._parameters = self.before(self.layer_parameters)
         self._matrix = config.model.vocab_size * config.model.width
         self._element = BYTES[config.train.precision]
         self._wide = max(self._element, 4)
@@ -51,13 +54,18 @@ class Estimate:
         self._keep: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
+        self._of_rank: dict[tuple[int, int, bool, int], float] = {}
         self._flying: dict[Choice, tuple[float, float | None]] = {}
         self._learned: dict[Choice, Learned] = {}
 
+    def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
+        """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
+        values = [each[kind] for kind in self.kinds]
+        return tuple(accumulate((values[number] for number in self.order), initial=0))
+
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
-        even = (self._parameters[-1] + self._matrix * (1 if self.config.model.tie_embeddings else 2)) / choice.pp
-        found = max(self._states(choice, even), self._after(choice, even))
+        found = self.of_states(choice)
         if choice.schedule not in NAMES:  # where its stages are is not known
             return found
         first = self._held(choice, 0)
@@ -72,6 +80,11 @@ class Estimate:
             made = self._gradients(choice, held, whole) if learned.made else 0.0
             found = max(found, self._states(choice, held, learned.gathered) + learned.activations + made)
         return found
+
+    def of_states(self, choice: Choice) -> float:
+        """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
+        even = (self._parameters[-1] + self._matrix * (1 if self.config.model.tie_embeddings else 2)) / choice.pp
+        return max(self._states(choice, even), self._after(choice, even))
 
     def _after(self, choice: Choice, parameters: float) -> float:
         """Bytes when the last gradient is there. Of several stages, others have freed their weights by then."""
@@ -107,13 +120,13 @@ class Estimate:
         most, beside = flight(choice.schedule, choice.pp, m, virtual)
         if choice.offload_activations:
             return 0.0, None if beside is None else 0.0
-        kept, ends = self._kept(choice), list(accumulate(self._split(choice), initial=0))
+        kept, ends = self._kept(choice), list(accumulate(self.split(choice), initial=0))
         stages = range(0, len(ends) - 1, choice.pp) if choice.schedule == "interleaved_1f1b" else range(1)
         each = min(kept[ends[stage + 1]] - kept[ends[stage]] for stage in stages)
         outside = self.sizes(choice).outside(1)[0] if len(ends) == 2 else 0
         return most * each + outside, None if beside is None else beside * each
 
-    def _split(self, choice: Choice) -> Sequence[int]:
+    def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""
         if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
             return split
@@ -128,15 +141,18 @@ class Estimate:
 
     def _held(self, choice: Choice, rank: int) -> float:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
-        split = self._split(choice)
-        owners = self._owners(choice)
-        ends = list(accumulate(split, initial=0))
-        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
-        first, last = 0 in mine, len(split) - 1 in mine
-        return layers + self._matrix * (first + last if not self.config.model.tie_embeddings else first or last)
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank
+        if key not in self._of_rank:
+            split, owners = self.split(choice), self.owners(choice)
+            ends = list(accumulate(split, initial=0))
+            mine = [stage for stage, owner in enumerate(owners) if owner == rank]
+            layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
+            first, last = 0 in mine, len(split) - 1 in mine
+            outer = first + last if not self.config.model.tie_embeddings else first or last
+            self._of_rank[key] = layers + self._matrix * outer
+        return self._of_rank[key]
 
-    def _owners(self, choice: Choice) -> Sequence[int]:
+    def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""
         key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
         if key not in self._placements:
@@ -164,7 +180,7 @@ class Estimate:
         if key not in self._keep:
             sizes = self.sizes(choice)
             each = {kind: sizes.layer_bytes(kind, mode) for kind in self.kinds}
-            self._keep[key] = tuple(accumulate((each[kind] for kind in layer_kinds(self.config.model)), initial=0))
+            self._keep[key] = self.before(each)
         return self._keep[key]
 
     def sizes(self, choice: Choice) -> Activations:

@@ -18,11 +18,10 @@ from megalite.plan.roles import Kind as Role
 from megalite.plan.size import flops_per_token
 from megalite.plan.weights import layer_weights
 from megalite.planner.hardware import Cluster
-from megalite.planner.kernels import Kernels
 from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
-from megalite.planner.stages import HOST_SHARE, SPLIT, Shared, StageTime, Timer
+from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.simulate import Timeline, simulate
@@ -147,11 +146,7 @@ def least_seconds(plan: Plan, timer: Timer, rounds: int) -> float:
     end = _run(plan, stages, timer, few)[0]
     if few == m:
         return end + update
-    busiest = max(
-        sum(stages[stage].forward.total + stages[stage].backward.total for stage in plan.stages_of(rank))
-        for rank in range(pp)
-    )
-    each = min(busiest, (end - _run(plan, stages, timer, few - pp)[0]) / pp)
+    each = min(_pace(plan, stages), (end - _run(plan, stages, timer, few - pp)[0]) / pp)
     return (1 - SHORTER) * (end + (m - few) * each + update)
 
 
@@ -167,8 +162,27 @@ def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tupl
     """Seconds of a step of `m` micro-batches without the update; and of them, those after all compute."""
     few, pp = enough(plan.config, m), plan.config.parallel.pp
     end, computed = _run(plan, stages, timer, few)
-    more = (m - few) * (end - _run(plan, stages, timer, few - pp)[0]) / pp if few < m else 0.0
-    return end + more, end - computed
+    if few == m:
+        return end, end - computed
+    each = max((end - _run(plan, stages, timer, few - pp)[0]) / pp, _pace(plan, stages))
+    return end + (m - few) * each, end - computed
+
+
+def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
+    """Seconds that another micro-batch adds at least to a long step: a rank's passes, or its reductions, if they take
+    longer and pile up."""
+    schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data.mode
+    whole, halves = schedule in WHOLE, 1 + SPLIT * (schedule in HALVED)
+    most = 0.0
+    for rank in range(plan.config.parallel.pp):
+        mine = [stages[stage] for stage in plan.stages_of(rank)]
+        computes = sum(stage.forward.total + halves * stage.backward.total for stage in mine)
+        reduces = 0.0
+        if mode in ("zero2", "zero3"):
+            computes += whole * sum(stage.slowed(False) for stage in mine)
+            reduces = sum(stage.reduce if schedule in HALVED else stage.left(False) for stage in mine)
+        most = max(most, computes, reduces)
+    return most
 
 
 def _run(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
@@ -238,22 +252,24 @@ def transfer_seconds(config: Config, timer: Timer) -> float:
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     """Seconds of the optimizer on the fullest rank, and of handing over the gradients of a step."""
-    config, gpu = plan.config, timer.cluster.gpu
+    config = plan.config
     layout = config.parallel.layout
-    kernels = Kernels(gpu, timer.constants)
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
-    count = held / shards
-    seconds = kernels.passes(count * MEGALITE.optimizer)
-    copies = kernels.passes(held * Shared(config, timer.net).last)
-    if config.optim.offload:
-        moved = 2 * 4 * count / (gpu.host * HOST_SHARE)
-        seconds = moved + count * UPDATE_ON_HOST / HOST_MEMORY + kernels.passes(4 * count)
+    seconds = adamw_seconds(held / shards, config.optim.offload, timer)
     if config.optim.name == "muon":
         ranks = layout.world_size // layout.pp
         sent = timer.net.collective("all_to_all", MUON_ELEMENT * held, Group(ranks, 1))
-        seconds += _orthogonalizing(plan, ranks) / (kernels.rate("bf16") * MUON_SHARE) + 2 * sent
-    return seconds + copies
+        seconds += _orthogonalizing(plan, ranks) / (timer.kernels.rate("bf16") * MUON_SHARE) + 2 * sent
+    return seconds + timer.kernels.passes(held * Shared(config, timer.net).last)
+
+
+def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
+    """Seconds to update `count` parameters with AdamW, whose states may be in host memory."""
+    if offloaded:
+        moved = 2 * 4 * count / (timer.cluster.gpu.host * HOST_SHARE)
+        return moved + count * UPDATE_ON_HOST / HOST_MEMORY + timer.kernels.passes(4 * count)
+    return timer.kernels.passes(count * MEGALITE.optimizer)
 
 
 def _orthogonalizing(plan: Plan, ranks: int) -> int:

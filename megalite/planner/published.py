@@ -69,6 +69,7 @@ MOST = {  # of what a row may say
 }
 EXPERTS = r"moe|mixtral|deepseek|dbrx|grok|experts"  # in the name of a model
 GATED = r"llama|mistral|qwen|gemma|olmo|smollm|phi-?3|\byi\b"
+FOUR_BITS = r"fp4|float4"
 OUT_OF_MEMORY = r"oom|out.of.memory"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not tell
 
@@ -150,6 +151,8 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
     if re.search(EXPERTS, model):
         raise ValueError(f"model = {fields['model']!r:.100}: has experts, which the planner does not know")
     fits = _fits(fields["status"].strip().lower())
+    if re.search(FOUR_BITS, fields["precision"].lower()):
+        raise ValueError(f"precision = {fields['precision']!r:.40}: products in 4 bits are none that the planner knows")
     cluster = cluster_of(fields["gpu"])
     program = program_of(fields)
     work, batch = _work(fields)

@@ -7,23 +7,25 @@ is walked through action by action (`plan.memory`); it is a result if it fits.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.plan.activations import Activations
 from megalite.plan.memory import Memory, each_rank
 from megalite.plan.parts import Item
 from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
+from megalite.plan.total import Total
+from megalite.plan.total import fullest as fullest_of
 from megalite.plan.walk import Walk, on_device
 from megalite.planner.choice import Choice
+from megalite.planner.least import Shape
 from megalite.planner.predict import Prediction, least_seconds, predict, step_seconds
-from megalite.planner.space import Shape, Space
+from megalite.planner.space import Space
 from megalite.planner.stages import Timer
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES
@@ -73,8 +75,7 @@ class Found:
             self.tightest = needed, choice
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known about; (timed) exactly."""
 
     shape: Shape
@@ -112,25 +113,37 @@ def search(
             if len(found.results) >= ENOUGH and found.timed >= CLOSELY and not exhaustive:
                 found.unproven = found.unproven or seconds
                 continue
+            if (closer := _closer(space, node)) > seconds:
+                heappush(heap, (closer, next(number), node))
+                continue
             for bound, child in _children(space, node, room, found):
                 heappush(heap, (bound, next(number), child))
         elif not node.timed:
-            heappush(heap, (step_seconds(node.plan, timer), next(number), replace(node, timed=True)))
+            heappush(heap, (step_seconds(node.plan, timer), next(number), node._replace(timed=True)))
         elif node.choice is not None and (least := space.estimate.memory(node.choice)) > room:  # was learned meanwhile
             found.too_large(least, node.choice)
-        elif node.choice is not None:
+        elif node.choice is not None and (plan := _checked(space, node.plan)):
             found.walked += 1
-            rank, peak = _likely_fullest(node.plan, limit)
+            rank, peak = _likely_fullest(plan, limit)
             needed = on_device(peak)
             space.estimate.learn(node.choice, rank, peak)
             if needed <= limit and (not found.results or node.choice.pp <= ALL_RANKS):
-                needed = _all_ranks(node.plan, timer)
+                needed = _all_ranks(plan, timer)
             if needed > limit:
                 found.too_large(needed, node.choice)
             else:
-                prediction = predict(node.plan.config, timer.cluster, timer, node.plan)
+                prediction = predict(plan.config, timer.cluster, timer, plan)
                 found.results.append(Result(node.choice, prediction, needed))
     return found
+
+
+def _closer(space: Space, node: Node) -> float:
+    """A higher bound of a layout in several stages, if there is one."""
+    if not node.whole or node.choice is None or node.choice.pp == 1 or node.choice.schedule not in NAMES:
+        return 0.0
+    if not can_be_planned(config := node.choice.applied(space.config, space.pins), micro_batches(config)):
+        return 0.0
+    return space.least.of_schedule(node.shape, node.choice)
 
 
 def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
@@ -140,11 +153,11 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
             if space.least_memory(choice, room) <= room:
                 yield bound, Node(node.shape, choice)
     elif not node.whole:
-        for bound, choice in space.choices(node.shape, node.choice):
+        for choice in space.choices(node.shape, node.choice):
             found.layouts += 1
             needed = space.estimate.memory(choice)
             if needed <= room:
-                yield bound, Node(node.shape, choice, whole=True)
+                yield space.least.of_layout(node.shape, choice), Node(node.shape, choice, whole=True)
             else:
                 found.too_large(needed, choice)
     elif space.estimate.memory(node.choice) > room:  # as was learned meanwhile
@@ -155,14 +168,23 @@ def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[t
 
 
 def _plan(space: Space, choice: Choice) -> Plan | None:
-    """The plan of a layout; None if it cannot run."""
+    """The plan of a layout, not checked yet; None if it is too long to be planned, or cannot be."""
     config = choice.applied(space.config, space.pins)
-    m = micro_batches(config)
-    if not can_be_planned(config, m):
+    if not can_be_planned(config, micro_batches(config)):
         return None
     try:
-        config, few = check(config, space.gpus), filled(config, m)
-        return resolve(config, tables={few: space.timer.tables.of(config, few, transfers=True)})
+        return resolve(config, split=space.estimate.split(choice))
+    except InputError:
+        return None
+
+
+def _checked(space: Space, plan: Plan) -> Plan | None:
+    """The plan with its checked configuration, and the schedule that memory is walked through; None if it cannot
+    run."""
+    try:
+        config = check(plan.config, space.gpus)
+        few = filled(config, micro_batches(config))
+        return plan.of(config, {few: space.timer.tables.of(config, few, transfers=True)})
     except InputError:
         return None
 
@@ -184,25 +206,25 @@ def _likely_fullest(plan: Plan, limit: float) -> tuple[int, Mapping[Item, int]]:
     """
     config = plan.config
     pp, m = config.parallel.pp, filled(config, micro_batches(config))
-    inputs = {("activations", "inputs"): micro_batches(config) * Activations(config).inputs}
     kept = _kept_at_once(plan, m)
     layers = [sum(len(plan.layers[stage]) for stage in plan.stages_of(rank)) for rank in range(pp)]
     ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
-    found: tuple[int, Mapping[Item, int]] = (0, {})
+    found = most = 0
+    inputs = micro_batches(config) * plan.sizes.inputs
     for rank in sorted(ranks, key=lambda rank: -kept[rank]):
-        peak = Walk(plan, m, rank).run() | inputs
-        if on_device(peak) > on_device(found[1]):
-            found = rank, peak
-        if on_device(peak) > limit:
+        needed = Total(plan, m, rank).most_bytes() + inputs
+        if needed > most:
+            found, most = rank, needed
+        if needed > limit:
             break
-    return found
+    return found, Walk(plan, m, found).run() | {("activations", "inputs"): inputs}
 
 
 def _kept_at_once(plan: Plan, m: int) -> list[int]:
     """By rank: bytes that layers keep for backward passes at most, and for W what the other half leaves."""
     of_layer = {}
     for layer in {layer for stage in range(plan.stages) for layer in plan.recomputed(stage)}:
-        part = Activations(plan.config).layer(*layer)
+        part = plan.sizes.layer(*layer)
         left = sum(sum(held.values()) for held in part.put_off.values())
         of_layer[layer] = sum(each.bytes for each in part.kept), left
     changes = []
@@ -222,8 +244,10 @@ def _all_ranks(plan: Plan, timer: Timer) -> int:
     steps = {
         m: timer.tables.of(config, m, transfers=True) for m in (as_full(config, each) for each in fullest_steps(config))
     }
-    whole = resolve(config, tables=steps)
-    return max(memory.total for memory in each_rank(config, whole))
+    whole = plan.of(config, steps)
+    if config.parallel.pipeline.schedule == "gpipe":
+        return max(memory.total for memory in each_rank(config, whole))
+    return fullest_of(whole, range(config.parallel.pp))
 
 
 def fullest_rank(config: Config) -> Memory:

@@ -5,52 +5,24 @@ recompute. Its `Choice`s add the schedule, data parallelism and offloading. Both
 that the search needs to look at few of them closely; choices also have one of their memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
-from megalite.plan.pipeline import placement
-from megalite.plan.split import layer_costs, split_of
-from megalite.planner.bounds import Chain, Passes, chains
+from megalite.planner.bounds import Passes
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
-from megalite.planner.stages import Shared, Timer, work_of
-from megalite.planner.step import beside
+from megalite.planner.least import VIRTUAL, Least, Shape
+from megalite.planner.stages import Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.generate import NAMES, SPLITTING
 
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
-VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
-HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
-WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What decides the time of layers, with a lower bound of the seconds of a step."""
-
-    choice: Choice  # of its first layout
-    micro_batches: int
-    dp: int
-    passes: Passes
-    bound: float
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """Seconds in which data-parallel ranks gather all weights of a pipeline's layers, reduce their gradients over the
-    shards, and sum them over replicas, which is done once in a step. least: of `reduced`, those of a layer."""
-
-    gathered: float
-    reduced: float
-    summed: float
-    least: float
 
 
 class Space:
@@ -68,10 +40,8 @@ class Space:
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
-        self._splits: dict[tuple[object, ...], tuple[Sequence[int], Sequence[int]]] = {}
-        self._waits: dict[tuple[object, ...], tuple[list[Chain], float]] = {}
-        self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self.estimate = Estimate(config, pins, self.kinds)
+        self.least = Least(config, gpus, timer, pins, self.estimate, offload)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes that some layout may fit into `limit` bytes."""
@@ -82,11 +52,18 @@ class Space:
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
-                                needed = self.least_memory(first, limit)
-                                if needed <= limit:
+                                if self._fits(first, limit):
                                     yield self._shape(first)
-                                elif needed < (self.tightest[0] if self.tightest else float("inf")):
-                                    self.tightest = needed, first
+
+    def _fits(self, first: Choice, limit: float) -> bool:
+        """Whether some layout of a shape may fit; if not, take note of the one that needs least."""
+        tightest = self.tightest[0] if self.tightest else float("inf")
+        if self.estimate.of_states(first) > max(limit, tightest):
+            return False
+        needed = self.least_memory(first, limit)
+        if limit < needed < tightest:
+            self.tightest = needed, first
+        return needed <= limit
 
     def least_memory(self, choice: Choice, limit: float) -> float:
         """Bytes that a layout needs at least under any schedule; or under the first that may need at most `limit`."""
@@ -102,19 +79,18 @@ class Space:
         for mode in self._modes(shape):
             for replicas in self._replicas(shape, mode):
                 choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
-                yield self._bound(shape, choice, None), choice
+                yield self.least.of_sharing(shape, choice), choice
 
-    def choices(self, shape: Shape, shared: Choice) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a shape whose states are shared out so, each with a lower bound of its seconds."""
+    def choices(self, shape: Shape, shared: Choice) -> Iterator[Choice]:
+        """The layouts of a shape whose states are shared out so."""
         for schedule, virtual in self._schedules(shape.choice):
             for activations, optimizer in self._offloading(schedule):
-                choice = shared._replace(
+                yield shared._replace(
                     schedule=schedule,
                     virtual=virtual,
                     offload_activations=activations,
                     offload_optimizer=optimizer,
                 )
-                yield self._bound(shape, choice, schedule), choice
 
     def _work(self, choice: Choice) -> Work:
         """A micro-batch of the layout, for layers without windows that recompute nothing."""
@@ -180,12 +156,11 @@ class Space:
                 kind: self.timer.layer(replace(base, recompute=mode, window=kind.attention.window_in(base.sequence)))
                 for kind in self.kinds
             }
-            each = [times[kind] for kind in layer_kinds(self.model)]
             embedding, head = self.timer.ends(base)
             self._times[key] = Passes(
-                tuple(accumulate((time.forward.total for time in each), initial=0.0)),
-                tuple(accumulate((time.backward.total for time in each), initial=0.0)),
-                tuple(accumulate((time.weights for time in each), initial=0.0)),
+                self.estimate.before({kind: time.forward.total for kind, time in times.items()}),
+                self.estimate.before({kind: time.backward.total for kind, time in times.items()}),
+                self.estimate.before({kind: time.weights for kind, time in times.items()}),
                 (embedding.forward.total, embedding.backward.total, embedding.weights),
                 (head.forward.total, head.backward.total, head.weights),
             )
@@ -244,73 +219,3 @@ class Space:
         for activations in self._pinned("train.offload_activations", lambda: free):
             for optimizer in self._pinned("optim.offload", lambda: either):
                 yield activations, optimizer
-
-    def _bound(self, shape: Shape, choice: Choice, schedule: str | None) -> float:
-        """Seconds that a step takes at least: those of the busiest rank, and of what it waits for.
-
-        schedule: None for the best there may be.
-        """
-        pp, m, passes, constants = shape.choice.pp, shape.micro_batches, shape.passes, self.timer.constants
-        forward, backward = passes.there, passes.back
-        shared = self._shared(choice)
-        if choice.mode == "zero3":
-            forward = beside(forward, shared.gathered, constants)
-            backward = beside(backward, shared.gathered, constants)
-        whole, slower, reduced = schedule in WHOLE, 0.0, 0.0
-        if choice.mode in ("zero2", "zero3") and whole:
-            slower = constants.overlap * min(passes.shortest_backward, shared.least)
-        known = choice.mode != "zero3" and not choice.offload_activations and not mixed(self.config, self.pins, choice)
-        if choice.mode in ("zero2", "zero3") and schedule in HALVED:
-            reduced = m * shared.reduced / pp
-        elif choice.mode == "zero2" and known:  # what is left of each reduction follows that of the one before
-            reduced = m * (shared.reduced - (1 + constants.overlap) * passes.back) / pp
-        each = m * (forward + backward + slower * passes.layers) / pp
-        if schedule is None:
-            return max(shape.bound, reduced, each + passes.first_waits(pp, self._fewest(pp)))
-        split, found, way = self._chains(shape, choice, whole)
-        first = split[0]
-        left = 0.0
-        if whole and known:
-            left = (shared.reduced + shared.summed) / passes.layers * first - (1 + constants.overlap) * (
-                passes.backward[first] + passes.embedding[1] + passes.head[1] * (pp == 1)
-            )
-        chained = (m * (each.busy + each.layers * slower) + each.wait + max(0.0, left) for each in found)
-        return max(shape.bound, reduced, each, way, *chained)
-
-    def _fewest(self, pp: int) -> int:
-        """Layers that each stage has at least but the last, under any schedule."""
-        if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
-            return min(split[:-1], default=0)
-        if self.pins.get("parallel.pipeline.schedule", NAMES[0]) not in NAMES:
-            return 0
-        most = self.pins.get("parallel.pipeline.virtual_stages") or max(VIRTUAL)
-        stages = pp * max(1, min(most, self.model.layers // pp))
-        return self.model.layers // stages if len(set(layer_costs(self.model))) == 1 else 1
-
-    def _chains(self, shape: Shape, choice: Choice, whole: bool) -> tuple[Sequence[int], list[Chain], float]:
-        """Layers of stages, what ranks wait for and do, and a bound for a pipeline with split backward passes."""
-        pipeline = choice.pp, choice.schedule, choice.virtual
-        if pipeline not in self._splits:
-            config = choice.applied(self.config, self.pins)
-            self._splits[pipeline] = split_of(config), placement(config)
-        split, owners = self._splits[pipeline]
-        key = shape.choice, choice.schedule, choice.virtual
-        if key not in self._waits:
-            way = 0.0
-            if choice.schedule in SPLITTING:
-                way = shape.passes.split_back(choice.schedule, shape.micro_batches, split)
-            self._waits[key] = chains(shape.passes, split, owners, whole), way
-        return split, *self._waits[key]
-
-    def _shared(self, choice: Choice) -> "Exchanged":
-        """Seconds of data-parallel communication of a pipeline's layers for one micro-batch."""
-        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode == "ddp"
-        if key not in self._exchanged:
-            shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            each = [
-                (count, shared.times(self.estimate.layer_parameters[kind] / choice.tp))
-                for kind, count in self.kinds.items()
-            ]
-            gathered, reduced, summed = (sum(count * times[what] for count, times in each) for what in range(3))
-            self._exchanged[key] = Exchanged(gathered, reduced, summed, min(times[1] for _, times in each))
-        return self._exchanged[key]

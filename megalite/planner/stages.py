@@ -27,6 +27,8 @@ from megalite.planner.work import Work
 # By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
 # of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
 SPLIT = 0.035
+HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
+WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
 
 
@@ -107,7 +109,8 @@ class Timer:
         shared, found = Shared(plan.config, self.net), dict[object, StageTime]()
         times = []
         for stage in range(plan.stages):
-            key = stage == 0, stage == plan.stages - 1, tuple(plan.recomputed(stage))
+            kinds = [id(plan.kinds[layer]) for layer in plan.layers[stage]]  # quicker to compare than kinds
+            key = stage == 0, stage == plan.stages - 1, *kinds, *plan.modes[stage]
             if key not in found:  # most stages are like the one before
                 found[key] = self._stage(plan, stage, shared)
             times.append(found[key])

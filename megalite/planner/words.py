@@ -35,6 +35,7 @@ JEAN_ZAY = Level(4, Link(200e9, 6e-6)), Level(8, Link(25e9, 6e-6))
 NAMED = 0.99  # of the memory that a GPU is sold with, in GiB, programs see: 79.3 of 80, 95.0 of 96
 SAME = 0.08  # a size in words that is nearer to the measured one of the cluster's file tells nothing new
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
+OVERLAPS = r"overlap|megatron.?core|nvidia/megatron-lm.*readme"  # NVIDIA's own tables of Megatron-LM, with its flags
 FLOAT32_SUM = r"fp32 (grad )?acc"  # gradients that are added up in float32
 WORDS = {  # in a source, and the program that it is of
     "simumax": "megatron_2025",
@@ -46,13 +47,11 @@ WORDS = {  # in a source, and the program that it is of
     "megascale": "megatron_2023",
     "zero bubble": "megatron_2023",
     "fms-fsdp": "fms_fsdp",
-    "megatron-core": "megatron_overlap",
     "foundry": "llm_foundry",
     "mosaic": "llm_foundry",
     "playbook": "nanotron",
     "nanotron": "nanotron",
     "fsdp": "torchtitan_compiled",
-    "nemo 24": "nemo_2024",
     "nemo long": "nemo_2024",
     "nemo": "nemo",
     "bridge": "nemo",
@@ -94,6 +93,10 @@ def program_of(fields: Mapping[str, str]) -> Program:
                 return PROGRAMS["deepspeed_zero3"]
             if name == "megatron_2021" and "SP" in fields["recompute"]:
                 return PROGRAMS["megatron_2022"]
+            if name == "nemo" and re.search(r"nemo\W{0,3}(20)?24\b", source):
+                return PROGRAMS["nemo_2024"]
+            if name == "megatron_2025" and re.search(OVERLAPS, " ".join((source, notes, fields["provenance"].lower()))):
+                return PROGRAMS["megatron_overlap"]
             if name == "megatron_deepspeed" and re.search(FLOAT32_SUM, precision):
                 return replace(PROGRAMS[name], kept=DEEPSPEED_FLOAT32_SUM)
             return PROGRAMS[name]

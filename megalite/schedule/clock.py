@@ -78,3 +78,27 @@ class Clock(Generic[Class]):
             if computes and end > computed:
                 computed = end
         return max(ends), computed
+
+    def longest(self, costs: Sequence[float], transfer: float) -> tuple[list[int], int]:
+        """A chain of actions that wait for each other, and of which the last compute ends last.
+
+        Returns how many of each of `classes` are in it, and how many transfers. Under other costs, a step takes at
+        least as long as this chain.
+        """
+        ends, chosen = list[float](), list[tuple[int, bool]]()
+        last = NOTHING
+        for index, (before, beside, far, number, computes) in enumerate(self._steps):
+            waits = [(ends[at], at, False) for at in (before, beside) if at >= 0]
+            if far >= 0:
+                waits.append((ends[far] + transfer, far, True))
+            start, at, moves = max(waits, default=(0.0, NOTHING, False))
+            ends.append(start + costs[number])
+            chosen.append((at, moves))
+            if computes and (last < 0 or ends[index] > ends[last]):
+                last = index
+        found, transfers = [0] * len(self.classes), 0
+        while last >= 0:
+            found[self._steps[last][3]] += 1
+            last, moves = chosen[last]
+            transfers += moves
+        return found, transfers

@@ -10,9 +10,10 @@ from megalite.planner.bounds import longest_path
 from megalite.planner.choice import Choice
 from megalite.planner.flight import flight
 from megalite.planner.hardware import load_cluster
+from megalite.planner.least import Shape
 from megalite.planner.predict import least_seconds, step_seconds
 from megalite.planner.search import SHORT, _all_ranks, _likely_fullest, _plan, on_device
-from megalite.planner.space import Shape, Space
+from megalite.planner.space import Space
 from megalite.planner.stages import Timer
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.clock import Clock
@@ -35,7 +36,8 @@ def layouts(space: Space, seed: int) -> Iterator[tuple[Shape, float, float, Choi
         shape = draw.choice(shapes)
         sharings = list(space.sharings(shape))
         (shared_bound, shared), (_, other) = draw.choice(sharings), draw.choice(sharings)
-        bound, choice = draw.choice(list(space.choices(shape, shared)))
+        choice = draw.choice(list(space.choices(shape, shared)))
+        bound = space.least.of_layout(shape, choice)
         sibling = choice._replace(mode=other.mode, replicas=other.replicas, shards=other.shards)
         yield shape, shared_bound, bound, choice, sibling
 
@@ -54,6 +56,8 @@ def test_no_bound_is_above_the_time_and_no_estimate_above_the_walk(case: tuple) 
         looked_at += 1
         seconds = step_seconds(plan, timer) * (1 + 1e-9)
         assert max(shape.bound, shared_bound, bound, least_seconds(plan, timer, SHORT)) <= seconds, choice
+        if choice.pp > 1:
+            assert space.least.of_schedule(shape, choice) <= seconds, choice
         walked = _all_ranks(plan, timer)
         assert space.least_memory(shape.choice, 0.0) <= space.estimate.memory(choice) <= walked, choice
         rank, peak = _likely_fullest(plan, float("inf"))
@@ -77,7 +81,7 @@ def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     )
     plan = _plan(space, choice)
     assert plan is not None
-    assert 0.5 * step_seconds(plan, timer) < space._bound(shape, choice, choice.schedule) <= step_seconds(plan, timer)
+    assert 0.5 * step_seconds(plan, timer) < space.least.of_layout(shape, choice) <= step_seconds(plan, timer)
 
 
 @pytest.mark.parametrize("schedule", V_SHAPED)
@@ -94,6 +98,20 @@ def test_no_times_of_stages_make_a_v_shorter_than_its_longest_path(schedule: str
                 assert path <= end * (1 + 1e-9)
                 if times == (1.0, 1.0, 1.0) and p <= m < 3 * p / 2:
                     assert path >= 0.95 * end - 2
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_chain_of_actions_takes_as_long_as_its_step_and_no_longer_than_others(schedule: str) -> None:
+    draw = random.Random(2)
+    clock = Clock(build(schedule, 4, 9), lambda action: (action.kind, action.stage))
+    first, other = ([draw.random() for _ in clock.classes] for _ in range(2))
+    chain, hops = clock.longest(first, 0.1)
+
+    def seconds(costs: list[float]) -> float:
+        return sum(count * cost for count, cost in zip(chain, costs, strict=True)) + hops * 0.1
+
+    assert seconds(first) == pytest.approx(clock.run(first, 0.1)[1])
+    assert seconds(other) <= clock.run(other, 0.1)[1] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", NAMES)

@@ -58,12 +58,21 @@ def test_sharding_is_told_in_words(text: str, mode: str) -> None:
         ({"source": "Korthikanti22", "recompute": "selective+SP"}, "Megatron-LM 2022"),
         ({"source": "Megatron SC21", "fsdp_zero": "zero3"}, "DeepSpeed ZeRO-3 of 2021"),
         ({"source": "somebody", "fsdp_zero": "full"}, "torchtitan"),
+        ({"source": "torchtitan 2025-06", "notes": "compile"}, "torchtitan of 2025 with torch.compile"),
         ({"source": "NeMo 25.02"}, "NeMo"),
+        ({"source": "NeMo 24.07 H100"}, "NeMo of 2024"),
+        ({"source": "Megatron-Bridge"}, "NeMo"),
+        ({"source": "SimuMax", "provenance": "Megatron-LM 0.14"}, "Megatron-LM with Transformer Engine"),
+        ({"source": "Megatron-LM"}, "Megatron-LM with Transformer Engine"),
+        ({"source": "Megatron-LM", "notes": "--tp-comm-overlap"}, "Megatron-LM with overlap"),
+        ({"source": "Megatron-LM", "provenance": "NVIDIA/Megatron-LM README.md"}, "Megatron-LM with overlap"),
+        ({"source": "MegaScale (Megatron-LM)"}, "Megatron-LM 2023"),
+        ({"source": "Llama 3 paper"}, "Meta's of Llama 3"),
         ({"source": "somebody"}, "Megatron-LM with Transformer Engine"),
     ],
 )
 def test_a_program_is_told_in_words(fields: dict[str, str], name: str) -> None:
-    plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute"), "")
+    plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute", "provenance"), "")
     assert program_of(plain | fields).name == name
 
 

@@ -1,0 +1,344 @@
+"""Seconds that a layout takes at least, from the times of its layers, without its schedule. Imports no torch.
+
+All of it follows from what `schedule.clock` adds up: what a rank computes, what it waits for before and after, what the
+way of a micro-batch takes, and what is exchanged beside or between them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from megalite.config.schema import Config
+from megalite.plan.split import layer_costs
+from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, chains, turns
+from megalite.planner.choice import Choice
+from megalite.planner.estimate import Estimate, mixed
+from megalite.planner.predict import adamw_seconds
+from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer
+from megalite.planner.step import beside
+from megalite.planner.tables import ROUNDS, enough
+from megalite.schedule.actions import Kind
+from megalite.schedule.generate import NAMES, SPLITTING
+from megalite.schedule.orders import first_rounds
+
+VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+ONCE = ("ddp", "zero1")  # modes that reduce gradients once a step
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the time of layers, with a lower bound of the seconds of a step."""
+
+    choice: Choice  # of its first layout
+    micro_batches: int
+    dp: int
+    passes: Passes
+    bound: float
+
+
+@dataclass(frozen=True)
+class Longer:
+    """By how many seconds passes are longer than their compute: those of a layer, the embedding and the head, forward
+    and backward; and each pass of a stage once."""
+
+    layer: tuple[float, float]
+    embedding: tuple[float, float]
+    head: tuple[float, float]
+    stage: float
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What is the same of a shape's layouts with a schedule, however states are shared out.
+
+    chains, turns: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
+    of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
+    """
+
+    chains: list[Chain]
+    turns: list[Turns]
+    hops: int
+    back: float
+    way: float
+
+
+class Least:
+    """Bounds of the layouts of `config` on `gpus` GPUs. pins: keys that keep their values."""
+
+    def __init__(
+        self, config: Config, gpus: int, timer: Timer, pins: Mapping[str, Any], estimate: Estimate, offload: bool
+    ) -> None:
+        self.config, self.gpus, self.timer, self.pins, self.estimate = config, gpus, timer, pins, estimate
+        self.model, self.offload = config.model, offload
+        self._matrix = config.model.vocab_size * config.model.width
+        self._waits: dict[tuple[object, ...], Waits] = {}
+        self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
+        self._exchanged: dict[tuple[object, ...], Exchanged] = {}
+        self._alike = len(set(layer_costs(config.model))) == 1
+        self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
+
+    def of_sharing(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of the best layout whose states are shared out so."""
+        pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest(choice.pp)
+        start = 0.0
+        if choice.mode != "zero3":
+            start = data.end.gathered + data.end.copied + fewest * data.least.copied
+        edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
+        waits = shape.passes.first_waits(pp, fewest, self._hop(shape.choice) + edge)
+        computes = max(shape.bound, start + waits + self._mean(shape, choice, data))
+        return max(computes, self._reductions(shape, choice, data, None)) + self._update(shape, choice, data, 0)
+
+    def of_layout(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of a layout."""
+        m, data, passes = shape.micro_batches, self._exchanges(choice), shape.passes
+        split = self.estimate.split(choice)
+        whole, halves = choice.schedule in WHOLE, 1 + SPLIT * (choice.schedule in HALVED)
+        waiting = self._waits_of(shape, choice)
+        found = waiting.chains
+        more, hop = self._longer(shape, choice, data), self._hop(shape.choice)
+        both, summed = more.layer[0] + more.layer[1] * whole, data.least.reduced + data.least.summed
+        once = 0.0
+        if whole and choice.mode in ONCE:  # the last backward passes are slower
+            once = self.timer.constants.overlap * min(passes.least[1], summed)
+        most = self._way(waiting, len(split), more, hop)
+        for each in found:
+            there, back = _exceeding(each.layers, each.ends, more)
+            computes = m * (each.there + there + halves * (each.back + back) + (1 + halves) * each.stages * more.stage)
+            waits = each.wait + each.layers_before * both + each.before * more.stage + each.hops * hop
+            last = (each.layers_before + each.first) * once + (choice.schedule in HALVED) * each.fewest * summed
+            most = max(most, computes + waits + last)
+        for turn in waiting.turns if choice.mode in ONCE else ():
+            most = max(most, self._turn(turn, m, data, hop, once))
+        start, end = self._start(shape, choice, data, split[0]), self._end(shape, choice, data, split[0]) * whole
+        computes = max(shape.bound, self._mean(shape, choice, data), start + most + end)
+        reduces = self._reductions(shape, choice, data, choice.schedule)
+        return max(computes, reduces) + self._update(shape, choice, data, max(each.layers for each in found))
+
+    def of_schedule(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
+
+        The chain is the longest for the first layout that was asked for with this schedule, and a long one for others.
+        What is gathered or reduced between its actions is left out. Raises InputError for a schedule that cannot run.
+        """
+        config, m = choice.applied(self.config, self.pins), shape.micro_batches
+        data = self._exchanges(choice)
+        stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
+        few = enough(config, m)
+        key = choice.pp, choice.schedule, choice.virtual, few
+        if key not in self._longest:
+            clock = self.timer.tables.clock(config, few)
+            costs = [stages[cost.stage].get(cost.kind, 0.0) for cost in clock.classes]
+            found, hops = clock.longest(costs, hop)
+            counts = Counter[tuple[Kind, int]]()
+            for cost, count in zip(clock.classes, found, strict=True):
+                counts[cost.kind, cost.stage] += count
+            self._longest[key] = [(*what, count) for what, count in counts.items() if count], hops
+        chain, hops = self._longest[key]
+        computes = sum(count * stages[stage].get(kind, 0.0) for kind, stage, count in chain) + hops * hop
+        if few < m:
+            computes += (m - few) * max(self._paces(stages, choice))
+        first = self.estimate.split(choice)[0]
+        fullest = max(each.layers for each in self._waits_of(shape, choice).chains)
+        return self._start(shape, choice, data, first) + computes + self._update(shape, choice, data, fullest)
+
+    def _stages(self, shape: Shape, choice: Choice, data: Exchanged) -> list[dict[Kind, float]]:
+        """Seconds of each stage's actions, at least."""
+        split, passes, more = self.estimate.split(choice), shape.passes, self._longer(shape, choice, data)
+        found, known = list[dict[Kind, float]](), dict[tuple[object, ...], dict[Kind, float]]()
+        for stage, (first, last) in enumerate(pairwise([0, *accumulate(split)])):
+            has = stage == 0, stage == len(split) - 1
+            forward, backward, weights = (
+                each[last] - each[first] + has[0] * passes.embedding[at] + has[1] * passes.head[at]
+                for at, each in enumerate((passes.forward, passes.backward, passes.weights))
+            )
+            key = last - first, has, round(forward, 12), round(backward, 12)
+            if key not in known:
+                there, back = _exceeding(last - first, has, more)
+                back += backward + more.stage
+                weights += (last - first) * data.least.added + sum(has) * data.end.added
+                known[key] = {
+                    Kind.F: forward + there + more.stage,
+                    Kind.B: back,
+                    Kind.I: (1 + SPLIT) * (back - weights),
+                    Kind.W: (1 + SPLIT) * weights,
+                }
+            found.append(known[key])
+        return found
+
+    def _paces(self, stages: Sequence[Mapping[Kind, float]], choice: Choice) -> list[float]:
+        """By rank: seconds of a micro-batch."""
+        paces, halves = [0.0] * choice.pp, 1 + SPLIT * (choice.schedule in HALVED)
+        for seconds, rank in zip(stages, self.estimate.owners(choice), strict=True):
+            paces[rank] += seconds[Kind.F] + halves * seconds[Kind.B]
+        return paces
+
+    def _mean(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
+        """Seconds in which a rank computes, on average."""
+        forward, backward = shape.passes.there, shape.passes.back
+        copied, added = data.all.copied + 2 * data.end.copied, data.all.added + 2 * data.end.added
+        if choice.mode == "zero3":
+            gathered, constants = data.all.gathered + 2 * data.end.gathered, self.timer.constants
+            forward = beside(forward + copied, gathered, constants)
+            backward = beside(backward + copied + added, gathered, constants)
+        else:
+            backward += added
+        return shape.micro_batches * (forward + backward) / choice.pp
+
+    def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
+        """What copies, gathers and reductions of each micro-batch add to passes."""
+        passes, constants = shape.passes, self.timer.constants
+        slower = 0.0
+        if choice.mode not in ONCE and choice.schedule in WHOLE:
+            slower = constants.overlap * min(passes.least[1], data.least.reduced)
+        if choice.mode != "zero3":
+            added = 0.0, data.end.added
+            return Longer((0.0, data.least.added + slower), added, added, 0.0)
+
+        def grown(compute: float, moved: Moved, added: float) -> float:
+            return beside(compute + moved.copied + added, moved.gathered, constants) - compute
+
+        layer = [grown(passes.most[0], data.least, 0.0), grown(passes.most[1], data.least, data.least.added)]
+        if not self._known(choice):  # passes may be longer than these
+            beside_it = [constants.overlap * min(each, data.least.gathered) for each in passes.least]
+            layer = [data.least.copied + beside_it[0], data.least.copied + data.least.added + beside_it[1]]
+        embedding, head = (
+            (grown(end[0], data.end, 0.0), grown(end[1], data.end, data.end.added))
+            for end in (passes.embedding, passes.head)
+        )
+        edge = min(data.least.gathered, data.end.gathered)
+        return Longer((layer[0], layer[1] + slower), embedding, head, edge)
+
+    def _known(self, choice: Choice) -> bool:
+        """Whether passes of layers take as long as told, rather than longer."""
+        return not choice.offload_activations and not mixed(self.config, self.pins, choice)
+
+    def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str | None) -> float:
+        """Seconds of a rank's reductions after micro-batches, which wait for each other."""
+        if choice.mode in ONCE:
+            return 0.0
+        m, reduced = shape.micro_batches, data.all.reduced + 2 * data.end.reduced
+        if schedule in HALVED:
+            return (m * reduced + data.all.summed + 2 * data.end.summed) / choice.pp
+        if choice.mode == "zero3" or not self._known(choice):  # whose backward passes are longer
+            return 0.0
+        back = shape.passes.back + data.all.added + 2 * data.end.added
+        return m * (reduced - (1 + self.timer.constants.overlap) * back) / choice.pp
+
+    def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
+        """Seconds until the first stage, of `first` layers, has the weights that it waits for."""
+        if choice.mode == "zero3":
+            return 0.0  # every pass waits
+        one, passes = len(self.estimate.split(choice)) == 1, shape.passes
+        start = data.end.gathered + (1 + one) * data.end.copied + first * data.least.copied
+        if not self._known(choice):
+            return start
+        computes = passes.forward[first] + passes.embedding[0] + one * passes.head[0]
+        return start + max(0.0, (1 + one) * data.end.gathered + first * data.least.gathered - computes)
+
+    def _end(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
+        """Seconds of reductions after the last backward pass, which is whole and of the first stage."""
+        if not self._known(choice):
+            return 0.0
+        one, passes = len(self.estimate.split(choice)) == 1, shape.passes
+        back = passes.backward[first] + passes.embedding[1] + one * passes.head[1]
+        back += (1 + one) * data.end.added + first * data.most.added
+        if choice.mode == "zero3":
+            back += (1 + one) * (data.end.copied + data.end.gathered) + first * (data.most.copied + data.most.gathered)
+            back += max(data.end.gathered, data.most.gathered)
+        reduced = (1 + one) * (data.end.reduced + data.end.summed) + first * (data.least.reduced + data.least.summed)
+        return max(0.0, reduced - (1 + self.timer.constants.overlap) * back)
+
+    def _way(self, waits: Waits, stages: int, more: Longer, hop: float) -> float:
+        """Seconds of a micro-batch on its way through all stages and back; or with others before or after it."""
+        return max(waits.back, waits.way + 2 * (waits.hops * hop + stages * more.stage))
+
+    def _turn(self, turn: Turns, m: int, data: Exchanged, hop: float, once: float) -> float:
+        """Seconds of an interleaved rank, where gradients are reduced once a step. once: of a layer, beside that."""
+        stages, layers, seconds = turn.others
+        busy = turn.busy + turn.layers * data.least.added + sum(turn.ends) * data.end.added
+        less = seconds + layers * data.most.added + min(stages, sum(turn.ends)) * data.end.added
+        ways = turn.arrives + turn.returns + 2 * turn.hops * hop + turn.before * (data.least.added + once)
+        return ways + m * busy - turn.round * less
+
+    def _hop(self, first: Choice) -> float:
+        """Seconds to send a micro-batch's activations to the next pipeline rank."""
+        if first.pp == 1:
+            return 0.0
+        return self.timer.net.transfer(self.estimate.sizes(first).stream, self.gpus // first.pp)
+
+    def _update(self, shape: Shape, choice: Choice, data: Exchanged, layers: int) -> float:
+        """Seconds of the optimizer, on a rank that has its share of the model and at least so many layers.
+
+        layers: 0 where the layout is still open.
+        """
+        each = min(self.estimate.layer_parameters.values())
+        held = max(layers * each, (shape.passes.layers * each + 2 * self._matrix) / choice.pp) / choice.tp
+        shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
+        offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
+        return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
+
+    def _fewest(self, pp: int) -> int:
+        """Layers that each stage has at least but the last, under any schedule."""
+        if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
+            return min(split[:-1], default=0)
+        if self.pins.get("parallel.pipeline.schedule", NAMES[0]) not in NAMES:
+            return 0
+        most = self.pins.get("parallel.pipeline.virtual_stages") or max(VIRTUAL)
+        stages = pp * max(1, min(most, self.model.layers // pp))
+        return self.model.layers // stages if self._alike else 1
+
+    def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
+        """What pipeline ranks wait for and do."""
+        key = shape.choice, choice.schedule, choice.virtual
+        if key not in self._waits:
+            split, owners, m = self.estimate.split(choice), self.estimate.owners(choice), shape.micro_batches
+            around, back, way, passes = list[Turns](), 0.0, 0.0, shape.passes
+            if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
+                few = min(m, ROUNDS * choice.pp + m % choice.pp)
+                around = turns(passes, split, owners, max(first_rounds(choice.pp, few)))
+            if choice.schedule in WHOLE:
+                way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
+            elif choice.schedule in SPLITTING:
+                longer = 1 + SPLIT * (choice.schedule in HALVED)
+                back, way = passes.split_back(choice.schedule, m, split, longer), passes.split_way(longer)
+            hops = sum(before != after for before, after in pairwise(owners))
+            found = chains(passes, split, owners, choice.schedule in WHOLE)
+            self._waits[key] = Waits(found, around, hops, back, way)
+        return self._waits[key]
+
+    def _exchanges(self, choice: Choice) -> Exchanged:
+        """Seconds to exchange weights and gradients of a micro-batch."""
+        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
+        if key not in self._exchanged:
+            shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
+            passes = self.timer.kernels.passes
+
+            def moved(parameters: float) -> Moved:
+                return Moved(*shared.times(parameters), *(passes(each * parameters) for each in copies))
+
+            copies = shared.copied, shared.added
+            parameters = self.estimate.layer_parameters
+            layers = [moved(parameters[kind] / choice.tp) for kind in self.estimate.kinds]
+            counts = list(self.estimate.kinds.values())
+
+            def joined(join: Callable[[Iterable[float]], float]) -> Moved:
+                return Moved(*(join(each) for each in zip(*layers, strict=True)))
+
+            self._exchanged[key] = Exchanged(
+                joined(min),
+                joined(max),
+                moved(self._matrix / choice.tp),
+                joined(lambda each: sum(count * seconds for count, seconds in zip(counts, each, strict=True))),
+                passes(shared.last),
+            )
+        return self._exchanged[key]
+
+
+def _exceeding(layers: int, ends: tuple[bool, bool], more: Longer) -> tuple[float, float]:
+    """By how much a rank's passes are longer, forward and backward, but for what each stage takes once."""
+    return (
+        layers * more.layer[0] + ends[0] * more.embedding[0] + ends[1] * more.head[0],
+        layers * more.layer[1] + ends[0] * more.embedding[1] + ends[1] * more.head[1],
+    )

@@ -80,7 +80,7 @@ class Ended:
 
 def judge(seen: Seen) -> Ended:
     """The verdict. See the module's text for what counts first."""
-    if seen.outcome is not None and not _belied(seen.outcome, seen.failures):
+    if seen.outcome is not None and not _belied(seen, seen.outcome):
         return Ended(CAUSE.get(seen.outcome.code, CRASH), seen.outcome.code)
     if seen.out_of_time:
         return Ended(TIMEOUT, STOPPED, _first_said(seen))
@@ -100,9 +100,13 @@ def judge(seen: Seen) -> Ended:
     return Ended(*_meaning(seen.code), None)
 
 
-def _belied(outcome: Outcome, failures: Sequence[Failure]) -> bool:
-    """Whether ranks say that they have stopped only because a rank had failed: srun ends the others with SIGTERM."""
-    return outcome.code != DONE and any(failure.time < outcome.time for failure in failures)
+def _belied(seen: Seen, outcome: Outcome) -> bool:
+    """Whether ranks have stopped only because a rank had failed or was killed: srun ends the others with SIGTERM."""
+    if outcome.code == DONE:
+        return False
+    said = _first_said(seen)
+    killed = said is not None and _code(said.text) < 0 and not said.text.startswith("Terminated")
+    return killed or any(failure.time < outcome.time for failure in seen.failures)
 
 
 def _meaning(code: int) -> tuple[str, int]:

@@ -43,6 +43,10 @@ def test_ranks_that_end_well_say_so(code: int, cause: str) -> None:
 def test_ranks_that_stop_because_another_has_failed_do_not_count() -> None:
     assert judge(seen(outcome=Outcome(5.0, 3, 9), failures=[failure(1)])).cause == "crash"
     assert judge(seen(outcome=Outcome(5.0, 0, 9), failures=[failure(1)])).cause == "finished"
+    ended = judge(seen(outcome=Outcome(5.0, 3, 0), said=[KILLED, *TERMINATED]))  # srun ended the others as they began
+    assert (ended.cause, ended.first) == ("killed", First(3, "n2", "Killed"))
+    own = ["srun: error: n1: task 0: Exited with exit code 3", *TERMINATED]
+    assert judge(seen(outcome=Outcome(5.0, 3, 9), said=own)).cause == "stopped"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from .events import append_event, read_events
 from .kubernetes import Pods, manifest
 from .layout import RunFolder
 from .outcome import DONE
+from .preflight.thresholds import load_thresholds
 
 JOB = re.compile(r"\d{1,15}")
 GRACE = 360  # seconds that a pod has to save: a step, a save and some reserve
@@ -65,6 +66,9 @@ def _local(args: argparse.Namespace) -> int:
 
 
 def _slurm(args: argparse.Namespace) -> int:
+    if args.min_nodes is not None and args.min_nodes > args.nodes:
+        raise UserError(f"--min-nodes {args.min_nodes}: must be at most --nodes {args.nodes}, which it stands in for")
+    load_thresholds(None if args.thresholds is None else Path(args.thresholds))
     checked = _checked(args)
     run = RunFolder(checked.folder)
     options = dict(_setting(text) for text in args.sbatch)

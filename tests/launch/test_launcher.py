@@ -138,6 +138,8 @@ def test_a_second_job_for_a_run_is_refused_while_the_first_is_there(
         ((*SLURM, "--partition", "a b"), {}, "--partition 'a b': Slurm's scripts allow only"),
         ((*SLURM, "--sbatch", "a\nb=c"), {}, "is no option of sbatch"),
         ((*SLURM, "--spares", "-1"), {}, "--spares"),
+        ((*SLURM, "--min-nodes", "33"), {}, "--min-nodes 33: must be at most --nodes 32"),
+        ((*SLURM, "--thresholds", "none.yaml"), {}, "none.yaml"),
         (("slurm", "a config.yaml"), {}, "--nodes"),
         (("slurm", "--nodes", "0", "a config.yaml"), {}, "whole number from 1"),
         (("cloud",), {}, "invalid choice: 'cloud'"),

@@ -43,26 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _local(args: argparse.Namespace) -> int:
-    """Start the supervisor on this machine, in this terminal."""
+    """Become the supervisor of ranks on this machine."""
     megalite = find_megalite(args.megalite)
     checked = check(megalite, args.arguments, args.ranks)
     command = [sys.executable, str(Path(__file__).parent), "supervise", "--backend", "local"]
-    command += [
-        "--run",
-        str(checked.folder),
-        "--ranks-per-node",
-        str(checked.ranks),
-        "--",
-        megalite,
-        "train",
-        *args.arguments,
-    ]
-    if args.dry_run:
-        print(shlex.join(command))
-        return DONE
-    _tell(checked, None)
-    sys.stdout.flush()
-    return subprocess.call(command)
+    command += ["--run", str(checked.folder), "--ranks-per-node", str(checked.ranks)]
+    command += ["--", megalite, "train", *args.arguments]
+    if not args.dry_run:
+        _tell(checked, None)
+        sys.stdout.flush()
+        os.execv(command[0], command)  # a process between it and the terminal would have to hand signals on
+    print(shlex.join(command))
+    return DONE
 
 
 def _slurm(args: argparse.Namespace) -> int:

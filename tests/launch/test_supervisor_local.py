@@ -1,6 +1,7 @@
 """The supervisor on this machine alone, without Slurm."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import stand_in
 
+from megalite_launch import launcher
 from megalite_launch.events import read_events
 from megalite_launch.local_backend import processes_of
 
@@ -86,6 +88,32 @@ def test_a_stop_saves_and_ends(start: Start, tmp_path: Path, number: int) -> Non
     assert told.strip().endswith("the same command goes on")
     states = stand_in.recorded(run)
     assert states == stand_in.curve(len(states))
+
+
+def test_ctrl_c_in_a_terminal_saves_and_ends(tmp_path: Path) -> None:
+    run, megalite = tmp_path / "run", tmp_path / "megalite"
+    checked = f"ranks 1\nlayout tp 1\nfolder {run}\nsteps 0 to 10\n"
+    stands_in = shlex.join([sys.executable, stand_in.__file__, str(run), "--steps", "100000"])
+    megalite.write_text(f"#!/bin/sh\ncase $2 in --check) printf '{checked}' ;; *) exec {stands_in} ;; esac\n")
+    megalite.chmod(0o755)
+    words = [
+        sys.executable,
+        str(Path(launcher.__file__).parent),
+        "launch",
+        "local",
+        "--megalite",
+        str(megalite),
+        "c.yaml",
+    ]
+    process = subprocess.Popen(words, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: (run / "metrics.jsonl").exists())
+        os.killpg(process.pid, signal.SIGINT)  # all processes of a terminal hear it
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 3, told
+    assert causes(run) == ["stopped"]
 
 
 def test_ranks_of_a_killed_supervisor_save_and_end(start: Start, tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UserError
+from .policy import Limits
 from .processes import NAMES
 
 PACKAGE = Path(__file__).resolve().parent
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 PLACE = re.compile(r"\{[a-z]+\}")
+GRACE = round(Limits.grace)  # seconds that ranks have at least to save
+RESERVE = 60  # seconds that are left before the time limit when ranks that have not saved are killed
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def batch_script(job: Job) -> str:
         *(job.python, str(PACKAGE), "supervise"),
         *("--run", str(job.run), "--nodes", str(job.nodes), "--min-nodes", str(job.least_nodes)),
         *("--spares", str(job.spares), "--ranks-per-node", str(job.ranks), "--check", _joined(check)),
-        *("--preflight", job.preflight),
+        *("--grace-seconds", str(max(GRACE, job.warning - RESERVE)), "--preflight", job.preflight),
         *(("--preflight-command", _joined(_preflight(job))) if job.preflight != "off" else ()),
         *(() if job.thresholds is None else ("--thresholds", job.thresholds)),
         *(f"--srun-option={option}" for option in job.srun),

@@ -26,7 +26,6 @@ class LocalRanks:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    _asked: bool = False
 
     def poll(self) -> int | None:
         return self.process.poll()

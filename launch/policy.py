@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .events import Event
-from .outcome import DONE, FAILED, STOPPED, UNHEALTHY
+from .outcome import DONE, STOPPED, UNHEALTHY
 from .slurm import Job
 from .verdict import BAD, BROKEN, FINISHED, SICK, STOP, TIMEOUT, Ended
 
@@ -197,4 +197,3 @@ class Patience:
 
 
 FAILED_TO_WRITE = Move(END, UNHEALTHY, "the run folder cannot be written to")
-CANNOT_START = FAILED

@@ -20,7 +20,7 @@ from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder
-from .outcome import BAD_INPUT, STOPPED, read_failures, read_outcome
+from .outcome import BAD_INPUT, FAILED, STOPPED, read_failures, read_outcome
 from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Patience
 from .slurm import Job, patiently
 from .verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
@@ -232,7 +232,7 @@ class Supervisor:
         try:
             running = self.backend.start(start, self.command)
         except OSError as error:
-            seen = Seen(start.nodes, self.wants.ranks_per_node, policy.CANNOT_START, said=[str(error)])
+            seen = Seen(start.nodes, self.wants.ranks_per_node, FAILED, said=[str(error)])
         else:
             seen = self._watch(start, running)
         ended = judge(seen)

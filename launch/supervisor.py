@@ -25,8 +25,8 @@ from .backend import Backend
 from .errors import UserError
 from .layout import RunFolder
 from .local_backend import LocalBackend
-from .outcome import BAD_INPUT
-from .policy import FAILED, Limits
+from .outcome import BAD_INPUT, FAILED
+from .policy import Limits
 from .preflight.thresholds import load_thresholds
 from .processes import HEARD
 from .slurm import Slurm

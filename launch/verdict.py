@@ -68,15 +68,6 @@ class Ended:
     steps: tuple[int, int] = (0, 0)  # of the newest checkpoint before and after
     seconds: float = field(default=0.0, compare=False)
 
-    @property
-    def progress(self) -> bool:
-        return self.steps[1] > self.steps[0]
-
-    @property
-    def strikes(self) -> str | None:
-        """The node that this attempt speaks against; None if it speaks against none."""
-        return self.first.node if self.first and self.cause in BROKEN and not self.asked else None
-
 
 def judge(seen: Seen) -> Ended:
     """The verdict. See the module's text for what counts first."""

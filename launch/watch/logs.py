@@ -23,7 +23,7 @@ TAIL = 2**16  # bytes of the end of a log that are read
 LINES, WIDTH = 15, 200  # of a log: how many lines are shown, and how much of each
 PEERS = 5  # sayings of other ranks
 EVERY = 1.0  # seconds between two looks
-SPEAKERS = ("supervisor", "launcher", "megalite-launch", "guard", "preflight")  # those who are no ranks
+SPEAKERS = ("supervisor", "launcher", "guard")  # those who are no ranks
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -89,7 +89,7 @@ def made_up(path: Path) -> MadeUp:
     run = MadeUp(path)
     run.event("submitted", "megalite-launch", "job 4711 was submitted", job="4711", script="run.sbatch")
     run.job(0, 600)
-    run.event("preflight", "preflight", "3 of 3 nodes are healthy", ok=["n001", "n002", "n003"], bad={})
+    run.event("preflight", "supervisor", "3 of 3 nodes are healthy", ok=["n001", "n002", "n003"], bad={})
     run.attempt("4711.0.0", 430)
     run.fails("4711.0.0", "crash", 9, "n002", "CUDA error: an illegal memory access was encountered", 20)
     run.attempt("4711.0.1", 310)

@@ -66,19 +66,17 @@ def test_ranks_that_stop_because_another_has_failed_do_not_count() -> None:
 def test_srun_speaks_for_ranks_that_could_not(line: str, cause: str, first: First) -> None:
     ended = judge(seen(said=[line, *TERMINATED], failures=[failure(5, rank=0)]))
     assert (ended.cause, ended.first) == (cause, first)
-    assert ended.strikes == ("n2" if cause in ("killed", "crash") else None)
 
 
 def test_ranks_that_srun_has_ended_are_no_cause() -> None:
     ended = judge(seen(said=TERMINATED, failures=[failure(5, rank=0, text="lost a peer")]))
     assert (ended.cause, ended.code, ended.first) == ("lost_contact", 5, First(0, None, "lost a peer"))
-    assert ended.strikes is None
 
 
 def test_who_misses_a_peer_is_no_cause() -> None:
     said = ["srun: error: n1: task 0: Exited with exit code 5", *TERMINATED]
     ended = judge(seen(said=said, failures=[failure(5, rank=0, text="rank 3 is gone")]))
-    assert (ended.cause, ended.strikes) == ("lost_contact", None)
+    assert (ended.cause, ended.first) == ("lost_contact", First(0, None, "rank 3 is gone"))
 
 
 def test_the_node_whose_ranks_neither_tell_nor_end_is_suspected() -> None:
@@ -86,7 +84,7 @@ def test_the_node_whose_ranks_neither_tell_nor_end_is_suspected() -> None:
     ended = judge(seen(-9, said=said, failures=[failure(5, rank=0, text="rank 2 gives no answer")], reaped="20 s"))
     assert (ended.cause, ended.first) == ("lost_contact", First(None, "n2", "rank 2 gives no answer"))
     both = judge(seen(-9, failures=[failure(5, rank=0)], reaped="20 s"))
-    assert both.strikes is None  # ranks of both nodes are missing
+    assert both.first == First(0, None, "why")  # ranks of both nodes are missing
     one = judge(seen(-9, failures=[failure(5, rank=rank) for rank in (0, 1, 2)], reaped="20 s"))
     assert one.first == First(3, "n2", "why")
 

@@ -53,6 +53,7 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--spares", "2", "--time", "2-00:00:00", "--partition", "gpu", "--sbatch", "reservation=week")
+    options += ("--warning", "1200")
     code = start(*SLURM, *options, "run.name=x y$(touch hurt)", sbatch='echo 4711; cp "$2" submitted')
     assert code == 0
     assert (
@@ -68,8 +69,9 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert command[command.index("--run") + 1] == str(folder)
     assert command[command.index("--nodes") + 1] == "32"
     assert command[command.index("--spares") + 1] == "2"
-    options = command[command.index("supervise") + 1 :]
-    assert supervisor.parser().parse_args(options).run == folder  # it knows all of them
+    assert "--signal=B:USR2@1200" in directives
+    supervised = supervisor.parser().parse_args(command[command.index("supervise") + 1 :])  # it knows all of them
+    assert (supervised.run, supervised.grace_seconds) == (folder, 1140.0)
     check = shlex.split(command[command.index("--check") + 1])
     assert check[1:] == [
         "train",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..events import Event
+from ..verdict import BROKEN
 
-FAILURES = ("crash", "lost_contact", "hang", "killed")  # causes of an attempt's end that nobody asked for
 LONGEST = 10 * 366 * 86_400.0  # seconds that are believed of an attempt
 
 
@@ -21,7 +21,7 @@ def interruptions(events: Sequence[Event], now: float) -> tuple[int, float]:
         elif event["event"] == "attempt_ended" and began is not None:
             seconds += ranks * _between(began, event["time"])
             began = None
-            failures += event.get("cause") in FAILURES
+            failures += event.get("cause") in BROKEN
     if began is not None:
         seconds += ranks * _between(began, now)
     return failures, seconds / 3600

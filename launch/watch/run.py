@@ -14,6 +14,7 @@ from typing import Any, Optional
 from ..events import Event
 from ..goodput.measured import interruptions
 from ..layout import CHECKPOINT, RunFolder
+from ..verdict import BROKEN
 from .ledger import SECOND, Ledger
 from .lines import Tail, number, parsed, whole
 from .words import printable
@@ -22,7 +23,9 @@ EARLIEST = 946_684_800 * SECOND  # the year 2000: a clock that says less has not
 DECISIONS = 50  # latest ones that are kept
 NODES = 10_000  # that are remembered
 MEASURED = 20  # latest saves whose times are kept
-TOLD = ("rollback", "save_failed", "save_problem", "bad_step", "spike")  # events of training that people are told
+TOLD = (  # events of training that people are told
+    "rollback", "save_failed", "save_local_failed", "local_off", "save_problem", "bad_step", "spike",
+)  # fmt: skip
 LARGEST = 2**20  # bytes of a record of a start
 
 
@@ -159,7 +162,7 @@ class Watched:
         step = whole(event.get("to_step"))
         self.ledger.attempt_ended(at, cause, code if type(code) is int else None, kept, step)
         self._attempts.append({"event": "attempt_ended", "time": at / SECOND, "cause": cause})
-        if kept is not None and kept["node"] and cause not in ("finished", "stopped", "bad_input"):
+        if kept is not None and kept["node"] and cause in BROKEN and not event.get("asked"):
             self._node(kept["node"]).first += 1
 
     def _note_nodes(self, kind: str, event: Event) -> None:
@@ -222,7 +225,6 @@ class Watched:
             ledger.at(at)
             saves.step, saves.time, saves.bytes = checkpoint, at / SECOND, number(line.get("bytes")) or 0.0
             saves.written.append(max(number(line.get("seconds")) or 0.0, 0.0))
-            saves.under_way = None if saves.under_way == checkpoint else saves.under_way
         elif kind in ("done", "stopped", "failed"):
             ledger.training_ended(at, step, kind != "failed")
             if kind == "done" and ledger.parts and ledger.parts[-1].cause == "stopped":
@@ -231,6 +233,8 @@ class Watched:
             saves.under_way = None
         else:
             ledger.at(at)
+        if kind in ("saved", "save_failed") and saves.under_way == checkpoint:
+            saves.under_way = None
         if kind in TOLD:
             self.decisions.append((at / SECOND, "training", f"{kind.replace('_', ' ')} at step {step:,}"))
 

@@ -90,13 +90,13 @@ def test_what_is_read_bit_by_bit_is_what_is_read_at_once(tmp_path: Path) -> None
     ("case", "state"),
     [
         ("queued", "waiting"), ("preflight", "starting"), ("steps", "running"), ("long ago", "silent"),
-        ("saving", "saving"), ("crashed", "starting"), ("requeued", "waiting"), ("done", "finished"),
+        ("saving", "saving"), ("not saved", "running"), ("crashed", "starting"), ("requeued", "waiting"), ("done", "finished"),
         ("gave up", "failed"), ("stopped", "stopped"),
     ],
 )  # fmt: skip
 def test_states(case: str, state: str, tmp_path: Path) -> None:
     run = MadeUp(tmp_path / "run")
-    run.event("submitted", "megalite-launch", "submitted")
+    run.event("submitted", "launcher", "submitted")
     if case != "queued":
         run.job(0, 60)
     if case not in ("queued", "preflight"):
@@ -104,8 +104,10 @@ def test_states(case: str, state: str, tmp_path: Path) -> None:
     after = 5.0
     if case == "long ago":
         after = 3600
-    elif case == "saving":
+    elif case in ("saving", "not saved"):
         run.metric(20, event="saving", checkpoint=20, blocked=0.1)
+        if case == "not saved":
+            run.metric(20, event="save_failed", checkpoint=20, error="the disk is full")
         after = 30
     elif case == "crashed":
         run.fails("1.0.0", "crash", 0, "n1", "a bug", 1)

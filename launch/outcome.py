@@ -7,12 +7,12 @@ they should. Whoever reads them may find neither, if ranks were killed.
 from __future__ import annotations
 
 import json
-import os
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from .files import write_whole
 
 DONE, FAILED, BAD_INPUT, STOPPED, UNHEALTHY, LOST_CONTACT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # docs/exit_codes.md
 LARGEST = 2**20  # bytes of a report
@@ -56,14 +56,14 @@ def write_failure(attempt: Path, failure: Failure) -> None:
         if before.code != failure.code or failure.text in ("", before.text):
             return
         failure = replace(before, text=failure.text)
-    _write(path, asdict(failure))
+    write_whole(path, json.dumps(asdict(failure)))
 
 
 def write_outcome(attempt: Path, code: int, step: int) -> None:
     """Raises OSError. The first outcome stays."""
     path = attempt / "outcome.json"
     if not path.exists():
-        _write(path, asdict(Outcome(time.time(), code, step)))
+        write_whole(path, json.dumps(asdict(Outcome(time.time(), code, step))))
 
 
 def read_failures(attempt: Path) -> list[Failure]:
@@ -76,21 +76,6 @@ def read_failures(attempt: Path) -> list[Failure]:
 def read_outcome(attempt: Path) -> Outcome | None:
     found = _read(attempt / "outcome.json", Outcome)
     return found if isinstance(found, Outcome) else None
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    """Write a file that is whole as soon as it has its name."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(report, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def _read(path: Path, kind: type[Failure] | type[Outcome]) -> Failure | Outcome | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Optional
 
+from ..files import write_whole
 from ..watch.ledger import ACCOUNTS
 from ..watch.run import Watched
 from ..watch.summary import Summary, summary
@@ -50,22 +49,10 @@ def write(run: Path, now: Optional[float] = None, at_once: bool = False) -> bool
     _watched[run] = watched, moment
     try:
         watched.update(moment)
-        write_file(run / NAME, render(watched, summary(watched)))
+        write_whole(run / NAME, render(watched, summary(watched)))
     except OSError:
         return False
     return True
-
-
-def write_file(path: Path, page: str) -> None:
-    """Replace the file `path` by a whole new one. Raises OSError."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(page, encoding="utf-8", errors="replace")
-        fresh.replace(path)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink()
-        raise
 
 
 def render(run: Watched, found: Summary) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 from ..errors import UserError
+from ..files import write_whole
 from .thresholds import Limits
 
 OK, WARN, FAIL, UNCHECKED = "ok", "warn", "fail", "unchecked"
@@ -96,21 +95,6 @@ def sheet_path(folder: Path, node: str) -> Path:
     return folder / f"preflight-{node}.json"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole as soon as it has its name. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
 def write_sheet(folder: Path, sheet: Sheet) -> Path:
     """Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +107,7 @@ def read_sheet(path: Path) -> Sheet:
     """Raises UserError if the file is none of a node."""
     try:
         with path.open("rb") as file:
-            read = json.loads(file.read(LARGEST), parse_constant=_refuse)
+            read = json.loads(file.read(LARGEST), parse_constant=refuse_constant)
         return _sheet(read)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -147,7 +131,8 @@ def _sheet(read: Any) -> Sheet:
     return Sheet(read["node"], read["level"], read["gpu"], findings, read["measured"], dict(versions))
 
 
-def _refuse(constant: str) -> float:
+def refuse_constant(constant: str) -> float:
+    """For `parse_constant` of json.loads: what JSON does not have raises ValueError."""
     raise ValueError(f"{constant} is no number")
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from ..errors import UserError
-from ..layout import RunFolder
+from ..files import write_whole
+from ..layout import RunFolder, node_name
 from ..outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
-from .findings import NODE, write_sheet, write_whole
+from .findings import NODE, write_sheet
 from .node import SECONDS, Order, check_node
 from .show import sheet_text, verdict_text
 from .storage import checkpoint_bytes
@@ -147,7 +146,7 @@ def _finish(options: argparse.Namespace, verdict: Verdict, thresholds: Threshold
 
 
 def _order(options: argparse.Namespace) -> Order:
-    node = options.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = options.node or node_name()
     nodes = _nodes(options.nodes) if options.nodes else [node]
     if not NODE.fullmatch(node):
         raise UserError(f"--node {node!r:.100}: must be a name of letters, digits, dots and dashes")

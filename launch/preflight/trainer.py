@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .findings import refuse_constant
+
 LONGEST = 2**20  # characters of what a program prints
 
 
@@ -89,10 +91,6 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
 def _last_line(path: Path) -> Any:
     lines = path.read_text(errors="replace")[-LONGEST:].strip().splitlines() or [""]
     try:
-        return json.loads(lines[-1], parse_constant=_refuse)
+        return json.loads(lines[-1], parse_constant=refuse_constant)
     except ValueError:
         raise TrainerError(f"printed {lines[-1]!r:.100} where JSON should be") from None
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")

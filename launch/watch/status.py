@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import page
+from ..files import write_whole
 from ..outcome import BAD_INPUT, DONE
 from .run import Watched
 from .summary import Summary, summary
@@ -92,7 +93,7 @@ class _Page(_Teller):
         self.file = Path(file)
 
     def __call__(self, runs: Sequence[Watched], found: Sequence[Summary]) -> None:
-        page.write_file(self.file, page.render(runs[0], found[0]))
+        write_whole(self.file, page.render(runs[0], found[0]))
 
 
 class _Screen(_Teller):

@@ -90,8 +90,8 @@ def test_what_is_read_bit_by_bit_is_what_is_read_at_once(tmp_path: Path) -> None
     ("case", "state"),
     [
         ("queued", "waiting"), ("preflight", "starting"), ("steps", "running"), ("long ago", "silent"),
-        ("saving", "saving"), ("not saved", "running"), ("crashed", "starting"), ("requeued", "waiting"), ("done", "finished"),
-        ("gave up", "failed"), ("stopped", "stopped"),
+        ("saving", "saving"), ("not saved", "running"), ("crashed", "starting"), ("requeued", "waiting"),
+        ("done", "finished"), ("gave up", "failed"), ("stopped", "stopped"),
     ],
 )  # fmt: skip
 def test_states(case: str, state: str, tmp_path: Path) -> None:

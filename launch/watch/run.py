@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from ..events import Event
+from ..events import LONGEST, Event
 from ..goodput.measured import interruptions
 from ..layout import CHECKPOINT, RunFolder
+from ..verdict import BROKEN
 from .ledger import SECOND, Ledger
 from .lines import Tail, number, parsed, whole
 from .words import printable
@@ -153,13 +154,13 @@ class Watched:
             kept = {
                 "rank": whole(first.get("rank")),
                 "node": printable(first.get("node") or "", 64),
-                "text": printable(first.get("text") or ""),
+                "text": str(first.get("text") or "")[:LONGEST],
             }
         cause, code = printable(event.get("cause"), 40), event.get("code")
         step = whole(event.get("to_step"))
         self.ledger.attempt_ended(at, cause, code if type(code) is int else None, kept, step)
         self._attempts.append({"event": "attempt_ended", "time": at / SECOND, "cause": cause})
-        if kept is not None and kept["node"] and cause not in ("finished", "stopped", "bad_input"):
+        if kept is not None and kept["node"] and cause in BROKEN:
             self._node(kept["node"]).first += 1
 
     def _note_nodes(self, kind: str, event: Event) -> None:

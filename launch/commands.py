@@ -8,7 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 
 from .errors import UserError
-from .outcome import BAD_INPUT, INTERRUPTED
+from .outcome import BAD_INPUT, INTERRUPTED, STOPPED
+from .processes import Stopped, stoppable
 
 READER_LEFT = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
@@ -26,14 +27,18 @@ def run(name: str, arguments: list[str]) -> int:
     """Run a program and return its exit code."""
     program = f"megalite-{name}"
     try:
-        try:
-            code: int = import_module(f".{PROGRAMS[name][0]}", __package__).main(arguments)
-            return code
-        finally:
-            sys.stdout.flush()
+        with stoppable():
+            try:
+                code: int = import_module(f".{PROGRAMS[name][0]}", __package__).main(arguments)
+                return code
+            finally:
+                sys.stdout.flush()
     except UserError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except Stopped as stopped:
+        print(f"{program}: {stopped}", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED

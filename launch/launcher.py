@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from .kubernetes import Pods, manifest
 from .layout import RunFolder
 from .outcome import DONE
 from .preflight.thresholds import load_thresholds
+from .processes import HEARD
 
 JOB = re.compile(r"\d{1,15}")
 GRACE = 360  # seconds that a pod has to save: a step, a save and some reserve
@@ -49,12 +51,14 @@ def _local(args: argparse.Namespace) -> int:
     command = [sys.executable, str(Path(__file__).parent), "supervise", "--backend", "local"]
     command += ["--run", str(checked.folder), "--ranks-per-node", str(checked.ranks)]
     command += ["--", megalite, "train", *args.arguments]
-    if not args.dry_run:
-        _tell(checked, None)
-        sys.stdout.flush()
-        os.execv(command[0], command)  # a process between it and the terminal would have to hand signals on
-    print(shlex.join(command))
-    return DONE
+    if args.dry_run:
+        print(shlex.join(command))
+        return DONE
+    _tell(checked, None)
+    sys.stdout.flush()
+    # This process becomes the supervisor, so that signals meet it. They wait until it can hear them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    return os.execv(command[0], command)
 
 
 def _slurm(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from .backend import Pause, Start, ask, environment
 from .events import Event
-from .layout import ATTEMPT, node_name
+from .layout import ATTEMPT, RunFolder, node_name
 from .processes import prepared
 from .slurm import Job
 
@@ -46,7 +47,9 @@ class LocalRanks:
             pause(0.05)
 
     def said(self) -> list[str]:
-        return []
+        """The launcher says what ranks have left to say; only its own end it cannot tell."""
+        code = self.process.poll()
+        return [f"their launcher was killed by {signal.Signals(-code).name}"] if code is not None and code < 0 else []
 
 
 class LocalBackend:
@@ -55,11 +58,25 @@ class LocalBackend:
     where = "local"
     restart = 0
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunFolder) -> None:
         self.job = f"local-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        self._run = run
+        self._locked = -1
 
     def rival(self, events: Sequence[Event]) -> str:
-        """None: the launcher finds one at once, by the lock of the run folder, and says so with exit code 2."""
+        """Another supervisor on this machine: each holds a lock on the events until its process has ended.
+
+        Its own decisions would make a muddle of the other's. Jobs on other machines, and file systems without locks,
+        are left to the lock that training has.
+        """
+        with suppress(OSError):
+            self._run.path.mkdir(parents=True, exist_ok=True)
+            self._locked = os.open(self._run.events, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            try:
+                fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                jobs = [event.get("job") for event in events if event["event"] == "begin"]
+                return f"another supervisor{f' ({jobs[-1]})' if jobs else ''}"
         return ""
 
     def standing(self) -> Job | None:

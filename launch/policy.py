@@ -57,9 +57,9 @@ def next_move(ended: Ended, stuck: int, limits: Limits) -> Move:
     if stuck >= limits.attempts:
         return Move(END, ended.code, f"{stuck} attempts in a row have saved no newer checkpoint{told}")
     if ended.cause == STOP:
-        return Move(REQUEUE, STOPPED, f"stopped on request; step {ended.steps[1]} is saved")
+        return Move(REQUEUE, STOPPED, f"stopped on request; {ended.saved}")
     if ended.asked or ended.cause == TIMEOUT:
-        return Move(REQUEUE, STOPPED, f"ended ({ended.cause}) while it was to stop; step {ended.steps[1]} is saved")
+        return Move(REQUEUE, STOPPED, f"ended ({ended.cause}) while it was to stop; {ended.saved}")
     return Move(RELAUNCH, ended.code, f"{ended.cause}{told}")
 
 

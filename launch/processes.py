@@ -1,4 +1,4 @@
-"""What the programs that start ranks have in common: the signals that ask for a stop, and how children are prepared."""
+"""The signals that ask programs for a stop, and how those that start ranks prepare their children."""
 
 from __future__ import annotations
 
@@ -6,11 +6,45 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NAMES = ",".join(number.name[3:] for number in HEARD)  # as env and the shell call them
 SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal other than Ctrl-C has asked this program to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let signals that ask for a stop raise Stopped meanwhile, so that nothing is left behind; Ctrl-C does already.
+
+    Those that were ignored stay ignored, as SIGHUP under nohup. A program may take other handlers, which then stay.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no handler could be set
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in HEARD if number != signal.SIGINT}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, handler)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped(number)
 
 
 def prepared(number: int) -> Callable[[], None]:

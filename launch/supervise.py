@@ -134,7 +134,7 @@ class Supervisor:
         self.wants = self.wants.of(len(nodes))
         step = self.run_folder.newest_step()
         spares = max(0, len(nodes) - self.wants.nodes)
-        told = f"begins at step {step} on {len(nodes)} nodes, of which {spares} are spare"
+        told = f"begins at step {step} on {_counted(len(nodes), 'node')}{f', {spares} to spare' if spares else ''}"
         where = {"backend": self.backend.where, "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
         self.note("begin", told, nodes=nodes, spares=spares, step=step, **where)
         while True:
@@ -193,7 +193,7 @@ class Supervisor:
         healthy = [node for node in nodes if node not in bad]
         if not self.asked:
             told = "; ".join(f"{node}: {why}" for node, why in bad.items())
-            text = f"{len(healthy)} of {len(nodes)} nodes are fit for use{'; ' * bool(told)}{told}"
+            text = f"fit for use: {len(healthy)} of {_counted(len(nodes), 'node')}{'; ' * bool(told)}{told}"
             self.note("preflight", text, ok=healthy, bad=bad)
         now = time.time()
         struck = policy.struck_nodes(self.events, now, self.limits.strikes)
@@ -227,7 +227,8 @@ class Supervisor:
         before, began = self.run_folder.newest_step(), self.clock.now()
         ranks = len(start.nodes) * self.wants.ranks_per_node
         fewer = f" (of {self.wants.nodes} wanted)" if len(start.nodes) < self.wants.nodes else ""
-        told = f"attempt {start.name}: {ranks} ranks on {len(start.nodes)} nodes{fewer} from step {before}"
+        where = f"{_counted(ranks, 'rank')} on {_counted(len(start.nodes), 'node')}{fewer}"
+        told = f"attempt {start.name}: {where} from step {before}"
         self.note("attempt", told, attempt=start.name, nodes=list(start.nodes), ranks=ranks, step=before)
         try:
             running = self.backend.start(start, self.command)
@@ -322,6 +323,10 @@ class Supervisor:
 
     def _heard(self) -> str:
         return f"stopped by {signal.Signals(self.asked[0]).name}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _changed(path: Path) -> tuple[int, int] | None:

@@ -137,7 +137,7 @@ def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
     if options.preflight != "off" and not options.preflight_command:
         raise UserError(f"--preflight {options.preflight}: needs --preflight-command")
     if options.backend == "local":
-        return LocalBackend()
+        return LocalBackend(run)
     job, restart = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not restart.isdigit():
         raise UserError("no SLURM_JOB_ID: this must run in the batch script of a Slurm job; or give --backend local")

@@ -18,6 +18,7 @@ BROKEN = (CRASH, LOST, HANG, KILLED)  # after which it is worth trying again
 CAUSE = {DONE: FINISHED, STOPPED: STOP, BAD_INPUT: BAD, UNHEALTHY: SICK, LOST_CONTACT: LOST, INTERRUPTED: STOP}
 TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
+TRACEBACK = "Traceback (most recent call last)"
 ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
 
 
@@ -36,9 +37,9 @@ class First:
 
     @property
     def summary(self) -> str:
-        """The last line of its text, which of a traceback is the error."""
-        lines = self.text.strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        """Of a traceback the last line, which is the error; else the first two, as a table may follow."""
+        lines = [line.strip() for line in self.text.strip().splitlines()] or [""]
+        return lines[-1] if any(TRACEBACK in line for line in lines) else "; ".join(lines[:2])
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Ended:
     asked: bool = False  # to stop, by a signal to the supervisor
     steps: tuple[int, int] = (0, 0)  # of the newest checkpoint before and after
     seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def saved(self) -> str:
+        """What there is to go on from."""
+        return f"step {self.steps[1]} is saved" if self.steps[1] else "nothing was saved yet"
 
 
 def judge(seen: Seen) -> Ended:

@@ -11,7 +11,6 @@ import argparse
 import json
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..errors import UserError
 from ..files import write_whole
 from ..layout import RunFolder, node_name
 from ..outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from ..processes import Stopped, stoppable
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
 from .findings import NODE, write_sheet
@@ -43,28 +43,21 @@ CODES = """exit codes:
 """
 
 
-class _Stopped(BaseException):
-    """A signal asked to stop."""
-
-
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the program. Returns the exit code."""
     options = _parser().parse_args(argv)
-    before = _listen()
     try:
-        return _compare(options) if options.compare else _check(options)
+        with stoppable():
+            return _compare(options) if options.compare else _check(options)
     except UserError as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except _Stopped:
-        print(f"{COMMAND}: stopped", file=sys.stderr)
+    except Stopped as stopped:
+        print(f"{COMMAND}: {stopped}", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt:
         print(f"{COMMAND}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -216,21 +209,6 @@ def _size(option: str, text: str) -> int:
     if not 1 <= size < 1e18:
         raise UserError(f"{option} {text:.60}: must be a size above 0, such as 350GiB, 20GB or a number of bytes")
     return int(size)
-
-
-def _listen() -> dict[int, Any]:
-    """Let signals that ask to stop raise, so that nothing is left behind. Returns the handlers before."""
-    before: dict[int, Any] = {}
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        handler = signal.getsignal(number)
-        if handler != signal.SIG_IGN:
-            signal.signal(number, _stop)
-            before[number] = handler
-    return before
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise _Stopped
 
 
 if __name__ == "__main__":

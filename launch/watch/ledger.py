@@ -15,7 +15,8 @@ TRAINING, SAVING, EVALUATING, RESTARTING, LOST, WAITING = ACCOUNTS = (
 )  # fmt: skip
 SECOND = 1_000_000
 LATE = 60 * SECOND  # a record that comes so long after the end of an attempt is one of it
-WELL = ("finished", "stopped")  # causes of an end at which everything was saved
+WELL = ("finished", "stopped")  # causes of an end at which everything was saved,
+SAVED = (0, 3, None)  # with these exit codes: a second Ctrl-C saves nothing
 LONGEST_STEP = 10**7 * SECOND
 Spent = dict[str, int]
 
@@ -106,7 +107,7 @@ class Ledger:
         self, time: int, cause: str, code: Optional[int], first: Optional[dict[str, Any]], step: Optional[int]
     ) -> None:
         now = self.at(time)
-        self._end(now, cause in WELL)
+        self._end(now, cause in WELL and code in SAVED)
         if self._part is not None:
             part = self._part
             part.ended, part.cause, part.code, part.first, part.to_step = now, cause, code, first, step
@@ -224,6 +225,9 @@ class Ledger:
         if self.phase == "ended":
             account = self._ending()
             self._tail = (self._spend(self._ended_at, account, self._part), account)
+            if self._part is not None and self._part.ended is None:  # nobody has told it
+                self._part.ended = self._ended_at
+                self._part.cause = "stopped" if self._well else ""
         self._unbound = False
 
     def _ending(self) -> str:

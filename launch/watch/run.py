@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from ..events import Event
+from ..events import LONGEST, Event
 from ..goodput.measured import interruptions
 from ..layout import CHECKPOINT, RunFolder
 from ..verdict import BROKEN
@@ -156,7 +156,7 @@ class Watched:
             kept = {
                 "rank": whole(first.get("rank")),
                 "node": printable(first.get("node") or "", 64),
-                "text": printable(first.get("text") or ""),
+                "text": str(first.get("text") or "")[:LONGEST],
             }
         cause, code = printable(event.get("cause"), 40), event.get("code")
         step = whole(event.get("to_step"))

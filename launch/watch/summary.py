@@ -34,7 +34,7 @@ def state_of(run: Watched) -> State:
     ledger = run.ledger
     if run.over is not None:
         code, reason = run.over
-        name = {0: "finished", 3: "stopped"}.get(code, "failed")
+        name = {0: "finished", 3: "stopped", 130: "stopped"}.get(code, "failed")
         return State(name, f"{name}: {reason}" if reason else name, False, True)
     if ledger.began is None:
         return State("unknown", "nothing has been reported yet", False)
@@ -54,6 +54,9 @@ def state_of(run: Watched) -> State:
         return State("running", "running; a checkpoint is being written" if saving else "running", True)
     if silent > PREPARING:
         return State("silent", f"silent for {lasting(silent)}", False)
+    if ledger.phase == "ended":
+        told = "training has stopped" if run.ended in ("stopped", "done") else "an attempt has ended"
+        return State("starting", f"{told}, and what comes next is not told yet", True)
     return State("starting", "starting: no step has been made yet", True)
 
 

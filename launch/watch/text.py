@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..verdict import First
 from .summary import Summary
 from .words import lasting, printable, scaled, table
 
@@ -103,10 +104,11 @@ def cause_text(attempt: Mapping[str, Any]) -> str:
     """How an attempt ended, and the first failure."""
     if attempt["ended"] is None:
         return "goes on"
-    text = str(attempt["cause"] or "ended").replace("_", " ")
+    text = str(attempt["cause"] or "ended, nobody has told how").replace("_", " ")
     first = attempt["first"]
     if first is not None:
-        text += f": rank {first['rank']} on {first['node']}" + (f": {first['text']}" if first["text"] else "")
+        who = First(first["rank"], first["node"], first["text"])
+        text += f": {who}" if str(who) else ""
     return text
 
 

@@ -26,7 +26,7 @@ EVER = 1e9  # a time
 
 
 def ended(cause: str, code: int, asked: bool = False, last: int = 7) -> Ended:
-    return Ended(cause, code, First(3, "n2", "a line\nthe error"), asked, (5, last))
+    return Ended(cause, code, First(3, "n2", "a line\nthe table"), asked, (5, last))
 
 
 def attempt(job: str = "7", cause: str = "crash", node: str | None = "n2", steps=(0, 0), **more: object) -> dict:
@@ -64,7 +64,8 @@ def test_attempts_without_a_newer_checkpoint_are_bounded() -> None:
     assert next_move(ended("crash", 1), 2, LIMITS).kind == RELAUNCH
     move = next_move(ended("crash", 1), 3, LIMITS)
     assert (move.kind, move.code) == (END, 1)
-    assert move.reason == "3 attempts in a row have saved no newer checkpoint: rank 3 on n2: the error"
+    assert move.reason == "3 attempts in a row have saved no newer checkpoint: rank 3 on n2: a line; the table"
+    assert next_move(Ended("stopped", 3), 1, LIMITS).reason.endswith("; nothing was saved yet")
     assert next_move(ended("stopped", 3), 3, LIMITS).kind == END
     assert next_move(ended("finished", 0), 3, LIMITS).code == 0
 

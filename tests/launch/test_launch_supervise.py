@@ -101,7 +101,7 @@ def test_fewer_nodes_than_wanted_are_told(world: World) -> None:
     supervisor = world.supervisor(lambda ranks: ranks.finish())
     world.slurm.bad = [{"n1": "dead", "n3": "dead"}]
     assert supervisor.run() == 0
-    assert "on 1 nodes (of 2 wanted)" in world.last("attempt")["text"]
+    assert "on 1 node (of 2 wanted)" in world.last("attempt")["text"]
 
 
 def test_the_largest_number_of_nodes_that_the_check_accepts(world: World) -> None:

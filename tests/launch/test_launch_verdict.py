@@ -117,7 +117,14 @@ def test_without_any_words_the_exit_code_counts(code: int, cause: str) -> None:
     assert judge(seen(code)).cause == cause
 
 
-@pytest.mark.parametrize(("text", "shown"), [("a\nb\n", "rank 3 on n2: b"), ("", "rank 3 on n2")])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Traceback (most recent call last):\n  at a line\nOSError: b\n", "rank 3 on n2: OSError: b"),
+        ("nothing moves\n  rank 1 is missing\n  a table\n", "rank 3 on n2: nothing moves; rank 1 is missing"),
+        ("", "rank 3 on n2"),
+    ],
+)
 def test_the_first_failure_in_one_line(text: str, shown: str) -> None:
     assert str(First(3, "n2", text)) == shown
     assert str(First(None, None, "x")) == "x"

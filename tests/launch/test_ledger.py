@@ -288,3 +288,26 @@ def test_what_a_dead_run_has_not_saved_is_lost(checkpoint: int) -> None:
     found = seconds(ledger, 143, living=False, checkpoint=checkpoint)
     assert found.get("training", 0) == checkpoint
     assert found["lost"] == 12 - checkpoint
+
+
+def test_an_end_that_nobody_told_is_the_last_sign_of_life() -> None:
+    ledger = Ledger()
+    ledger.job_began(0)
+    ledger.attempt_began(0, "a.0.0", ["n1"], 2, 0)
+    ledger.record(10 * SECOND, 10, SECOND, 1.0, 1.0)
+    ledger.job_began(50 * SECOND)
+    ledger.attempt_began(50 * SECOND, "b.0.0", ["n1"], 2, 0)
+    first, second = ledger.parts
+    assert (first.ended, first.cause, second.ended) == (10 * SECOND, "", None)
+    assert ledger.spent["waiting"] == 40 * SECOND
+
+
+@pytest.mark.parametrize(("code", "lost"), [(3, 0), (130, 4 * SECOND)])
+def test_a_second_interrupt_saves_nothing(code: int, lost: int) -> None:
+    ledger = Ledger()
+    ledger.job_began(0)
+    ledger.attempt_began(0, "a.0.0", ["n1"], 2, 0)
+    ledger.record(10 * SECOND, 10, SECOND, 1.0, 1.0)
+    ledger.attempt_ended(10 * SECOND, "stopped", code, None, 6)
+    ledger.job_ended(10 * SECOND)
+    assert ledger.accounts(10 * SECOND, False, 6 if code == 130 else 10)[0]["lost"] == lost

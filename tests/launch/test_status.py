@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_run import MadeUp, made_up
 
+from megalite_launch.events import append_event
 from megalite_launch.watch import status
 from megalite_launch.watch.lines import LONGEST, Tail
 from megalite_launch.watch.run import Watched
@@ -58,6 +59,19 @@ def test_a_run_that_has_failed_and_goes_on(tmp_path: Path) -> None:
     for words in ("1,200 of 2,000, 40 done again", "crash: rank 9 on n002: CUDA error", "first to fail 2 ×, slow 1 ×",
                   "requeued: only 1 healthy node", "step 1,200, 1 s ago, 8 GB", "attempts: 3"):  # fmt: skip
         assert words in text
+
+
+def test_a_hang_is_told_by_its_cause_and_a_second_interrupt_is_a_stop(tmp_path: Path) -> None:
+    first = {"rank": 0, "node": None, "text": "nothing moves\n  rank 1 gave no answer\n  a table"}
+    events = tmp_path / "events.jsonl"
+    append_event(events, "begin", "supervisor", "begins", job="a", nodes=["n1"])
+    append_event(events, "attempt", "supervisor", "attempt", attempt="a.0.0", nodes=["n1"], ranks=2, step=0)
+    append_event(events, "attempt_ended", "supervisor", "ended", attempt="a.0.0", cause="hang", code=5, first=first)
+    found = seen(tmp_path, time.time())
+    assert found["text"] == "an attempt has ended, and what comes next is not told yet"
+    assert "hang: rank 0: nothing moves; rank 1 gave no answer\n" in status_text(found)
+    append_event(events, "end", "supervisor", "ends", code=130, reason="interrupted at once")
+    assert seen(tmp_path, time.time())["text"] == "stopped: interrupted at once"
 
 
 def test_what_is_read_bit_by_bit_is_what_is_read_at_once(tmp_path: Path) -> None:

@@ -124,6 +124,27 @@ def test_ranks_of_a_killed_supervisor_save_and_end(start: Start, tmp_path: Path)
     until(lambda: bool(list(run.glob("attempts/*/outcome.json"))))
 
 
+def test_a_second_supervisor_is_refused_while_the_first_is_there(start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start("--steps", "100000")
+    until(lambda: (run / "metrics.jsonl").exists())
+    _, told = (second := start("--steps", "100000")).communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"-{first.pid}) is at work in this run folder" in told
+    assert len(list((run / "attempts").glob("*"))) == 1  # the second has begun nothing
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=60) == 3
+    events = read_events(run / "events.jsonl")
+    assert [event["event"] for event in events if event["job"].endswith(f"-{second.pid}")] == ["refused"]
+
+
+def test_the_end_of_the_launcher_of_the_ranks_is_told(start: Start, tmp_path: Path) -> None:
+    process = start(command=("sh", "-c", "kill -KILL $$"), supervisor=("--max-attempts", "1"))
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "their launcher was killed by SIGKILL" in told
+
+
 def test_training_itself_is_back_within_ten_seconds(start: Start, work: SimpleNamespace) -> None:
     run = work.folder / "runs" / "restarted"
     config = ("config.yaml", "run.name=restarted", "parallel.pp=1", "parallel.tp=1", "train.steps=1000000")

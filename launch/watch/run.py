@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from ..events import LONGEST, Event
 from ..goodput.measured import interruptions
-from ..layout import CHECKPOINT, RunFolder
+from ..layout import CHECKPOINT, Attempt, RunFolder
 from ..verdict import BROKEN
 from .ledger import SECOND, Ledger
 from .lines import Tail, number, parsed, whole
@@ -129,7 +129,7 @@ class Watched:
         elif kind == "begin":
             ledger.job_began(at)
             self.over = None
-        elif kind == "attempt":
+        elif kind == "attempt" and Attempt.parse(str(event.get("attempt"))) is not None:
             nodes = event.get("nodes")
             names = [printable(node, 64) for node in nodes[:NODES]] if isinstance(nodes, list) else []
             ranks, step = whole(event.get("ranks")) or 0, whole(event.get("step"))

@@ -1,9 +1,11 @@
 """How the installed programs end when a signal asks them to."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,15 @@ def start(folder: Path, megalite: str, *arguments: str) -> subprocess.Popen[str]
     return subprocess.Popen([*words, *arguments], cwd=folder, start_new_session=True, **pipes)
 
 
+def last_words(launch: subprocess.Popen[str]) -> str:
+    """What it says until its end; where that does not come, nothing of it is left."""
+    try:
+        return launch.communicate(timeout=30)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launch.pid, signal.SIGKILL)
+
+
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 30
     while not path.exists():
@@ -36,7 +47,7 @@ def test_a_stop_while_the_configuration_is_checked_ends_the_check_too(tmp_path: 
     launch = start(tmp_path, "echo $$ >child; touch begun; exec sleep 60")
     wait_for(tmp_path / "begun")
     launch.send_signal(number)
-    _, told = launch.communicate(timeout=30)
+    told = last_words(launch)
     if number == signal.SIGINT:
         assert (launch.returncode, told) == (130, "megalite-launch: interrupted\n")
     else:
@@ -55,7 +66,7 @@ import os, signal, time
 signal.signal(int(os.environ["NUMBER"]), lambda *_: (time.sleep(1), open("saved", "x"), os._exit(3)))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {int(os.environ["NUMBER"])})
 open("begun", "x")
-while True:
+for _ in range(600):
     time.sleep(0.05)
 """
     (tmp_path / "trains.py").write_text(python)
@@ -63,6 +74,6 @@ while True:
     launch = start(tmp_path, words)
     wait_for(tmp_path / "begun")
     launch.send_signal(number)  # to it alone, as kill does
-    _, told = launch.communicate(timeout=30)
+    told = last_words(launch)
     assert launch.returncode == 3, told
     assert (tmp_path / "saved").exists()

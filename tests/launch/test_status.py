@@ -67,7 +67,9 @@ def test_a_hang_is_told_by_its_cause_and_a_second_interrupt_is_a_stop(tmp_path: 
     append_event(events, "begin", "supervisor", "begins", job="a", nodes=["n1"])
     append_event(events, "attempt", "supervisor", "attempt", attempt="a.0.0", nodes=["n1"], ranks=2, step=0)
     append_event(events, "attempt_ended", "supervisor", "ended", attempt="a.0.0", cause="hang", code=5, first=first)
+    append_event(events, "attempt", "nobody", "no attempt", attempt={})  # passed over
     found = seen(tmp_path, time.time())
+    assert len(found["attempts"]) == 1
     assert found["text"] == "an attempt has ended, and what comes next is not told yet"
     assert "hang: rank 0: nothing moves; rank 1 gave no answer\n" in status_text(found)
     append_event(events, "end", "supervisor", "ends", code=130, reason="interrupted at once")

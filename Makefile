@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 OLDEST := .venv-oldest
 
-.PHONY: install quickstart test test-oldest check bench soak corrupt faults gpu clean
+.PHONY: install quickstart test test-oldest check bench soak sweep-kills corrupt layouts faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -54,12 +54,18 @@ bench: install
 soak: install
 	$(BIN)/python tests/soak/soak.py --kills 100 --out docs/soak.md
 
+sweep-kills: install
+	PYTHONPATH=tests $(BIN)/python tests/soak/sweep_kills.py --kills 100
+
 corrupt: install
 	PYTHONPATH=tests $(BIN)/python tests/soak/corrupt.py --out docs/corruption.md
 
+layouts: install
+	$(BIN)/python tests/planner/layout_tables.py docs/layouts.md
+
 # Needs Slurm's daemons (apt-get install slurm-wlm munge) and root, which slurmd must be.
 faults: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/soak/faults.py --faults 66 --seed 2 --out docs/faults.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/soak/faults.py --faults 66 --training 26 --seed 3 --out docs/faults.md
 
 gpu: install
 	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'

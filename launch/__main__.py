@@ -1,6 +1,7 @@
 """`python3 launch PROGRAM …` in a checkout, or `python3 -m megalite_launch PROGRAM …`: no installation is needed."""
 
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -22,12 +23,12 @@ def _import_from_here() -> None:
 
 def main() -> int:
     _import_from_here()
-    from megalite_launch.commands import PROGRAMS, run  # noqa: PLC0415 - it can be found from here on
-
+    commands = import_module(f"{NAME}.commands")
     names = sys.argv[1:2]
-    if names and names[0] in PROGRAMS:
-        return run(names[0], sys.argv[2:])
-    told = "".join(f"  {name:<10} {summary}\n" for name, (_, summary) in PROGRAMS.items())
+    if names and names[0] in commands.PROGRAMS:
+        code: int = commands.run(names[0], sys.argv[2:])
+        return code
+    told = "".join(f"  {name:<10} {summary}\n" for name, (_, summary) in commands.PROGRAMS.items())
     text = f"usage: python3 {sys.argv[0]} PROGRAM …\n\nprograms; each has --help:\n{told}"
     asked = names in (["-h"], ["--help"])
     print(text, end="", file=sys.stdout if asked else sys.stderr)

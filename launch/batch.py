@@ -15,6 +15,7 @@ from .processes import NAMES
 PACKAGE = Path(__file__).resolve().parent
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
+LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # of time, for sbatch
 PLACE = re.compile(r"\{[a-z]+\}")
 GRACE = round(Limits.grace)  # seconds that ranks have at least to save
 RESERVE = 60  # seconds that are left before the time limit when ranks that have not saved are killed
@@ -42,20 +43,38 @@ class Job:
     arguments: Sequence[str]  # of megalite train
 
 
+def limit_seconds(text: str) -> int | None:
+    """The seconds of a time limit as sbatch takes it; None if it has none, or is none that this knows.
+
+    That is minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or
+    days-hours:minutes:seconds.
+    """
+    found = LIMIT.fullmatch(text)
+    if not found:
+        return None
+    days, parts = found["days"], [int(part) for part in found["rest"].split(":")]
+    if days is None:
+        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    else:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    whole = (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+    return whole or None  # 0 is no limit
+
+
 def batch_script(job: Job) -> str:
     """The text of the script. Raises UserError for an option that Slurm would not take from a script."""
     asked = {
         "job-name": job.name,
         "nodes": str(job.nodes + job.spares),
         "ntasks-per-node": str(job.ranks),
-        "output": f"{job.run}/logs/slurm-%j.log",
+        "output": f"{str(job.run).replace('%', '%%')}/logs/slurm-%j.log",
         "open-mode": "append",
         "signal": f"B:USR2@{job.warning}",
         "requeue": "",
         "no-kill": "",
         **job.options,
     }
-    lines = [f"#SBATCH {_option(name, value)}" for name, value in asked.items()]
+    lines = [f"#SBATCH {option_line(name, value)}" for name, value in asked.items()]
     check = [job.megalite, "train", "--check", "--world-size", "{ranks}", "--", *job.arguments]
     supervisor = [
         *(job.python, str(PACKAGE), "supervise"),
@@ -75,7 +94,7 @@ def batch_script(job: Job) -> str:
             f"trap : {NAMES.replace(',', ' ')}",
             f"early=(env '--block-signal={NAMES}')  # what comes before the supervisor can hear it waits",
             '"${early[@]}" true 2>/dev/null || early=()  # GNU coreutils before 8.31 cannot',
-            'exec "${early[@]}" ' + _wrapped([*supervisor, "--", *command]),
+            'exec "${early[@]}" ' + wrapped([*supervisor, "--", *command]),
             "",
         ]
     )
@@ -94,7 +113,7 @@ def _preflight(job: Job) -> list[str]:
     return [*words, "--run", str(job.run), "--gpus", str(job.gpus), "--python", shlex.quote(job.trainer)]
 
 
-def _option(name: str, value: str) -> str:
+def option_line(name: str, value: str) -> str:
     """An option as a line of the script has it."""
     if not NAME.fullmatch(name):
         raise UserError(f"--sbatch {name}: is no option of sbatch; give it without dashes, as in reservation=NAME")
@@ -111,7 +130,7 @@ def _option(name: str, value: str) -> str:
     return f"--{name}={value}"
 
 
-def _wrapped(words: Sequence[str]) -> str:
+def wrapped(words: Sequence[str]) -> str:
     """A command for the shell, an option to a line."""
     lines = [""]
     for word in words:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .lines import number, parsed
 
 Event = dict[str, Any]
 LONGEST = 16_000  # characters of a text: a line should be one write
@@ -38,10 +39,10 @@ def read_events(path: Path) -> list[Event]:
     Raises OSError if there is a file that cannot be read.
     """
     try:
-        text = path.read_bytes().decode(errors="replace")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [event for event in map(_parsed, text.splitlines()) if event is not None]
+    return [event for event in map(_parsed, lines) if event is not None]
 
 
 def _half_written(path: Path) -> bool:
@@ -53,13 +54,7 @@ def _half_written(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _parsed(line: str) -> Event | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, Mapping) or not isinstance(event.get("event"), str):
-        return None
-    moment = event.get("time")
-    numeric = isinstance(moment, (int, float)) and not isinstance(moment, bool)
-    return dict(event) if numeric else None
+def _parsed(line: bytes) -> Event | None:
+    event = parsed(line)
+    right = event is not None and isinstance(event.get("event"), str) and number(event.get("time")) is not None
+    return event if right else None

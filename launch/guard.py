@@ -37,6 +37,8 @@ class Heart:
     def start(self) -> None:
         """Begin, if it has not begun."""
         if self._thread.ident is None:
+            with suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write(b"")
             self._thread.start()
 
@@ -52,8 +54,7 @@ class Heart:
                 os.utime(self.path)
 
     def _write(self, text: bytes) -> None:
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # nor where the run folder was removed
             self.path.write_bytes(text)
 
 

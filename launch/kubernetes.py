@@ -1,24 +1,30 @@
 """The manifest of a run on Kubernetes: an Indexed Job, one pod per node, and the headless service by which pods meet.
 
-Every pod is one machine, whose first process is `megalite-node`: it hands signals on and ends with megalite's own exit
-code, by which the Job's failure policy decides. See https://kubernetes.io/docs/concepts/workloads/controllers/job/.
+Every pod is one machine, whose first process is `megalite-node`: it hands signals on, writes attempts down, and ends
+with an exit code by which the Job's failure policy decides. See
+https://kubernetes.io/docs/concepts/workloads/controllers/job/.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import UserError
-from .outcome import BAD_INPUT, INTERRUPTED, STOPPED, UNHEALTHY
+from .journal import FINAL
+from .layout import NODE
+from .outcome import DONE, STOPPED
 from .yaml_text import yaml_text
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # room for the numbers that Kubernetes adds
 CLAIM = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(/[^:]*)")
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTP]i?)?")
 PORT = 29400
+MOST = 2**31 - 1  # of a backoffLimit
+JOB = "MEGALITE_JOB"  # environment of pods: what distinguishes this Job from others of the same name
+UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,10 @@ class Pods:
     cpus: str  # of each node; empty: no request
     memory: str  # of each node; empty: no request
     claims: Sequence[str]  # CLAIM:PATH, persistent volumes that all pods see
-    retries: int  # failed pods, after which the Job is given up
+    retries: int  # failures of all pods together, after which the Job is given up
     grace: int  # seconds that a pod has to save when it must go
     directory: str  # in which the command runs, as pods see it
+    run: str  # the folder of the run, as pods see it
     arguments: Sequence[str]  # of megalite train
     namespace: str | None = None
 
@@ -67,21 +74,25 @@ def _job(pods: Pods) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": pods.nodes,
         "parallelism": pods.nodes,
-        "backoffLimit": pods.retries,
+        "backoffLimit": min(pods.retries * pods.nodes, MOST),  # which counts pods: a failure takes all with it
         "podReplacementPolicy": "Failed",  # a pod that is still saving has no second one beside it
         "podFailurePolicy": {
             "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-                {"action": "FailJob", "onExitCodes": _on_codes(pods, BAD_INPUT, UNHEALTHY, INTERRUPTED)},
-                {"action": "Ignore", "onExitCodes": _on_codes(pods, STOPPED)},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": _on_codes(set(FINAL) - {DONE})},
+                {"action": "Ignore", "onExitCodes": _on_codes({STOPPED})},
             ]
         },
         "template": {"metadata": {"labels": {"app": pods.name}}, "spec": _pod(pods)},
     }
 
 
-def _on_codes(pods: Pods, *codes: int) -> dict[str, Any]:
-    return {"containerName": "megalite", "operator": "In", "values": [int(code) for code in sorted(codes)]}
+def _on_codes(codes: Collection[int]) -> dict[str, Any]:
+    return {"containerName": "megalite", "operator": "In", "values": sorted(codes)}
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _pod(pods: Pods) -> dict[str, Any]:
@@ -102,12 +113,13 @@ def _pod(pods: Pods) -> dict[str, Any]:
                 "name": "megalite",
                 "image": pods.image,
                 "workingDir": pods.directory,
+                "env": [_field(JOB, UID), _field(NODE, "spec.nodeName")],
                 # Without a shell around it: the first process of a container gets its signals.
                 "command": [
                     *("megalite-node", "--nodes", str(pods.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"),
                     *("--ranks", str(pods.ranks), "--master", f"{pods.name}-0.{pods.name}", "--port", str(PORT)),
-                    *("--", "megalite", "train"),
-                    *(argument.replace("$(", "$$(") for argument in pods.arguments),
+                    *("--run", _plain(pods.run), "--job", f"$({JOB})", "--", "megalite", "train"),
+                    *map(_plain, pods.arguments),
                 ],
                 "resources": {"limits": resources, "requests": {**resources, **requests}},
                 "volumeMounts": mounts,
@@ -115,6 +127,11 @@ def _pod(pods: Pods) -> dict[str, Any]:
         ],
         "volumes": volumes,
     }
+
+
+def _plain(word: str) -> str:
+    """A word of a command in which Kubernetes replaces nothing."""
+    return word.replace("$(", "$$(")
 
 
 def _check(pods: Pods) -> None:

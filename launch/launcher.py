@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
@@ -11,10 +12,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 
-from .batch import Job, batch_script
+from .arguments import count, natural
+from .batch import Job, batch_script, limit_seconds
 from .checked import Checked, CheckFailed, check, find_megalite
 from .errors import UserError
 from .events import append_event, read_events
@@ -23,6 +24,7 @@ from .layout import RunFolder
 from .outcome import DONE
 from .preflight.thresholds import load_thresholds
 from .processes import HEARD
+from .rivals import local_rival
 
 JOB = re.compile(r"\d{1,15}")
 GRACE = 360  # seconds that a pod has to save: a step, a save and some reserve
@@ -65,6 +67,7 @@ def _slurm(args: argparse.Namespace) -> int:
     if args.min_nodes is not None and args.min_nodes > args.nodes:
         raise UserError(f"--min-nodes {args.min_nodes}: must be at most --nodes {args.nodes}, which it stands in for")
     load_thresholds(None if args.thresholds is None else Path(args.thresholds))
+    _check_time(args.time, args.warning)
     checked = _checked(args)
     run = RunFolder(checked.folder)
     options = dict(_setting(text) for text in args.sbatch)
@@ -128,6 +131,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
         retries=args.retries,
         grace=args.grace,
         directory=os.getcwd(),
+        run=str(checked.folder),
         arguments=args.arguments,
         namespace=args.namespace,
     )
@@ -135,8 +139,10 @@ def _kubernetes(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return DONE
-    script = _write(checked.folder / "launch", "yaml", text)
     kubectl = shutil.which("kubectl")
+    if kubectl is not None:
+        _refuse_another(kubectl, pods)
+    script = _write(checked.folder / "launch", "yaml", text)
     if kubectl is None:
         print(f"kubectl: is not on the PATH; start the run with:  kubectl apply -f {shlex.quote(str(script))}")
     else:
@@ -160,9 +166,22 @@ def _checked(args: argparse.Namespace) -> Checked:
     return check(find_megalite(args.megalite), args.arguments, ranks)
 
 
+def _check_time(limit: str | None, warning: int) -> None:
+    """Raises UserError if Slurm would ask the ranks to save as soon as the job starts."""
+    seconds = None if limit is None else limit_seconds(limit)
+    if seconds is not None and seconds <= warning:
+        raise UserError(
+            f"--time {limit}: is {seconds} s, and the ranks are asked to save and stop {warning} s before that; "
+            "give more time, or less with --warning SECONDS"
+        )
+
+
 def _refuse_a_second(run: RunFolder) -> None:
-    """Raises UserError if the latest job that was submitted for the run has not ended."""
-    jobs = [event.get("job") for event in read_events(run.events) if event["event"] == "submitted"]
+    """Raises UserError if the latest job that was submitted for the run has not ended, or a supervisor is at work."""
+    events = read_events(run.events)
+    if rival := local_rival(run, events):
+        raise UserError(f"{run.path}: {rival} is at work in this run folder; stop that one first")
+    jobs = [event.get("job") for event in events if event["event"] == "submitted"]
     squeue = shutil.which("squeue")
     if not jobs or squeue is None or not JOB.fullmatch(str(jobs[-1])):
         return
@@ -175,6 +194,21 @@ def _refuse_a_second(run: RunFolder) -> None:
         raise UserError(
             f"{run.path}: job {jobs[-1]} of this run is {state}; it goes on by itself. "
             f"End it with scancel {jobs[-1]} first, or give run.name another name"
+        )
+
+
+def _refuse_another(kubectl: str, pods: Pods) -> None:
+    """Raises UserError if there is a job of this name: `kubectl apply` would leave it as it is, even if it is over."""
+    place = [] if pods.namespace is None else ["--namespace", pods.namespace]
+    command = [kubectl, "get", "job", pods.name, "--ignore-not-found", "--output=name", *place]
+    asked = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+    if asked.returncode:
+        raise UserError(f"kubectl get job {pods.name}: ended with {asked.returncode}; it has told why")
+    if asked.stdout.strip():
+        delete = shlex.join(["kubectl", "delete", "job", pods.name, *place])
+        raise UserError(
+            f"--name {pods.name}: there is a job of this name. One that is not over goes on by itself; "
+            f"one that is over is removed with: {delete}"
         )
 
 
@@ -198,7 +232,7 @@ def _submit(script: Path) -> str:
 def _write(folder: Path, end: str, text: str) -> Path:
     """Write a new numbered file into a folder, which is made; nothing is overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
+    for number in itertools.count(1):
         path = folder / f"{number:03d}.{end}"
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -228,7 +262,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = argparse.ArgumentParser(
         "megalite-launch", description="Start a run, and have it looked after.", epilog=EPILOG
     )
-    top.add_argument("where", choices=tuple(WAYS), metavar="WHERE", help=", ".join(f"{w}: {WAYS[w][1]}" for w in WAYS))
+    top.add_argument(
+        "where", choices=tuple(WAYS), metavar="WHERE", help="; ".join(f"{way}: {WAYS[way][1]}" for way in WAYS)
+    )
     where = top.parse_args(words[:1]).where
     start, summary, add_options = WAYS[where]
     parser = argparse.ArgumentParser(f"megalite-launch {where}", description=f"Start a run {summary}.", epilog=EPILOG)
@@ -243,12 +279,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _local_options(local: argparse.ArgumentParser) -> None:
-    local.add_argument("--ranks", type=_count, metavar="R", help="number of ranks (default: as the layout says)")
+    local.add_argument("--ranks", type=count, metavar="R", help="number of ranks (default: as the layout says)")
 
 
 def _cluster_options(way: argparse.ArgumentParser) -> None:
-    way.add_argument("--nodes", type=_count, required=True, metavar="N", help="nodes that train")
-    way.add_argument("--gpus-per-node", type=_count, default=8, metavar="G", help="ranks on each (default: 8)")
+    way.add_argument("--nodes", type=count, required=True, metavar="N", help="nodes that train")
+    way.add_argument("--gpus-per-node", type=count, default=8, metavar="G", help="ranks on each (default: 8)")
     way.add_argument(
         "--unchecked", metavar="RUN", help="megalite is not installed here: give the run's folder, the job checks"
     )
@@ -257,13 +293,11 @@ def _cluster_options(way: argparse.ArgumentParser) -> None:
 
 def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     _cluster_options(slurm)
-    slurm.add_argument(
-        "--spares", type=_count_or_none, default=0, metavar="K", help="further nodes, to replace bad ones"
-    )
-    slurm.add_argument("--min-nodes", type=_count, metavar="M", help="train on fewer, down to M (default: --nodes)")
+    slurm.add_argument("--spares", type=natural, default=0, metavar="K", help="further nodes, to replace bad ones")
+    slurm.add_argument("--min-nodes", type=count, metavar="M", help="train on fewer, down to M (default: --nodes)")
     for name, word in (("time", "LIMIT"), ("partition", "NAME"), ("account", "NAME"), ("qos", "NAME")):
         slurm.add_argument(f"--{name}", metavar=word, help="as of sbatch")
-    slurm.add_argument("--cpus-per-task", type=_count, metavar="C", help="cores of a rank, as of sbatch")
+    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank, as of sbatch")
     slurm.add_argument("--container", metavar="IMAGE", help="run the ranks in it (pyxis: --container-image of srun)")
     slurm.add_argument("--mounts", metavar="A:B,…", help="with --container: folders it sees (--container-mounts)")
     slurm.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option; repeatable")
@@ -278,7 +312,11 @@ def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     slurm.add_argument("--thresholds", metavar="FILE", help="limits of preflight, in place of ours (docs/preflight.md)")
     slurm.add_argument("--python", default=sys.executable, metavar="PATH", help="3.9 or newer, for the supervisor")
     slurm.add_argument(
-        "--warning", type=_count, default=WARNING, metavar="S", help=f"seconds to save in at the limit ({WARNING})"
+        "--warning",
+        type=count,
+        default=WARNING,
+        metavar="S",
+        help=f"seconds to save in at the limit ({WARNING})",
     )
 
 
@@ -293,23 +331,14 @@ def _kubernetes_options(kubernetes: argparse.ArgumentParser) -> None:
     kubernetes.add_argument("--gpu", default="nvidia.com/gpu", metavar="RESOURCE", help="default: nvidia.com/gpu")
     kubernetes.add_argument("--cpus", default="", metavar="Q", help="requested for each node, as in 96")
     kubernetes.add_argument("--memory", default="", metavar="Q", help="requested for each node, as in 1500Gi")
+    kubernetes.add_argument("--retries", type=count, default=100, metavar="N", help="failures in all (default: 100)")
     kubernetes.add_argument(
-        "--retries", type=_count, default=100, metavar="N", help="failed pods in all (default: 100)"
+        "--grace",
+        type=count,
+        default=GRACE,
+        metavar="S",
+        help=f"seconds that an evicted pod has to save ({GRACE})",
     )
-    kubernetes.add_argument(
-        "--grace", type=_count, default=GRACE, metavar="S", help=f"seconds that an evicted pod has to save ({GRACE})"
-    )
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if not 1 <= number <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 1 to 1000000")
-    return number
-
-
-def _count_or_none(text: str) -> int:
-    return 0 if text == "0" else _count(text)
 
 
 WAYS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentParser], None]]] = {

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
+NODE = "MEGALITE_NODE"  # environment of pods: the name of the node on which they are
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
 NAME = re.compile(r"(?P<job>[A-Za-z0-9_-]+)\.(?P<restart>\d{1,9})\.(?P<number>\d{1,9})")
 
 
 def node_name() -> str:
-    """The name of this node: Slurm's, which may be another than that of the host, else that of the host, shortened."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    """The name of this node: that of Kubernetes or Slurm, as the host may have another; else the host's, shortened."""
+    return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def log_name(node: str, rank: int) -> str:

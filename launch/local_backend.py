@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import rivals
 from .backend import Pause, Start, ask, environment
 from .events import Event
 from .layout import ATTEMPT, RunFolder, node_name
@@ -61,23 +61,16 @@ class LocalBackend:
     def __init__(self, run: RunFolder) -> None:
         self.job = f"local-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         self._run = run
-        self._locked = -1
+        self._locked: int | None = None
 
     def rival(self, events: Sequence[Event]) -> str:
-        """Another supervisor on this machine: each holds a lock on the events until its process has ended.
-
-        Its own decisions would make a muddle of the other's. Jobs on other machines, and file systems without locks,
-        are left to the lock that training has.
-        """
+        """Another supervisor on this machine, or that of a Slurm job. This one's lock goes with its process."""
         with suppress(OSError):
-            self._run.path.mkdir(parents=True, exist_ok=True)
-            self._locked = os.open(self._run.events, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
-            try:
-                fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            self._locked = rivals.lock(self._run)
+            if self._locked is None:
                 jobs = [event.get("job") for event in events if event["event"] == "begin"]
                 return f"another supervisor{f' ({jobs[-1]})' if jobs else ''}"
-        return ""
+        return rivals.slurm_rival(self._run, events)
 
     def standing(self) -> Job | None:
         return Job("RUNNING")

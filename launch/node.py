@@ -1,7 +1,8 @@
 """The ranks of one of several machines: started, told of signals, and ended together.
 
 srun does this under Slurm. Elsewhere torchrun can, but it makes the exit code 1 of every failure, which hides from
-Kubernetes whether a job is to be started again. This program ends with the code of the first rank to fail.
+Kubernetes whether a job is to be started again. This program ends with the code of the first rank to fail, or
+with one that says that starting the job again is of no use.
 """
 
 from __future__ import annotations
@@ -11,35 +12,76 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from .arguments import count, natural, port
 from .errors import UserError
-from .outcome import DONE, LOST_CONTACT
+from .journal import Journal
+from .layout import ATTEMPT, RunFolder
+from .outcome import BAD_INPUT, DONE, FAILED, LOST_CONTACT
 from .processes import HEARD, prepared
 
 GRACE = 10.0  # seconds between asking the ranks of a failed job to end and killing them
 LOOK = 0.05  # seconds between two looks at the ranks
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?")
+JOB = re.compile(r"[A-Za-z0-9_-]{1,100}")
 Rank = subprocess.Popen[bytes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ranks of this machine. Returns the exit code of the first to fail, 0 if all have ended well."""
+    """Run the ranks of this machine. Returns the exit code of the first to fail, 0 if all have ended well.
+
+    With a run folder, attempts are written down there, and the exit code tells whether to try again (`journal`).
+    """
     args = _parse(arguments)
+    if args.run is None:
+        return _run(args)
+    name = args.job or f"node-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+    journal = Journal(RunFolder(args.run.absolute()), name, args.node_rank, args.nodes, args.ranks)
+    code = journal.over()
+    if code is None and args.node_rank == 0:
+        try:
+            code = journal.begin()
+        except OSError as error:  # it may be mended: no reason to end the job
+            print(f"megalite-node: {error.filename}: {error.strerror}", file=sys.stderr)
+            return FAILED
+    if code is not None:
+        print(f"megalite-node: the job {name} has ended with exit code {code}", file=sys.stderr)
+        return code
+    if args.node_rank != 0:
+        code = _run(args)
+        journal.note_end(code)
+        return code
+    try:
+        return journal.finish(_run(args, journal.attempt, journal.show))
+    finally:
+        journal.show(at_once=True)
+
+
+def _run(args: argparse.Namespace, attempt: Path | None = None, meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Run the ranks. Returns the exit code of the first to fail, BAD_INPUT if they cannot be started.
+
+    attempt: the folder in which they say how they end; other machines' ranks learn it from rank 0. meanwhile: called
+    again and again.
+    """
     ranks: list[Rank] = []
     # Ranks inherit that these signals wait; they let them in as soon as they can save.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     try:
         with _handing_on(ranks):
             for local_rank in range(args.ranks):
-                ranks.append(_start(args, local_rank))
+                ranks.append(_start(args, local_rank, attempt))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            failed = _wait(ranks)
+            failed = _wait(ranks, meanwhile)
             _end(ranks)
     except OSError as error:
-        raise UserError(f"{args.command[0]}: cannot be started: {error.strerror}; install megalite here") from error
+        print(f"megalite-node: error: {args.command[0]}: cannot be started: {error.strerror}; install megalite here",
+              file=sys.stderr)  # fmt: skip
+        return BAD_INPUT
     finally:
         for rank in ranks:
             rank.kill()
@@ -54,11 +96,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Start the ranks of one of several machines. Run it on each of them with the same options, "
         "but for --node-rank. Signals are handed on to the ranks.",
     )
-    parser.add_argument("--nodes", type=_count, required=True, metavar="N", help="number of machines")
-    parser.add_argument("--node-rank", type=int, required=True, metavar="I", help="which one this is, from 0")
-    parser.add_argument("--ranks", type=_count, required=True, metavar="R", help="ranks on each: one per GPU")
+    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of machines")
+    parser.add_argument("--node-rank", type=natural, required=True, metavar="I", help="which one this is, from 0")
+    parser.add_argument("--ranks", type=count, required=True, metavar="R", help="ranks on each: one per GPU")
     parser.add_argument("--master", type=_host, required=True, metavar="HOST", help="the machine 0, as all reach it")
-    parser.add_argument("--port", type=_port, default=29400, metavar="P", help="free on machine 0 (default: 29400)")
+    parser.add_argument("--port", type=port, default=29400, metavar="P", help="free on machine 0 (default: 29400)")
+    parser.add_argument("--run", type=Path, metavar="RUN", help="the run folder: attempts are written down there")
+    parser.add_argument("--job", type=_job, metavar="ID", help="with --run: of the job, the same on all machines")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="-- megalite train CONFIG… [key=value…]")
     args = parser.parse_args(arguments)
     if not 0 <= args.node_rank < args.nodes:
@@ -66,18 +110,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if not 1 <= number <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 1 to 100000")
-    return number
-
-
-def _port(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if not 1 <= number < 2**16:
-        raise argparse.ArgumentTypeError(f"{text}: must be a port, from 1 to 65535")
-    return number
+def _job(text: str) -> str:
+    if not JOB.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text:.60}: must have letters, digits, dashes and underscores alone")
+    return text
 
 
 def _host(text: str) -> str:
@@ -86,14 +122,16 @@ def _host(text: str) -> str:
     return text
 
 
-def _start(args: argparse.Namespace, local_rank: int) -> Rank:
-    places = {
+def _start(args: argparse.Namespace, local_rank: int, attempt: Path | None) -> Rank:
+    places: dict[str, object] = {
         "RANK": args.node_rank * args.ranks + local_rank,
         "WORLD_SIZE": args.nodes * args.ranks,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": args.ranks,
         "MASTER_PORT": args.port,
     }
+    if attempt is not None:
+        places[ATTEMPT] = attempt
     environment = {**os.environ, "MASTER_ADDR": args.master, **{name: str(value) for name, value in places.items()}}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.ranks)))
     return subprocess.Popen(
@@ -121,7 +159,7 @@ def _handing_on(ranks: list[Rank]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: list[Rank]) -> list[int]:
+def _wait(ranks: list[Rank], meanwhile: Callable[[], None]) -> list[int]:
     """Wait until all ranks have ended well, or one has not. Returns those that have failed by themselves."""
     while True:
         _reap_orphans(ranks)
@@ -129,6 +167,7 @@ def _wait(ranks: list[Rank]) -> list[int]:
         failed = [local_rank for local_rank, code in enumerate(codes) if code not in (None, DONE)]
         if failed or all(code == DONE for code in codes):
             return failed
+        meanwhile()
         time.sleep(LOOK)
 
 

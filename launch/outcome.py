@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .files import write_whole
+from .lines import number, whole
 
 DONE, FAILED, BAD_INPUT, STOPPED, UNHEALTHY, LOST_CONTACT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # docs/exit_codes.md
 LARGEST = 2**20  # bytes of a report
@@ -86,6 +88,10 @@ def _read(path: Path, kind: type[Failure] | type[Outcome]) -> Failure | Outcome 
         values = {field.name: report[field.name] for field in fields(kind)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    wanted: dict[str, Any] = {"float": (int, float), "int": int, "str": str}
-    right = all(isinstance(values[field.name], wanted[str(field.type)]) for field in fields(kind))
+    read: dict[str, Callable[[Any], Any]] = {"float": number, "int": whole, "str": _text}
+    right = all(read[str(field.type)](values[field.name]) is not None for field in fields(kind))
     return kind(**values) if right else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

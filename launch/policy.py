@@ -16,6 +16,7 @@ from .verdict import BAD, BROKEN, FINISHED, SICK, STOP, TIMEOUT, Ended
 
 RELAUNCH, REQUEUE, END = "relaunch", "requeue", "end"
 UNFIT = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
+STUCK = 70  # too many attempts without a newer checkpoint, for Kubernetes, which goes by exit codes alone
 MEMORY = 24 * 3600.0  # seconds that a failure speaks against a node
 FRESH = 10.0  # seconds between two looks of which at most so many count as silence: this process may have slept
 
@@ -112,7 +113,7 @@ def struck_nodes(events: Iterable[Event], now: float, strikes: int) -> dict[str,
     counts: dict[str, int] = {}
     for event in events:
         first = event.get("first")
-        if event["event"] != "attempt_ended" or not isinstance(first, dict) or event["time"] < now - MEMORY:
+        if event["event"] != "attempt_ended" or not isinstance(first, dict) or not _of_late(event, now):
             continue
         if event.get("cause") in BROKEN and not event.get("asked") and isinstance(first.get("node"), str):
             counts[first["node"]] = counts.get(first["node"], 0) + 1
@@ -121,8 +122,13 @@ def struck_nodes(events: Iterable[Event], now: float, strikes: int) -> dict[str,
 
 def slow_nodes(events: Iterable[Event], now: float) -> set[str]:
     """Nodes that ranks have called stragglers of late."""
-    found = (event for event in events if event["event"] == "straggler" and event["time"] >= now - MEMORY)
+    found = (event for event in events if event["event"] == "straggler" and _of_late(event, now))
     return {event["node"] for event in found if isinstance(event.get("node"), str)}
+
+
+def _of_late(event: Event, now: float) -> bool:
+    """Within a day. An event of tomorrow was dated by a clock that was wrong, and would be remembered for ever."""
+    return abs(now - float(event["time"])) <= MEMORY
 
 
 @dataclass(frozen=True)

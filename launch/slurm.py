@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from .errors import UserError
+
 ANSWER = 30.0  # seconds that a command may take
 JOB = re.compile(r"\d{1,10}(_\d{1,7})?")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -63,11 +65,11 @@ def call(command: Sequence[str]) -> Answer:
 
 
 class Slurm:
-    """Asks and commands Slurm about one job. Raises ValueError for what is no job's number."""
+    """Asks and commands Slurm about one job. Raises UserError for what is no job's number."""
 
     def __init__(self, job: str, call: Call = call) -> None:
         if not JOB.fullmatch(job):
-            raise ValueError(f"SLURM_JOB_ID = {job!r}: must be the number of a job")
+            raise UserError(f"SLURM_JOB_ID = {job!r}: must be the number of a job")
         self.number, self._call = job, call
 
     def job(self, number: str | None = None) -> Job | None:

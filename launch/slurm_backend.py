@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from . import rivals
 from .backend import Pause, Start, ask, environment
 from .events import Event
 from .guard import Heart
 from .itself import own_command
+from .layout import RunFolder
 from .preflight.compare import compare_folder
 from .preflight.findings import sheet_path
 from .preflight.thresholds import load_thresholds
@@ -104,6 +106,8 @@ class SlurmBackend:
         self._board = ""  # the port at which nodes that are checked find each other
 
     def rival(self, events: Sequence[Event]) -> str:
+        if here := rivals.local_rival(RunFolder(self.run), events):
+            return here
         begun = [event for event in events if event["event"] == "begin" and event.get("cluster") == cluster()]
         other = str(begun[-1].get("job")) if begun else self.job
         if other == self.job or not other.isdigit():

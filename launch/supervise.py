@@ -7,6 +7,7 @@ decision is an event of the run folder, and a line on stderr.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,12 +21,14 @@ from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder
-from .outcome import BAD_INPUT, FAILED, STOPPED, read_failures, read_outcome
+from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, read_failures, read_outcome
 from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Patience
 from .slurm import Job, patiently
-from .verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
+from .verdict import BROKEN, HANG, LOST, SICK, Ended, First, Seen, judge
+from .words import counted
 
 LOOK = 0.1  # seconds between two looks whether the ranks have ended
+LEAST = 2**20  # bytes that are free where there is room for anything
 LOOKS = 5  # of these, between two looks at the files
 
 
@@ -86,6 +89,8 @@ class Supervisor:
         self.events: list[Event] = []
         self._number, self._told_left_out = 0, set[str]()
         self._checks: dict[int, Check] = {}
+        self._made: Path | None = None  # the folder of the latest attempt, which nobody else removes
+        self._lost = ""  # what has become of the run folder, once it is not the one any more that the run began in
         self._suspicious = True  # of the hardware: the next preflight is a full one
 
     def hear(self, number: int, frame: object = None) -> None:
@@ -106,12 +111,13 @@ class Supervisor:
             self._show(at_once=True)
 
     def note(self, event: str, text: str, **details: Any) -> None:
-        """Write a decision down and say it. A full disk changes no decision."""
+        """Write a decision down and say it. A full disk changes no decision, and a folder that is gone stays so."""
         details = {"job": self.backend.job, "restart": self.backend.restart, **details}
+        found = {"time": time.time(), "event": event, "by": "supervisor", **details, "text": text}
         try:
-            found = append_event(self.run_folder.events, event, "supervisor", text, **details)
+            if not self._lost:
+                found = append_event(self.run_folder.events, event, "supervisor", text, **details)
         except OSError as error:
-            found = {"time": time.time(), "event": event, "by": "supervisor", **details, "text": text}
             text += f" ({self.run_folder.events} cannot be written: {error.strerror})"
         self.events.append(found)
         with suppress(OSError, ValueError):
@@ -120,7 +126,8 @@ class Supervisor:
     def _show(self, at_once: bool = False) -> None:
         """Bring the page of the run up to date."""
         with suppress(Exception):  # whatever is wrong with a page, ranks are looked after
-            page.write(self.run_folder.path, at_once=at_once)
+            if not self._lost:
+                page.write(self.run_folder.path, at_once=at_once)
 
     def _remembered(self) -> list[Event]:
         try:
@@ -134,11 +141,11 @@ class Supervisor:
         self.wants = self.wants.of(len(nodes))
         step = self.run_folder.newest_step()
         spares = max(0, len(nodes) - self.wants.nodes)
-        told = f"begins at step {step} on {_counted(len(nodes), 'node')}{f', {spares} to spare' if spares else ''}"
+        told = f"begins at step {step} on {counted(len(nodes), 'node')}{f', {spares} to spare' if spares else ''}"
         where = {"backend": self.backend.where, "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
         self.note("begin", told, nodes=nodes, spares=spares, step=step, **where)
         while True:
-            move = self._one(job, nodes)
+            move = self._one(nodes)
             if move.kind == REQUEUE:
                 why = self._requeue(move)
                 if not why:
@@ -157,8 +164,10 @@ class Supervisor:
     def _standing(self) -> Job | None:
         return patiently(self.backend.standing, self.clock.pause, self.limits.patience)
 
-    def _one(self, job: Job | None, nodes: list[str]) -> Move:
+    def _one(self, nodes: list[str]) -> Move:
         """One attempt, from the look at the nodes to the decision about what comes next."""
+        if self._folder_is_lost():
+            return Move(END, UNHEALTHY, self._lost)
         if self.asked:
             return Move(REQUEUE, STOPPED, f"{self._heard()} before the ranks were started")
         try:
@@ -172,6 +181,8 @@ class Supervisor:
         if isinstance(chosen, Move):
             return chosen
         ended = self._attempt(replace(start, nodes=chosen))
+        if self._folder_is_lost():
+            return Move(END, UNHEALTHY, self._lost)
         self._suspicious = ended.cause in (HANG, LOST)
         return policy.next_move(ended, policy.count_stuck(self.events, self.backend.job), self.limits)
 
@@ -184,6 +195,7 @@ class Supervisor:
             with suppress(FileExistsError):  # of another supervisor in the same start of the job
                 folder.mkdir(parents=True)
                 logs.mkdir(parents=True, exist_ok=True)
+                self._made = folder
                 return Start(str(attempt), folder, logs, (), attempt.number)
 
     def _choose(self, folder: Path, nodes: list[str]) -> tuple[str, ...] | Move:
@@ -193,7 +205,7 @@ class Supervisor:
         healthy = [node for node in nodes if node not in bad]
         if not self.asked:
             told = "; ".join(f"{node}: {why}" for node, why in bad.items())
-            text = f"fit for use: {len(healthy)} of {_counted(len(nodes), 'node')}{'; ' * bool(told)}{told}"
+            text = f"fit for use: {len(healthy)} of {counted(len(nodes), 'node')}{'; ' * bool(told)}{told}"
             self.note("preflight", text, ok=healthy, bad=bad)
         now = time.time()
         struck = policy.struck_nodes(self.events, now, self.limits.strikes)
@@ -227,7 +239,7 @@ class Supervisor:
         before, began = self.run_folder.newest_step(), self.clock.now()
         ranks = len(start.nodes) * self.wants.ranks_per_node
         fewer = f" (of {self.wants.nodes} wanted)" if len(start.nodes) < self.wants.nodes else ""
-        where = f"{_counted(ranks, 'rank')} on {_counted(len(start.nodes), 'node')}{fewer}"
+        where = f"{counted(ranks, 'rank')} on {counted(len(start.nodes), 'node')}{fewer}"
         told = f"attempt {start.name}: {where} from step {before}"
         self.note("attempt", told, attempt=start.name, nodes=list(start.nodes), ranks=ranks, step=before)
         try:
@@ -239,6 +251,8 @@ class Supervisor:
         ended = judge(seen)
         if ended.first is None and ended.cause in BROKEN and seen.said:
             ended = replace(ended, first=First(None, None, seen.said[-1]))
+        if ended.first is None and ended.cause == SICK and (told := _no_room(self.run_folder.path)):
+            ended = replace(ended, first=First(None, None, told))  # which ranks could not write down
         steps = (before, self.run_folder.newest_step())
         ended = replace(ended, asked=bool(self.asked), steps=steps, seconds=self.clock.now() - began)
         first = asdict(ended.first) if ended.first else None
@@ -259,7 +273,7 @@ class Supervisor:
             if looks % LOOKS == 0:
                 self._show()
             if looks % LOOKS == 0 and not killed:
-                killed = self._too_long(start, patience)
+                killed = self._lost if self._folder_is_lost() else self._too_long(start, patience)
                 if killed:
                     self.note("reaped", f"attempt {start.name} is killed: {killed}", attempt=start.name, reason=killed)
                     running.kill(self.clock.pause)
@@ -276,6 +290,20 @@ class Supervisor:
         dumps = any((start.folder / "flight").glob("rank_*.json"))
         ranks, silent = self.wants.ranks_per_node, bool(killed) and patience.silent
         return Seen(start.nodes, ranks, code, failures, outcome, said, killed, silent, dumps, out_of_time)
+
+    def _folder_is_lost(self) -> bool:
+        """Whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""
+        for _ in range(LOOKS):  # a file system may lose sight of a folder for a moment
+            if self._lost or self._made is None or _is_there(self._made):
+                return bool(self._lost)
+            self.clock.pause(LOOK)
+        path = self.run_folder.path
+        what = f"was replaced: {self._made} is gone" if _is_there(path) else "was removed"
+        self._lost = (
+            f"{path}: the run folder {what}, while the run was going on; nothing is started in it again. "
+            "Put it back, and the same command goes on; without it, the run begins anew"
+        )
+        return True
 
     def _too_long(self, start: Start, patience: Patience) -> str:
         try:
@@ -325,8 +353,24 @@ class Supervisor:
         return f"stopped by {signal.Signals(self.asked[0]).name}"
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _no_room(path: Path) -> str:
+    """That a file system is full; empty if it is not."""
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError:
+        return ""
+    return f"{path}: No space left on device" if free < LEAST else ""
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a path leads somewhere, as far as the file system can tell."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _changed(path: Path) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 In the batch script of a Slurm job, outside of any container:
 
     exec env --block-signal=TERM,INT,HUP,USR1,USR2 \\
-        python3 -m megalite_launch.supervisor --run RUN --ranks-per-node 8 -- megalite train CONFIG…
+        python3 -m megalite_launch supervise --run RUN --ranks-per-node 8 -- megalite train CONFIG…
 
 RUN is the run folder, run.dir/run.name of the configuration. On one machine, `--backend local` restarts the command
 after a crash or a hang. docs/launch.md tells what is done after which event.
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .arguments import natural, seconds, words
 from .backend import Backend
 from .errors import UserError
 from .layout import RunFolder
@@ -40,18 +39,18 @@ CHECKING = 600.0  # seconds that a check of the configuration may take
 def parser() -> argparse.ArgumentParser:
     """The options, which launchers write into batch scripts."""
     found = argparse.ArgumentParser(
-        prog="megalite supervisor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megalite-supervise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="the run folder")
     found.add_argument("--backend", choices=("slurm", "local"), default="slurm")
     found.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs (local: the launcher)")
     nodes = found.add_argument_group("nodes")
-    nodes.add_argument("--nodes", type=_whole, default=0, help="to train on (default: all of the job but the spares)")
+    nodes.add_argument("--nodes", type=natural, default=0, help="to train on (default: all of the job but the spares)")
     nodes.add_argument(
-        "--min-nodes", type=_whole, default=0, help="to train on if there are no more (default: --nodes)"
+        "--min-nodes", type=natural, default=0, help="to train on if there are no more (default: --nodes)"
     )
-    nodes.add_argument("--spares", type=_whole, default=0, help="nodes of the job that wait for others to fail")
-    nodes.add_argument("--ranks-per-node", type=_whole, default=1, help="one for each GPU")
+    nodes.add_argument("--spares", type=natural, default=0, help="nodes of the job that wait for others to fail")
+    nodes.add_argument("--ranks-per-node", type=natural, default=1, help="one for each GPU")
     nodes.add_argument("--master", default="", metavar="HOST", help="by which ranks reach rank 0 (default: its node)")
     nodes.add_argument(
         "--srun-option",
@@ -63,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     checks = found.add_argument_group("checks")
     checks.add_argument(
         "--check",
-        type=_words,
+        type=words,
         default=[],
         metavar="COMMAND",
         help="ends with 0 where training fits {ranks} ranks, as 'megalite train --check --world-size {ranks} CONFIG'",
@@ -76,30 +75,30 @@ def parser() -> argparse.ArgumentParser:
     )
     checks.add_argument(
         "--preflight-command",
-        type=_words,
+        type=words,
         default=[],
         metavar="COMMAND",
         help="runs on every node and ends with 0 if it is fit; {mode} is light or full, {attempt} the attempt's "
         "folder, {nodes} all nodes with commas, {port} a free port of the first",
     )
     checks.add_argument("--thresholds", type=Path, metavar="FILE", help="the site's own, by which nodes are compared")
-    checks.add_argument("--preflight-seconds", type=_seconds, default=180.0, metavar="S", help="that it may take")
+    checks.add_argument("--preflight-seconds", type=seconds, default=180.0, metavar="S", help="that it may take")
     bounds = found.add_argument_group("bounds")
     for name, default, text in (
         ("attempts", LIMITS.attempts, "in a row without a newer checkpoint, after which the job ends"),
         ("requeues", LIMITS.requeues, "of the job, after which it ends"),
         ("strikes", LIMITS.strikes, "failures of a node within a day, after which it is left out"),
     ):
-        bounds.add_argument(f"--max-{name}", type=_whole, default=default, metavar="N", help=f"{text} ({default})")
-    for name, seconds, text in (
+        bounds.add_argument(f"--max-{name}", type=natural, default=default, metavar="N", help=f"{text} ({default})")
+    for name, usual, text in (
         ("reap", LIMITS.reap, "from a rank's failure to the kill of those that do not end"),
         ("grace", LIMITS.grace, "from a request to stop to the kill"),
         ("silence", LIMITS.silence, "without a sign of progress in the run folder until ranks are killed; 0: never"),
         ("patience", LIMITS.patience, "with a Slurm that does not answer"),
         ("guard", 60.0, "without a sign of life of the batch host, after which the guard requeues the job"),
     ):
-        told = f"seconds {text} ({seconds:.0f})"
-        bounds.add_argument(f"--{name}-seconds", type=_seconds, default=seconds, metavar="S", help=told)
+        told = f"seconds {text} ({usual:.0f})"
+        bounds.add_argument(f"--{name}-seconds", type=seconds, default=usual, metavar="S", help=told)
     return found
 
 
@@ -116,12 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         silence=options.silence_seconds,
         patience=options.patience_seconds,
     )
-    try:
-        load_thresholds(options.thresholds)
-        backend = _backend(options, run)
-    except (UserError, ValueError) as error:
-        print(f"megalite supervisor: error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    load_thresholds(options.thresholds)
+    backend = _backend(options, run)
     wants = Wants(options.nodes, options.min_nodes, options.spares, options.ranks_per_node)
     supervisor = Supervisor(run, options.command, backend, wants, limits, _checker(options.check))
     for number in HEARD:
@@ -138,7 +133,7 @@ def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
         raise UserError(f"--preflight {options.preflight}: needs --preflight-command")
     if options.backend == "local":
         return LocalBackend(run)
-    job, restart = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    job, restart = _job(), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not restart.isdigit():
         raise UserError("no SLURM_JOB_ID: this must run in the batch script of a Slurm job; or give --backend local")
     how = Options(
@@ -152,6 +147,12 @@ def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
         master=options.master,
     )
     return SlurmBackend(Slurm(job), int(restart), run.path, how, time.sleep)
+
+
+def _job() -> str:
+    """The job of the environment. A task of an array goes by JOB_TASK: one of them has the id of the whole array."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 def _checker(command: Sequence[str]) -> Callable[[int], Check]:
@@ -171,35 +172,3 @@ def _checker(command: Sequence[str]) -> Callable[[int], Check]:
         return Check(done.returncode, told)
 
     return check
-
-
-def _whole(text: str) -> int:
-    """A whole number, at least 0."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 0")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be seconds, at least 0")
-    return seconds
-
-
-def _words(text: str) -> list[str]:
-    """A command in one argument, quoted as for a shell, though none ever sees it."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if not words:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return words
-
-
-if __name__ == "__main__":
-    sys.exit(main())

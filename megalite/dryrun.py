@@ -140,7 +140,9 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
     """The job, moved from the meta device to CPU tensors of the current fake mode."""
     for stage in job.stages.values():
         stage.to_empty(device=mesh.device)
-    return replace(job, mesh=mesh, optimizer=build_optimizer(job.stages.values(), job.config.optim, group=mesh.stage))
+    config = job.config
+    optimizer = build_optimizer(job.stages.values(), config.model, config.optim, group=mesh.stage)
+    return replace(job, mesh=mesh, optimizer=optimizer)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from megalite.plan.traffic import step_traffic
 from megalite.plan.transfers import Traffic, Transfer
 from megalite.plan.walk import HOST
 from megalite.show_memory import dry_run, fullest, split_otherwise
-from megalite.terminal import BINARY, console, scaled, sections, table
+from megalite.terminal import console, sections, table
+from megalite_launch.words import BINARY, scaled
 
 TOLERANCE = 0.01  # of memory in all, on the device and on the host
 SHOWN = 8  # the most transfers that differ which are listed

@@ -42,6 +42,7 @@ from megalite.schedule.generate import AUTO
 from megalite.schedule.simulate import simulate
 from megalite.show_expected import expected
 from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, verdict
+from megalite.show_parametrization import parametrization
 from megalite.terminal import console, sections, table
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         ("Configuration", Text(dump(replace(config, run=replace(config.run, device=device))).rstrip())),
         (f"Layout: {layout}{', with dp_shard: auto as 1 (see --world-size)' * guessed}", _layout_table(layout)),
         ("Parameters", _parameter_table(config.model)),
+        *parametrization(config),
         ("Pipeline stages", _stage_table(config)),
         ("FLOPs per token of training", _flops_table(config.model)),
         ("Batch", Text(_batch(config))),

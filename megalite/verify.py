@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megalite.config.errors import counted
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
-from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Model, Parallel, Rampup
+from megalite.config.schema import SCHEDULES, Base, Batch, Config, Curriculum, Model, Parallel, Rampup
 from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dist.deterministic import be_deterministic
@@ -148,11 +148,16 @@ def random_batch(job: Job, step: int) -> Micros:
     everything = torch.randint(model.vocab_size, (batch.samples, model.sequence_length + 1), generator=generator)
     if job.config.data.mask_documents:
         everything[everything % 8 == 0] = END_OF_DOCUMENT
-    mine = everything.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
+    return micros_of(job, everything, batch.pieces)
+
+
+def micros_of(job: Job, samples: Tensor, pieces: int = 1) -> Micros:
+    """This rank's micro-batches of a global batch `[samples, sequence length + 1]`, each cut into so many pieces."""
+    mine = samples.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
     micro = min(job.config.batch.micro_size, len(mine))  # one process takes a batch whole, whatever its size
-    length = model.sequence_length // batch.pieces
-    pieces = mine.unfold(1, length + 1, length)  # [samples, pieces, length + 1], as a loader cuts them
-    return Micros.cut_at(pieces.reshape(-1, micro * batch.pieces, length + 1), END_OF_DOCUMENT)
+    length = (samples.shape[1] - 1) // pieces
+    cut = mine.unfold(1, length + 1, length)  # [samples, pieces, length + 1], as a loader cuts them
+    return Micros.cut_at(cut.reshape(-1, micro * pieces, length + 1), END_OF_DOCUMENT)
 
 
 def _parameters(job: Job) -> Parts:
@@ -279,11 +284,13 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
         share = attention.window * length / model.sequence_length
         attention = replace(attention, window=max(1, min(round(share), length - 1)))
+    width = 8 * heads
     return replace(
         model,
         attention=attention,
+        base=_shrink_base(model, width, layers),
         layers=layers,
-        width=8 * heads,
+        width=width,
         heads=heads,
         kv_heads=kv_heads,
         head_width=None if model.head_width is None else 12,
@@ -291,6 +298,22 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         vocab_size=48 * tp,
         sequence_length=length,
     )
+
+
+def _shrink_base(model: Model, width: int, layers: int) -> Base | None:
+    """A base that is to the shrunken model about what that of `model` is to it, and never equal if that is not."""
+    base = model.base
+    if base is None:
+        return None
+
+    def shrunk(size: int | None, full: int, small: int) -> int | None:
+        if size is None or size == full:
+            return None if size is None else small
+        near = max(1, round(size * small / full))
+        return near if near != small else small + 1
+
+    head_width = shrunk(base.head_width, model.head_size, 8 if model.head_width is None else 12)
+    return Base(shrunk(base.width, model.width, width), shrunk(base.layers, model.layers, layers), head_width)
 
 
 def not_compared(config: Config, steps: int) -> list[str]:

@@ -28,7 +28,7 @@ def oracle(
     s, b, _, e = q.shape
     masks = torch.stack([mask(s, bounds, kind.window) for bounds in documents or [(0, s)] * b])[:, None].to(q.device)
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("nbhe,mbhe->bhnm", q, k) * e**-0.5
+    scores = torch.einsum("nbhe,mbhe->bhnm", q, k) * (e**-0.5 if kind.scale is None else kind.scale)
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
     return torch.einsum("bhnm,mbhe->nbhe", scores.masked_fill(~masks, -torch.inf).softmax(-1), v)
@@ -75,12 +75,12 @@ def in_blocks(
         seen = keys_and_blocks(method, cp, rank, length, sequences, q.device, kind.window_in(length))
         out, lse = empty_result(q[mine])
         for keys, blocks in seen:
-            attend(out, lse, q[mine], kv[keys], blocks, kind.softcap)
+            attend(out, lse, q[mine], kv[keys], blocks, kind)
         out = out.to(q.dtype)
         part = torch.zeros_like(dq[mine])
         for keys, blocks in seen:
             theirs = torch.zeros_like(dkv[keys])
-            attend_backward(part, theirs, grad[mine], q[mine], kv[keys], out, lse, blocks, kind.softcap)
+            attend_backward(part, theirs, grad[mine], q[mine], kv[keys], out, lse, blocks, kind)
             dkv[keys] += theirs
         result[mine], dq[mine] = out.to(wide), part
     return [result, dq, *dkv.unbind(1)]

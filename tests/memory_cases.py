@@ -19,6 +19,11 @@ WINDOW: Overrides = {"model.attention.window": 128}
 CAPPED: Overrides = {"model.attention.softcap": 30.0}
 POST: Overrides = {"model.norm": "post", "model.qk_norm": True, "model.qk_norm_width": "all"}
 NOPE: Overrides = {"model.attention.nope_every": 1}
+COMPLETEP: Overrides = {
+    "model.parametrization": "completep",
+    "model.base": "{width: 64, layers: 1, head_width: 8}",
+    "model.embedding_multiplier": 3,
+}
 TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
@@ -51,6 +56,8 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "recompute selective": ({"train.recompute": "selective", "batch.micro": 4, "model.qk_norm": True}, 0),
     "recompute every second layer": ({"train.recompute": "full", "train.recompute_every": 2, "batch.micro": 4}, 0),
     "recompute within a budget": ({"train.recompute": "budget", "train.recompute_budget": 0.02, "batch.micro": 4}, 0),
+    "completep": ({**COMPLETEP, "train.recompute": "selective", **SHARDED}, 0),
+    "completep, post norms, tied, last of 2 stages": ({**COMPLETEP, **POST, **TIED, **PIPELINE}, 1),
     "activations offloaded": ({"train.offload_activations": True, "batch.micro": 4}, 0),
     "offloaded and recomputed": ({"train.offload_activations": True, "train.recompute": "full", **PIPELINE}, 1),
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),

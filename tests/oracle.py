@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megalite.checkpoint.maps.families import FAMILIES
-from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.config.schema import Attention, Base, Model, RopeScaling
 from megalite.model.decoder import Decoder
 
 transformers = pytest.importorskip("transformers")
@@ -55,6 +55,12 @@ MODELS = {
         replace(LLAMA, layers=4, qk_norm=True, attention=Attention(window=7, full_every=2, softcap=0.5)),
     ),
     "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
+}
+FACTORS = {"parametrization": "completep", "base": Base(8, 1, 2), "embedding_multiplier": 3.0, "logits_multiplier": 2.0}
+SCALED = {  # with factors that transformers does not have
+    "scaled": ("Llama", replace(LLAMA, kv_heads=2, **FACTORS)),
+    "scaled_windows": ("Qwen3", replace(LLAMA, qk_norm=True, attention=Attention(window=7), **FACTORS)),
+    "scaled_capped": ("Llama", replace(LLAMA, kv_heads=2, attention=Attention(softcap=0.5), **FACTORS)),
 }
 
 

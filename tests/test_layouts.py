@@ -18,6 +18,7 @@ from ranks import SIZE, Ranks
 from megalite.config.layout import AXES, Layout
 from megalite.config.schema import (
     Attention,
+    Base,
     Batch,
     Config,
     Context,
@@ -50,6 +51,7 @@ FEATURES = {
     "offload": (False, True),  # of activations
     "optimizer": ("adamw", "muon", "adamw on the host"),
     "clip_norm": (0.0, 0.01),
+    "parametrization": ("standard", "mup", "completep"),
 }
 ATTENTION = {
     "full": Attention(),
@@ -57,6 +59,11 @@ ATTENTION = {
     "alternating windows": Attention(window=3, full_every=2),
     "alternating positions": Attention(nope_every=2),
     "capped": Attention(softcap=0.5),
+}
+FACTORS = {"embedding_multiplier": 3.0, "logits_multiplier": 5.0}
+SCALED = {
+    "mup": {"parametrization": "mup", "base": Base(4, None, 3), **FACTORS},
+    "completep": {"parametrization": "completep", "base": Base(4, 3, 3), **FACTORS},
 }
 # Only where one of the axes is used:
 MATTERS = {"split": ("pp",), "mode": ("dp_replicate", "dp_shard", "cp"), "method": ("cp",)}
@@ -136,6 +143,7 @@ def configuration(layout: Layout, row: Row) -> Config:
         qk_norm_width="all" if row["qk_norm"] == "all" else "head",
         qkv_bias=row["qkv_bias"],
         attention=ATTENTION[row["attention"]],
+        **SCALED.get(row["parametrization"], {}),
     )
     micro_batches = {"few": max(1, layout.pp - 1), "multiple": 2 * layout.pp, "ragged": 2 * layout.pp + 1}
     parallel = Parallel(

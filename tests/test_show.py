@@ -66,6 +66,25 @@ def test_parameters_by_component_and_stage(show: Show) -> None:
     assert row(output, "3") == ["6-7", "26-31", "final norm, head", "1,834,012,672", "0.90"]
 
 
+def test_factors_of_a_parametrization_by_parameter(show: Show) -> None:
+    assert "Parametrization" not in show()
+    overrides = ["model.parametrization=completep", "model.base={width: 32, layers: 2, head_width: 16}"]
+    told = " ".join(show(*overrides, "model.qkv_bias=true", "model.qk_norm=true").split())
+    assert "Parametrization: completep, 4× as wide as the base of 32, and 2× as deep as its 2 layers" in told
+    assert "embedding and head 0.02 0.0003 0.1 2.5e-09" in told
+    assert "q, k, v, o, gate, up and down 0.01 7.5e-05 0.4 1.25e-09" in told
+    assert "biases all 0 0.0003 0 1.25e-09" in told
+    assert "the final norm all 1 0.0003 0 2.5e-09" in told
+    assert (
+        "The embedding's output is multiplied by 1, scores by 0.125, what attention and MLP add to the residual stream "
+        "by 0.5, and logits by 0.25."
+    ) in told
+    told = " ".join(show(*overrides, "optim.name=muon", "model.parametrization=mup").split())
+    assert "q, k, v, gate and up 0.01 0.00015 0.2 Muon" in told
+    assert "o and down 0.003536 0.00015 0.2 Muon" in told
+    assert "Parametrization: standard" in show("model.logits_multiplier=2")
+
+
 def test_stages_of_an_explicit_split_may_have_no_layers(show: Show) -> None:
     output = show("parallel.pp=3", "parallel.pipeline.split=[0, 3, 1]")
     assert row(output, "0")[:3] == ["0", "none", "embedding"]

@@ -23,6 +23,7 @@ from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import (
     Attention,
+    Base,
     Batch,
     Config,
     Curriculum,
@@ -391,6 +392,21 @@ def test_a_learning_rate_that_makes_more_of_roundings_is_lowered() -> None:
     assert shrink(config).optim.lr == 0.01
     assert "optim.lr 1 as 0.01" in not_compared(config, 3)
     assert "optim.lr" not in "; ".join(not_compared(configuration(), 3))
+
+
+def test_a_base_is_as_many_times_smaller_in_the_copy() -> None:
+    """And never as large as the copy, where factors of 1 would hide a missing one."""
+    model = Model(32, 4096, 32, 8, None, 14336, parametrization="completep", base=Base(256, 4, 32))
+    small = shrink(Config(model=model, parallel=Parallel(tp=2, dp_shard=1), batch=Batch(1, 4))).model
+    assert small.base == Base(small.width // 16, 1, 2)
+    wide = replace(model, base=Base(4095, 33, None))
+    small = shrink(Config(model=wide, parallel=Parallel(dp_shard=1), batch=Batch(1, 4))).model
+    assert small.base is not None
+    assert small.base.width != small.width
+    assert (small.base.layers != small.layers, small.base.head_width) == (True, None)
+    same = replace(model, base=Base(4096, 32, 128))
+    small = shrink(Config(model=same, parallel=Parallel(dp_shard=1), batch=Batch(1, 4))).model
+    assert small.base == Base(small.width, small.layers, small.head_size)
 
 
 def test_apex_is_left_out() -> None:

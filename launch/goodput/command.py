@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
 
-from ..outcome import BAD_INPUT, DONE
-from ..watch.status import NoRun, open_run
+from ..errors import UserError
+from ..outcome import DONE
+from ..watch.status import open_run
 from ..watch.summary import Summary, summary
 from ..watch.text import WHERE
-from ..watch.text import share as share_text
-from ..watch.words import lasting, printable, table
+from ..words import lasting, printable, table
+from ..words import share as share_text
 from .formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, between_failures, daly, failure_rate, share, young
 from .simulate import simulate
 
@@ -34,11 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a run: run.dir/run.name; or the word simulate")
     parser.add_argument("--json", action="store_true", help="one object")
     given = parser.parse_args(arguments)
-    try:
-        run = open_run(given.run)
-    except NoRun as error:
-        print(f"megalite-goodput: {error}", file=sys.stderr)
-        return BAD_INPUT
+    run = open_run(given.run)
     run.update()
     found = summary(run)
     advised = advice(found)
@@ -141,11 +137,7 @@ def _simulate(arguments: Sequence[str]) -> int:
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     add("--json", action="store_true", help="one object for each number of GPUs")
     given = parser.parse_args(arguments)
-    try:
-        sizes, costs, intervals = _asked(given)
-    except ValueError as error:
-        print(f"megalite-goodput: {error}", file=sys.stderr)
-        return BAD_INPUT
+    sizes, costs, intervals = _asked(given)
     rows = []
     for gpus, of, interval in zip(sizes, costs, intervals):
         found = simulate(of, interval, given.days * DAY, given.runs, given.seed)
@@ -172,17 +164,17 @@ def _simulate(arguments: Sequence[str]) -> int:
 
 
 def _asked(given: argparse.Namespace) -> tuple[list[int], list[Costs], list[float]]:
-    """The sizes of jobs, and for each its costs and interval. Raises ValueError with an option, its value and a fix."""
+    """The sizes of jobs, and for each its costs and interval. Raises UserError."""
     words = given.gpus.split(",")
     if not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= MOST_GPUS for word in words):
-        raise ValueError(f"--gpus {printable(given.gpus)}: must be numbers from 1 to {MOST_GPUS:,}, as 256,1024")
+        raise UserError(f"--gpus {printable(given.gpus)}: must be numbers from 1 to {MOST_GPUS:,}, as 256,1024")
     for name, least in (("mtbf_gpu_hours", 1e-3), ("save_seconds", 0.0), ("write_seconds", 0.0), ("detect", 0.0),
                         ("restart", 0.0), ("days", 1e-3)):  # fmt: skip
         value = getattr(given, name)
         if not least <= value <= MOST_SECONDS:
-            raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be from {least:g} to {MOST_SECONDS:g}")
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: must be from {least:g} to {MOST_SECONDS:g}")
     if not 2 <= given.runs <= MOST_RUNS:
-        raise ValueError(f"--runs {given.runs}: must be from 2 to {MOST_RUNS:,}, so that there is an interval")
+        raise UserError(f"--runs {given.runs}: must be from 2 to {MOST_RUNS:,}, so that there is an interval")
     sizes = [int(word) for word in words]
     costs = [
         Costs(between_failures(gpus, given.mtbf_gpu_hours), given.save_seconds, given.write_seconds, given.detect,
@@ -190,23 +182,23 @@ def _asked(given: argparse.Namespace) -> tuple[list[int], list[Costs], list[floa
     ]  # fmt: skip
     expected = sum(given.runs * given.days * DAY / (of.between + of.detect + of.restart) for of in costs)
     if expected > MOST_FAILURES:
-        raise ValueError(f"--runs {given.runs}: makes {expected:,.0f} failures; use fewer than {MOST_FAILURES:,}")
+        raise UserError(f"--runs {given.runs}: makes {expected:,.0f} failures; use fewer than {MOST_FAILURES:,}")
     return sizes, costs, [_interval(given, of) for of in costs]
 
 
 def _interval(given: argparse.Namespace, of: Costs) -> float:
     if given.interval == "auto":
         if of.save == 0 and of.write == 0:
-            raise ValueError("--interval auto: saves that cost nothing have no best interval; give seconds")
+            raise UserError("--interval auto: saves that cost nothing have no best interval; give seconds")
         return daly(of)
     try:
         interval = float(given.interval)
     except ValueError:
         interval = inf
     if not 0 < interval <= MOST_SECONDS:
-        raise ValueError(f"--interval {printable(given.interval)}: must be auto, or seconds up to {MOST_SECONDS:g}")
+        raise UserError(f"--interval {printable(given.interval)}: must be auto, or seconds up to {MOST_SECONDS:g}")
     if interval < of.write:
-        raise ValueError(
+        raise UserError(
             f"--interval {interval:g}: must be at least --write-seconds = {of.write:g}: a save waits for the one before"
         )
     return interval

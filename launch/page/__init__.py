@@ -11,8 +11,8 @@ from ..files import write_whole
 from ..watch.ledger import ACCOUNTS
 from ..watch.run import Watched
 from ..watch.summary import Summary, summary
-from ..watch.text import WHERE, against, cause_text, checkpoint_text, clock, share, speed_text, steps_text
-from ..watch.words import lasting, printable
+from ..watch.text import WHERE, against, attempt_row, facts
+from ..words import clock, lasting, printable, share
 from .charts import account_bar, attempts_chart, curve_chart
 from .html import Key, paragraph, section, table
 from .style import document
@@ -70,16 +70,7 @@ def render(run: Watched, found: Summary) -> str:
 
 def _head(name: str, found: Summary) -> str:
     kind = "good" if found["state"] in GOOD else "bad" if found["state"] in BAD else "wait"
-    facts = [("steps", steps_text(found) + (f", {found['lost_steps']:,} done again" if found["lost_steps"] else ""))]
-    if speed := speed_text(found):
-        facts.append(("now", speed))
-    if found["eta"] is not None:
-        facts.append(("ETA", f"{lasting(found['eta'])}, at {clock(found['time'] + found['eta'])}"))
-    facts.append(("checkpoint", checkpoint_text(found["checkpoint"])))
-    if found["goodput"] is not None:
-        without = f" ({share(found['goodput_without_waiting'])} without waiting for jobs)"
-        facts.append(("goodput", share(found["goodput"]) + f" of {lasting(found['wall'])}" + without))
-    items = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in facts)
+    items = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in facts(found))
     state = f'<p><span class="state {kind}">{escape(found["text"])}</span></p>'
     return f'<header><h1>{escape(printable(name))}</h1>{state}<dl class="facts">{items}</dl></header>'
 
@@ -118,18 +109,7 @@ def _attempts(found: Summary) -> str:
     if not attempts:
         return ""
     bars = [(each["name"], each["began"], each["began"] + each["seconds"], each["accounts"]) for each in attempts]
-    rows = [
-        (
-            each["name"],
-            clock(each["began"]),
-            lasting(each["seconds"]),
-            str(len(each["nodes"]) or "–"),
-            "–" if each["from_step"] is None else f"{each['from_step']:,}",
-            "–" if each["to_step"] is None else f"{each['to_step']:,}",
-            printable(cause_text(each), 300),
-        )
-        for each in reversed(attempts[-ATTEMPTS:])
-    ]
+    rows = [attempt_row(each, 300) for each in reversed(attempts[-ATTEMPTS:])]
     header = ("attempt", "began", "took", "nodes", "from step", "saved step", "how it ended")
     return section(f"Attempts: {len(attempts):,}", attempts_chart(bars, COLOUR, WHERE), table(header, rows, (0, 6)))
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from html import escape
 from math import ceil, floor, isfinite, log10
-from typing import Optional
 
 from .html import Key, legend
 
@@ -155,5 +154,5 @@ def _when(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: Optional[str] = None) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more or ""}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from ..arguments import natural, port
 from ..errors import UserError
 from ..files import write_whole
 from ..layout import RunFolder, node_name
-from ..outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from ..processes import Stopped, stoppable
+from ..outcome import DONE, FAILED
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
 from .findings import NODE, write_sheet
@@ -30,7 +30,6 @@ from .storage import checkpoint_bytes
 from .thresholds import Thresholds, load_thresholds
 from .trainer import Trainer
 
-COMMAND = "megalite-preflight"
 PORT = 12765  # below the ports that a system gives to programs by itself
 SIZE = re.compile(r"(\d+\.?\d*) ?([kMGTP]?)(i?)B?")
 POWERS = {unit: power for power, unit in enumerate(("", "k", "M", "G", "T", "P"))}
@@ -44,25 +43,17 @@ CODES = """exit codes:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs the program. Returns the exit code."""
+    """Returns the exit code."""
     options = _parser().parse_args(argv)
-    try:
-        with stoppable():
-            return _compare(options) if options.compare else _check(options)
-    except UserError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except Stopped as stopped:
-        print(f"{COMMAND}: {stopped}", file=sys.stderr)
-        return STOPPED
-    except KeyboardInterrupt:
-        print(f"{COMMAND}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return _compare(options) if options.compare else _check(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, epilog=CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+        "megalite-preflight",
+        description=__doc__,
+        epilog=CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
@@ -73,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--run", type=Path, metavar="RUN", help="the run folder, where checkpoints go")
     add("--checkpoints", type=Path, metavar="DIR", help="where checkpoints go, if not into RUN/checkpoints")
     add("--checkpoint-size", metavar="SIZE", help="of one, as in 350GiB; by default that of the newest")
-    add("--gpus", type=_count, metavar="N", help="GPUs that a node should have; 0: train on CPUs")
+    add("--gpus", type=natural, metavar="N", help="GPUs that a node should have; 0: train on CPUs")
     add("--thresholds", type=Path, metavar="FILE", help="the site's own limits, by key (docs/preflight.md)")
     add("--python", default=shlex.quote(sys.executable), metavar="COMMAND", help="runs the Python that will train")
     add("--json", type=Path, metavar="FILE", help="write all that was found, for programs")
@@ -83,7 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     add = many.add_argument
     add("--node", metavar="NAME", help="of this node; by default as Slurm or the system says")
     add("--nodes", metavar="A,B,...", help="all nodes that are checked now; they must reach each other by these names")
-    add("--port", type=_count, default=PORT, metavar="PORT", help=f"at which the first node listens; {PORT} by default")
+    add(
+        "--port",
+        type=port,
+        default=PORT,
+        metavar="PORT",
+        help=f"at which the first node listens; {PORT} by default",
+    )
     add("--attempt", type=Path, metavar="DIR", help="where to write preflight-NODE.json")
     add("--compare", type=Path, metavar="DIR", help="check nothing, but compare the files in DIR")
     sizes = parser.add_argument_group("sizes of what is measured")
@@ -196,20 +193,9 @@ def _nodes(text: str) -> list[str]:
     return names
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 65536:
-        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 65535")
-    return number
-
-
 def _size(option: str, text: str) -> int:
     found = SIZE.fullmatch(text)
     size = float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]] if found else 0.0
     if not 1 <= size < 1e18:
         raise UserError(f"{option} {text:.60}: must be a size above 0, such as 350GiB, 20GB or a number of bytes")
     return int(size)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

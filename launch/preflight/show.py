@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
+from ..words import printable, table
 from .compare import Verdict
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 
@@ -16,7 +16,7 @@ def sheet_text(sheet: Sheet) -> str:
     """All findings of a node, in the order of the checks."""
     rows = [(finding.check, SHOWN[finding.result], finding.text) for finding in sheet.findings]
     heading = f"{sheet.node} · {sheet.gpu or 'GPUs not known'} · {sheet.level}\n"
-    return heading + aligned(("check", "result", ""), rows) + _summary(sheet)
+    return heading + _aligned(("check", "result", ""), rows) + _summary(sheet)
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -26,7 +26,7 @@ def verdict_text(verdict: Verdict) -> str:
         counts = [str(len(sheet.of(result)) or "") for result in (FAIL, WARN, UNCHECKED, OK)]
         rows.append((sheet.node, "ok" if sheet.passed else "BAD", *counts))
     rows += [(node, "BAD", "", "", "", "") for node in verdict.missing]
-    text = aligned(("node", "", "failed", "warned", "not checked", "fine"), rows)
+    text = _aligned(("node", "", "failed", "warned", "not checked", "fine"), rows)
     told = [
         (sheet.node, SHOWN[finding.result], f"{finding.check}: {finding.text}")
         for result in (FAIL, WARN)
@@ -34,31 +34,16 @@ def verdict_text(verdict: Verdict) -> str:
         for finding in sheet.of(result)
     ]
     told = [(node, SHOWN[FAIL], reason) for node, reason in verdict.missing.items()] + told
-    return text + ("\n" + aligned(("node", "result", "check"), told) if told else "")
+    return text + ("\n" + _aligned(("node", "result", "check"), told) if told else "")
 
 
-def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns, of which the last is wrapped."""
-    cleaned = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[place]) for row in [list(heading), *cleaned]) for place in range(len(heading) - 1)]
-    room = max(30, WIDTH - sum(widths) - 2 * len(widths))
-    lines = [heading, *cleaned]
-    out = []
-    for line in lines:
-        start = "  ".join(cell.ljust(widths[place]) for place, cell in enumerate(line[:-1]))
-        for part in textwrap.wrap(line[-1], room) or [""]:
-            out.append(f"{start}  {part}".rstrip())
-            start = " " * len(start)
-    return "\n".join(out) + "\n"
-
-
-def _printable(text: str) -> str:
-    """Without characters that could disturb a terminal: some texts are what other programs printed."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def _aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts, some of which other programs have printed."""
+    return table(heading, [list(map(printable, row)) for row in rows], range(len(heading)), WIDTH) + "\n"
 
 
 def _summary(sheet: Sheet) -> str:
     """Ends with the reason, in one line, by which a supervisor tells why a node was left out."""
     bad, mild, rest = (len(sheet.of(result)) for result in (FAIL, WARN, UNCHECKED))
     counts = f"{bad} failed, {mild} warned, {rest} not checked\n"
-    return f"{counts}FAILED: {_printable(sheet.reason)}\n" if bad else f"passed: {counts}"
+    return f"{counts}FAILED: {printable(sheet.reason)}\n" if bad else f"passed: {counts}"

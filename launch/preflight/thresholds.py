@@ -34,7 +34,6 @@ OF_KINDS = ("names", "cluster")  # keys that `all` cannot have
 class Limits:
     """What holds for a node: the keys of `all`, replaced by those of the kind of its GPUs."""
 
-    kind: str  # section; `all` if the GPUs are of no kind that is known
     values: Mapping[str, Value]
 
     def number(self, key: str) -> Optional[float]:
@@ -59,11 +58,11 @@ class Thresholds:
 
     def of(self, gpu: str) -> Limits:
         """The limits for GPUs of this name, as nvidia-smi prints it, or for `cpu`."""
-        for kind, values in self.sections.items():
+        for values in self.sections.values():
             names = values.get("names")
             if isinstance(names, list) and gpu in names:
-                return Limits(kind, {**self.sections[ALL], **values})
-        return Limits(ALL, self.sections[ALL])
+                return Limits({**self.sections[ALL], **values})
+        return Limits(self.sections[ALL])
 
 
 def load_thresholds(site: Optional[Path] = None) -> Thresholds:

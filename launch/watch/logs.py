@@ -6,48 +6,47 @@ import argparse
 import os
 import re
 import stat
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
+from ..arguments import count, natural
+from ..errors import UserError
 from ..events import Event, read_events
 from ..layout import Attempt, RunFolder
-from ..outcome import BAD_INPUT, DONE, Failure, read_failures, read_outcome
-from .status import NoRun, open_run
-from .text import clock
-from .words import printable
+from ..lines import number, whole
+from ..outcome import DONE, Failure, read_failures, read_outcome
+from ..verdict import BAD, BROKEN, SICK, First
+from ..words import clock, lasting, printable
+from .status import open_run
 
 TAIL = 2**16  # bytes of the end of a log that are read
 LINES, WIDTH = 15, 200  # of a log: how many lines are shown, and how much of each
 PEERS = 5  # sayings of other ranks
 EVERY = 1.0  # seconds between two looks
-SPEAKERS = ("supervisor", "launcher", "guard")  # those who are no ranks
+SPEAKERS = ("supervisor", "launcher", "guard", "node")  # those who are no ranks
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("megalite-logs", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run: run.dir/run.name")
     parser.add_argument("--attempt", metavar="ID", help="as 4711.0.2; default: the latest that has failed")
-    parser.add_argument("--rank", type=int, metavar="N", help="the log of this rank, not that of the first failure")
-    parser.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"of the log (default {LINES})")
+    parser.add_argument("--rank", type=natural, metavar="N", help="show the log of this rank, not of the first to fail")
+    parser.add_argument("--lines", type=count, default=LINES, metavar="N", help=f"of the log (default {LINES})")
     parser.add_argument("--follow", action="store_true", help="go on with the log as it is written, until Ctrl-C")
     given = parser.parse_args(arguments)
-    try:
-        folder = open_run(given.run).folder
-        attempt = _attempt(folder, given.attempt, follow=given.follow)
-        log = _tell(folder, attempt, given.rank, max(given.lines, 1), given.follow)
-    except NoRun as error:
-        print(f"megalite-logs: {error}", file=sys.stderr)
-        return BAD_INPUT
+    folder = open_run(given.run).folder
+    events = _events(folder)
+    attempt = _attempt(folder, events, given.attempt, follow=given.follow)
+    log = _tell(folder, events, attempt, given.rank, given.lines)
     if given.follow and log is not None:
         for line in followed(log):
             print(line, flush=True)
     return DONE
 
 
-def attempts_of(folder: RunFolder) -> list[Attempt]:
+def attempts_of(folder: RunFolder, events: Sequence[Event]) -> list[Attempt]:
     """All attempts that have left a folder or logs, in the order in which they began."""
     began: dict[Attempt, float] = {}
     for parent in (folder.attempts, folder.path / "logs"):
@@ -59,26 +58,32 @@ def attempts_of(folder: RunFolder) -> list[Attempt]:
             name = Attempt.parse(path.name)
             if name is not None and path.is_dir():
                 began[name] = min(began.get(name, float("inf")), path.stat().st_mtime)
-    for event in _events(folder):
+    for event in events:
         name = Attempt.parse(str(event.get("attempt"))) if event["event"] == "attempt" else None
         if name is not None:
             began[name] = event["time"]
     return sorted(began, key=lambda name: (began[name], name))
 
 
-def _attempt(folder: RunFolder, wanted: Optional[str], follow: bool) -> Optional[Attempt]:
-    """The attempt to tell of; None where megalite has run without a supervisor. Raises NoRun."""
-    found = attempts_of(folder)
+def _attempt(folder: RunFolder, events: Sequence[Event], wanted: Optional[str], follow: bool) -> Optional[Attempt]:
+    """The attempt to tell of; None where megalite has run without a supervisor. Raises UserError."""
+    found = attempts_of(folder, events)
     if wanted is not None:
         name = Attempt.parse(wanted)
         if name is None or name not in found:
             known = ", ".join(map(str, found[-5:])) or "none"
-            raise NoRun(f"--attempt {printable(wanted)}: there is no such attempt; the latest are: {known}")
+            raise UserError(f"--attempt {printable(wanted)}: there is no such attempt; the latest are: {known}")
         return name
-    failed = [name for name in found if read_failures(folder.attempt(name))]
-    if failed and not follow:
-        return failed[-1]
+    if not follow:
+        told = {event.get("attempt") for event in events if event["event"] == "attempt_ended" and _failed(event)}
+        for name in reversed(found):
+            if str(name) in told or read_failures(folder.attempt(name)):
+                return name
     return found[-1] if found else None
+
+
+def _failed(ended: Event) -> bool:
+    return ended.get("cause") in (*BROKEN, BAD, SICK)
 
 
 def _events(folder: RunFolder) -> list[Event]:
@@ -89,13 +94,13 @@ def _events(folder: RunFolder) -> list[Event]:
 
 
 def _tell(
-    folder: RunFolder, attempt: Optional[Attempt], rank: Optional[int], lines: int, follow: bool
+    folder: RunFolder, events: Sequence[Event], attempt: Optional[Attempt], rank: Optional[int], lines: int
 ) -> Optional[Path]:
-    """Print what is known. Returns the log that was shown. Raises NoRun."""
+    """Print what is known. Returns the log that was shown."""
     failures = read_failures(folder.attempt(attempt)) if attempt is not None else []
     first = failures[0] if failures else None
     if attempt is not None:
-        for line in _head(folder, attempt, first):
+        for line in _head(folder, events, attempt, first):
             print(line)
     shown = rank if rank is not None else first.rank if first is not None else 0
     log = log_of(folder, attempt, shown)
@@ -112,9 +117,8 @@ def _tell(
     return log
 
 
-def _head(folder: RunFolder, attempt: Attempt, first: Optional[Failure]) -> Iterator[str]:
+def _head(folder: RunFolder, events: Sequence[Event], attempt: Attempt, first: Optional[Failure]) -> Iterator[str]:
     """The attempt, its first failure, and what ranks have found out about it."""
-    events = _events(folder)
     began = _named(events, "attempt", attempt)
     ended = _named(events, "attempt_ended", attempt)
     nodes = began.get("nodes") if began is not None else None
@@ -125,13 +129,14 @@ def _head(folder: RunFolder, attempt: Attempt, first: Optional[Failure]) -> Iter
     yield told
     outcome = read_outcome(folder.attempt(attempt))
     if ended is not None:
-        yield f"ended {clock(ended['time'])}: {printable(ended.get('cause'), 40)}; {printable(ended.get('text'), 300)}"
+        yield _ended_text(ended)
     elif outcome is not None:
         yield f"ended {clock(outcome.time)} with exit code {outcome.code}, step {outcome.step:,} saved"
     else:
         yield "goes on, or nobody has told its end"
     if first is None:
-        yield "no rank has reported a failure"
+        seen = ended.get("first") if ended is not None else None
+        yield "no rank has reported a failure" + (f"; {_seen_text(seen)}" if isinstance(seen, dict) else "")
     else:
         yield ""
         step = f"in step {first.step:,}, " if first.step else ""
@@ -147,6 +152,27 @@ def _head(folder: RunFolder, attempt: Attempt, first: Optional[Failure]) -> Iter
             yield f"{clock(event['time'])} {printable(event.get('by'), 40)}, {printable(event['event'], 40)}:"
             for line in str(event.get("text", "")).splitlines()[:LINES]:
                 yield f"  {printable(line, WIDTH)}"
+
+
+def _ended_text(ended: Event) -> str:
+    """When and how an attempt has ended, without the first failure."""
+    cause, code = printable(ended.get("cause"), 40).replace("_", " "), ended.get("code")
+    seconds = number(ended.get("seconds"))
+    told = f"ended {clock(ended['time'])}"
+    told += f" after {lasting(seconds)}" if seconds is not None else ""
+    told += f": {cause}" + (f", exit code {code}" if whole(code) is not None else "")
+    before, after = whole(ended.get("from_step")), whole(ended.get("to_step"))
+    if before is None or after is None:
+        return told
+    return f"{told}; " + (
+        f"saved up to step {after:,}" if after > before else f"nothing was saved after step {before:,}"
+    )
+
+
+def _seen_text(first: dict[str, Any]) -> str:
+    """What the supervisor knows of the first failure."""
+    rank, node = whole(first.get("rank")), first.get("node")
+    return printable(First(rank, str(node) if node else None, str(first.get("text") or "")), WIDTH)
 
 
 def _of(event: Event, attempt: Attempt) -> bool:

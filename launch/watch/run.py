@@ -14,12 +14,13 @@ from typing import Any, Optional
 from ..events import LONGEST, Event
 from ..goodput.measured import interruptions
 from ..layout import CHECKPOINT, Attempt, RunFolder
+from ..lines import Tail, number, parsed, whole
 from ..verdict import BROKEN
+from ..words import printable
 from .ledger import SECOND, Ledger
-from .lines import Tail, number, parsed, whole
-from .words import printable
 
 EARLIEST = 946_684_800 * SECOND  # the year 2000: a clock that says less has not been set
+AHEAD = 60 * SECOND  # that the clock of a node may be before ours; a time that is later still is not believed
 DECISIONS = 50  # latest ones that are kept
 NODES = 10_000  # that are remembered
 MEASURED = 20  # latest saves whose times are kept
@@ -76,6 +77,7 @@ class Watched:
         self.valid: list[tuple[int, float]] = []  # step and loss of evaluations
         self._attempts: list[Event] = []  # what failures are counted by
         self._latest = 0
+        self._before = {"events": 0, "metrics": 0}  # the latest time that was read of each file
         self._newest_start = -1
         self.steps: Optional[int] = None  # that the latest start is to make
         self.ranks: Optional[int] = None
@@ -91,7 +93,7 @@ class Watched:
         metric = self._metric
         for line in self._metrics.lines():
             found = parsed(line)
-            moment = self._moment(found) if found is not None else None
+            moment = self._moment(found, "metrics") if found is not None else None
             if found is None or moment is None:
                 continue
             while waiting is not None and waiting[0] <= moment:
@@ -108,15 +110,21 @@ class Watched:
         latest = 0
         for line in self._events.lines():
             found = parsed(line)
-            moment = self._moment(found) if found is not None else None
+            moment = self._moment(found, "events") if found is not None else None
             if found is not None and moment is not None and isinstance(found.get("event"), str):
                 latest = max(latest, moment)
                 yield latest, found
 
-    def _moment(self, line: dict[str, Any]) -> Optional[int]:
+    def _moment(self, line: dict[str, Any], file: str) -> Optional[int]:
+        """When a line was written; None if that cannot be told. One of the future counts as the line before it."""
         seconds = number(line.get("time"))
-        moment = None if seconds is None else min(int(seconds * SECOND), self._latest)
-        return moment if moment is not None and moment >= EARLIEST else None
+        moment = None if seconds is None else int(seconds * SECOND)
+        if moment is not None and moment > self._latest:
+            moment = self._latest if moment <= self._latest + AHEAD else self._before[file]
+        if moment is None or moment < EARLIEST:
+            return None
+        self._before[file] = max(self._before[file], moment)
+        return moment
 
     # events.jsonl
 
@@ -143,11 +151,11 @@ class Watched:
         elif kind == "end":
             ledger.job_ended(at)
             code = event.get("code")
-            self.over = (code if type(code) is int else 1, printable(event.get("reason") or event.get("text")))
+            self.over = (code if type(code) is int else 1, printable(event.get("reason") or event.get("text") or ""))
         else:
             ledger.at(at)
         self._note_nodes(kind, event)
-        self.decisions.append((at / SECOND, printable(event.get("by", ""), 40), printable(event.get("text", kind))))
+        self.decisions.append((at / SECOND, printable(event.get("by") or "", 40), printable(event.get("text") or kind)))
 
     def _attempt_ended(self, at: int, event: Event) -> None:
         first = event.get("first")
@@ -166,7 +174,7 @@ class Watched:
             self._node(kept["node"]).first += 1
 
     def _note_nodes(self, kind: str, event: Event) -> None:
-        name, reason = event.get("node"), printable(event.get("reason") or event.get("text"), 200)
+        name, reason = event.get("node"), printable(event.get("reason") or event.get("text") or "no reason given", 200)
         if kind == "left_out" and isinstance(name, str):
             self._node(printable(name, 64)).left_out = reason
         elif kind == "straggler" and isinstance(name, str):
@@ -216,11 +224,12 @@ class Watched:
             saves.under_way, self.ended = None, ""
         elif kind == "rollback":
             ledger.rolled_back(at, step)
-        elif kind == "saving" and checkpoint is not None:
+        elif kind in ("saving", "saving_local") and checkpoint is not None:
             blocked = min(max(number(line.get("blocked")) or 0.0, 0.0), 1e7)
             ledger.saved(at, checkpoint, int(blocked * SECOND))
-            saves.blocked.append(blocked)
-            saves.under_way = checkpoint
+            if kind == "saving":  # else to the nodes alone, of which the run folder tells nothing
+                saves.blocked.append(blocked)
+                saves.under_way = checkpoint
         elif kind == "saved" and checkpoint is not None:
             ledger.at(at)
             saves.step, saves.time, saves.bytes = checkpoint, at / SECOND, number(line.get("bytes")) or 0.0

@@ -11,29 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import page
+from ..errors import UserError
 from ..files import write_whole
-from ..outcome import BAD_INPUT, DONE
+from ..outcome import DONE
+from ..words import printable
 from .run import Watched
 from .summary import Summary, summary
 from .text import one_line, status_text
-from .words import printable
 
 EVERY = 2.0  # seconds between two looks
 TELL = 30.0  # seconds between two lines of a pipe on which nothing happens
 CLEAR = "\x1b[H\x1b[J"
 
 
-class NoRun(Exception):
-    """What was given is no run folder."""
-
-
 def open_run(path: str) -> Watched:
-    """Raises NoRun."""
+    """Raises UserError for what is no run folder."""
     run = Watched(Path(path))
     folder = run.folder
     if not any(found.exists() for found in (folder.events, folder.metrics, folder.attempts, folder.path / "starts")):
         found = "has no events.jsonl and no metrics.jsonl" if folder.path.is_dir() else "is no folder"
-        raise NoRun(
+        raise UserError(
             f"{printable(path)}: {found}; give the folder of a run, which is run.dir/run.name, such as runs/small"
         )
     return run
@@ -47,13 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--html", metavar="FILE", help="write a page in place of text; of one run")
     given = parser.parse_args(arguments)
     if given.html is not None and len(given.runs) > 1:
-        print("megalite-status: --html: a page shows one run; give one RUN", file=sys.stderr)
-        return BAD_INPUT
-    try:
-        runs = [open_run(path) for path in given.runs]
-    except NoRun as error:
-        print(f"megalite-status: {error}", file=sys.stderr)
-        return BAD_INPUT
+        raise UserError("--html: a page shows one run; give one RUN")
+    runs = [open_run(path) for path in given.runs]
     teller = _teller(given)
     while True:
         found = []
@@ -65,11 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         except OSError as error:
             if given.html is None:
                 raise
-            print(
-                f"megalite-status: --html {printable(given.html)}: {error.strerror}; choose another file",
-                file=sys.stderr,
-            )
-            return BAD_INPUT
+            raise UserError(f"--html {printable(given.html)}: {error.strerror}; choose another file") from None
         if not given.follow or all(each["over"] for each in found):
             return DONE
         time.sleep(EVERY)

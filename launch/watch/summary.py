@@ -7,9 +7,9 @@ from math import isfinite
 from statistics import median
 from typing import Any, Optional
 
+from ..words import lasting
 from .ledger import ACCOUNTS, RESTARTING, SECOND, TRAINING, WAITING, Part
 from .run import Watched
-from .words import lasting
 
 RECENT = 200  # latest reports of which the usual step time is the median
 QUIET, QUIET_STEPS = 120.0, 10  # a run is silent after so many seconds, and so many usual reports

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from ..verdict import First
+from ..words import clock, lasting, printable, scaled, share, table
 from .summary import Summary
-from .words import lasting, printable, scaled, table
 
 WHERE = {  # accounts, as people read them
     "training": "training",
@@ -19,14 +18,6 @@ WHERE = {  # accounts, as people read them
     "waiting": "waiting for a job",
 }
 ATTEMPTS, DECISIONS, NODES = 6, 5, 6  # latest ones that are shown
-
-
-def clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-
-
-def share(value: object) -> str:
-    return f"{value:.1%}" if isinstance(value, float) else "not known"
 
 
 def steps_text(found: Summary) -> str:
@@ -72,21 +63,24 @@ def one_line(found: Summary) -> str:
     return "  ".join(parts)
 
 
-def status_text(found: Summary) -> str:
-    """All that a screen should show."""
-    head = [
-        ("state", found["text"]),
-        ("steps", steps_text(found) + (f", {found['lost_steps']:,} done again" if found["lost_steps"] else "")),
-    ]
+def facts(found: Summary) -> list[tuple[str, str]]:
+    """What is known of a run besides its state: names and what to say."""
+    told = [("steps", steps_text(found) + (f", {found['lost_steps']:,} done again" if found["lost_steps"] else ""))]
     if speed := speed_text(found):
-        head.append(("now", speed))
+        told.append(("now", speed))
     if found["eta"] is not None:
-        head.append(("ETA", f"{lasting(found['eta'])}, at {clock(found['time'] + found['eta'])}"))
-    head.append(("checkpoint", checkpoint_text(found["checkpoint"])))
+        told.append(("ETA", f"{lasting(found['eta'])}, at {clock(found['time'] + found['eta'])}"))
+    told.append(("checkpoint", checkpoint_text(found["checkpoint"])))
     if found["goodput"] is not None:
         without = f" ({share(found['goodput_without_waiting'])} without waiting for jobs)"
-        head.append(("goodput", share(found["goodput"]) + f" of {lasting(found['wall'])}" + without))
-    parts = [printable(found["run"]), table(("", ""), head, (0, 1)), _where(found)]
+        told.append(("goodput", share(found["goodput"]) + f" of {lasting(found['wall'])}" + without))
+    return told
+
+
+def status_text(found: Summary) -> str:
+    """All that a screen should show."""
+    head = table(("", ""), [("state", found["text"]), *facts(found)], (0, 1))
+    parts = [printable(found["run"]), head, _where(found)]
     parts += [_attempts(found), _nodes(found), _decisions(found)]
     return "\n\n".join(part for part in parts if part)
 
@@ -112,22 +106,19 @@ def cause_text(attempt: Mapping[str, Any]) -> str:
     return text
 
 
+def attempt_row(attempt: Mapping[str, Any], longest: int) -> tuple[str, ...]:
+    """Name, begin, duration, nodes, first and last step, and how an attempt ended, in at most `longest` characters."""
+    steps = ("–" if step is None else f"{step:,}" for step in (attempt["from_step"], attempt["to_step"]))
+    nodes = str(len(attempt["nodes"]) or "–")
+    began, took = clock(attempt["began"]), lasting(attempt["seconds"])
+    return (attempt["name"], began, took, nodes, *steps, printable(cause_text(attempt), longest))
+
+
 def _attempts(found: Summary) -> str:
     attempts = found["attempts"]
     if not attempts:
         return ""
-    rows = [
-        (
-            each["name"],
-            clock(each["began"]),
-            lasting(each["seconds"]),
-            str(len(each["nodes"]) or "–"),
-            "–" if each["from_step"] is None else f"{each['from_step']:,}",
-            "–" if each["to_step"] is None else f"{each['to_step']:,}",
-            printable(cause_text(each), 90),
-        )
-        for each in attempts[-ATTEMPTS:]
-    ]
+    rows = [attempt_row(each, 90) for each in attempts[-ATTEMPTS:]]
     title = f"attempts: {len(attempts)}" + (f", the latest {ATTEMPTS}" if len(attempts) > ATTEMPTS else "")
     return table((title, "began", "took", "nodes", "from", "to", "how it ended"), rows, (0, 6))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import Config
-from megalite.config.validate import check
+from megalite.config.validate import check, check_without_layout
 from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.memory import Memory
 from megalite.planner.choice import SEARCHED, Choice
@@ -74,6 +74,7 @@ class Asked:
 def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
     """The question that the command line asks. files: in place of its own. Raises InputError for a bad one."""
     config = load(args.files if files is None else files, args.overrides)
+    check_without_layout(config)
     device = config.run.device
     if config.run.device == "auto":  # a cluster's, whatever this machine has
         config = replace(config, run=replace(config.run, device="cuda"))

@@ -34,6 +34,7 @@ from megalite.schedule.file import write as write_order
 from megalite.terminal import console, sections
 
 Parts = list[tuple[str, RenderableType]]
+_NONE_KEEPS = "No number of GPUs here keeps the limits."
 SHOWN = 5  # layouts, where --top does not tell
 
 
@@ -72,7 +73,11 @@ def _self_check(args: argparse.Namespace) -> int:
         found = asked.search(_one_count(args), 1)
         if not found.results:
             raise InputError(_nothing_fits(asked, _one_count(args), found))
-        overrides += as_overrides(found.results[0].prediction.config)
+        best = found.results[0]
+        overrides += as_overrides(best.prediction.config)
+        sections(
+            console(), [(_heading(asked, _one_count(args)), Text(f"The fastest layout: {layout_text(best.choice)}"))]
+        )
     given = argparse.Namespace(files=args.files, overrides=overrides, world_size=gpus)
     return selfcheck.run(given)
 
@@ -166,8 +171,15 @@ def _front(args: argparse.Namespace) -> Parts:
     if asked.tokens:
         advice = _advice(asked, best)
         parts.append(("Which one?", Text(advice)))
-    chosen = (_within(asked, best) or best)[0][1]
+    kept = _within(asked, best)
+    if args.write and not kept and (asked.days or asked.budget):
+        raise InputError(
+            f"--write {args.write}: {_NONE_KEEPS} Nothing is saved; raise --days or --budget, or leave them out"
+        )
+    gpus, chosen = (kept or best)[0]
     _write(args, asked, chosen.prediction)
+    if args.write:
+        parts.append(("What was written", Text(f"{args.write}: the layout for {gpus:,} GPUs")))
     _save(args, lambda: front_page(asked, args.given, heading, best, chosen, advice))
     return parts
 
@@ -192,7 +204,7 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
             "* marks numbers of GPUs that no other beats in both time and cost. --days and --budget choose among them."
         )
     if not kept:
-        return "No number of GPUs here keeps the limits."
+        return _NONE_KEEPS
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)
@@ -222,17 +234,11 @@ def _heading(asked: Asked, gpus: int) -> str:
 
 def _told(asked: Asked, found: Found) -> str:
     spread = asked.timer.constants.spread
-    text = (
+    return (
         f"{found.layouts:,} layouts had a bound, {found.timed:,} were simulated, the memory of {found.walked:,} was "
         f"walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. Intervals are ±{spread:.0%}; "
         "docs/planner.md tells how predictions compare with published runs."
     )
-    if found.unproven:
-        text += (
-            f" The first layout is the fastest; layouts that were not simulated may rank below it, from "
-            f"{seconds_text(found.unproven)} on."
-        )
-    return text
 
 
 def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
@@ -248,8 +254,8 @@ def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
     needed, choice = found.tightest
     over = (needed - asked.limit) / GIB
     return (
-        f"--gpus {gpus}: no layout fits into the {asked.limit / GIB:.1f} GiB that tensors may take of a GPU; the "
-        f"nearest is {layout_text(choice)}, which needs {needed / GIB:.1f} GiB, {over:.1f} too many; use more GPUs, "
+        f"--gpus {gpus:,}: no layout fits into the {asked.limit / GIB:.1f} GiB that tensors may take of a GPU; the "
+        f"nearest is {layout_text(choice)}, which needs {needed / GIB:,.1f} GiB, {over:,.1f} too many; use more GPUs, "
         "--offload, a shorter model.sequence_length, or pin fewer keys"
     )
 

@@ -82,7 +82,7 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
             if size % factor == 0:
                 fewer = choice._replace(**{axis: size // factor}, replicas=1, shards=dp * factor)
                 yield f"parallel.{axis}={size // factor}", fewer
-    for micro in every_divisor(batch // dp):
+    for micro in every_divisor(batch // dp, choice.micro * 2):
         if micro in (choice.micro * 2, choice.micro // 2):
             yield f"batch.micro={micro}", choice._replace(micro=micro)
     for recompute in ("none", "selective", "full"):

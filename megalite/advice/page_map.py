@@ -9,8 +9,8 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.predict import Prediction
 from megalite.planner.texts import seconds_text
 from megalite.planner.traffic import Flow
-from megalite.terminal import scaled
 from megalite_launch.page.html import Key, figure, table
+from megalite_launch.words import scaled
 
 AXES = {  # of flows: name and colour
     "tp": ("tp", 0),

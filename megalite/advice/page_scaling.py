@@ -11,8 +11,8 @@ from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Result
 from megalite.planner.texts import seconds_text
-from megalite.terminal import scaled
 from megalite_launch.page.html import columns, paragraph, section, table
+from megalite_launch.words import scaled
 
 BEST, SAME = "the fastest layout", "this layout with more data-parallel ranks"
 

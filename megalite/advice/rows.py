@@ -12,7 +12,8 @@ from megalite.planner.choice import Choice
 from megalite.planner.goodput import DAY, Run, goodput, run_of
 from megalite.planner.search import Found, Result
 from megalite.planner.texts import money, step_text
-from megalite.terminal import scaled, table
+from megalite.terminal import table
+from megalite_launch.words import scaled
 
 
 def layout_text(choice: Choice) -> str:

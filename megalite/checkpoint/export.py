@@ -32,6 +32,7 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> Pa
         shutil.rmtree(fresh)
     found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
     dtype = DTYPES.get(config.train.precision)
+    found = found.folded()
     plan = huggingface.plan(found, dtype, None)
     convert(found, plan, fresh, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())
     if is_folder(target, follow=False):  # of an earlier checkpoint of this step

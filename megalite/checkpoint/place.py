@@ -121,7 +121,7 @@ class Place:
         synchronize(self.folder)
 
     def discard(self, partial: Path) -> None:
-        """Delete what was written of a checkpoint; what cannot be deleted, the next save tries again."""
+        """Delete what was written of a checkpoint. The next save tries again what could not be deleted."""
         with suppress(OSError):
             _delete(partial)
 

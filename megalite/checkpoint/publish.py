@@ -44,7 +44,7 @@ class Publisher:
         return partial
 
     def discard(self, partial: Path) -> None:
-        """Delete what was written of a checkpoint; what cannot be deleted, the next save tries again."""
+        """Delete what was written of a checkpoint. The next save tries again what could not be deleted."""
         with suppress(OSError):
             self.check_owner()
             shutil.rmtree(partial)
@@ -74,7 +74,7 @@ class Publisher:
         try:
             self.check_owner()
             checkpoint = self.config.checkpoint
-            return problems + retain(self.folder, step, checkpoint.keep, checkpoint.keep_every)
+            return problems + retain(self.folder, step, checkpoint.keep, checkpoint.keep_every, checkpoint.at)
         except (OSError, InputError) as error:
             return [*problems, f"{self.folder}: old checkpoints cannot be deleted: {error}"]
 

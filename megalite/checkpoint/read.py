@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, Manifest
 from megalite.config.errors import InputError
 
+NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
 
@@ -26,13 +28,21 @@ class Reader:
     """The tensors in the files of the folder `path`, which lie where `index` says.
 
     sizes: of the files, in bytes. source: the file that the index is from. links: whether files may be links, as in the
-    cache of a hub. Methods raise DamagedError where files are not as the index says.
+    cache of a hub. factors: what tensors are multiplied by when they are read, by name; others stay. Methods raise
+    DamagedError where files are not as the index says.
     """
 
     def __init__(
-        self, path: Path, index: Index, sizes: Mapping[str, int], source: str = INDEX, links: bool = False
+        self,
+        path: Path,
+        index: Index,
+        sizes: Mapping[str, int],
+        source: str = INDEX,
+        links: bool = False,
+        factors: Mapping[str, float] = NO_FACTORS,
     ) -> None:
         self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
+        self.factors = factors
 
     @staticmethod
     def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
@@ -57,7 +67,11 @@ class Reader:
     def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
         """Fill parts of tensors that were checked, each given by name, target, and its first element's place."""
         stored = self.index.tensors
-        pieces = [piece for name, part, offset in parts for piece in _pieces(stored[name], part, offset)]
+        pieces = [
+            piece
+            for name, part, offset in parts
+            for piece in _pieces(stored[name], part, offset, self.factors.get(name, 1.0))
+        ]
         pieces.sort(key=lambda piece: (piece.file, piece.position))
         longest = max([min(BLOCK, sum(piece.bytes for piece in pieces)), *(piece.row_bytes for piece in pieces)])
         scratch = allocated(self.path, (longest,), torch.uint8)
@@ -71,7 +85,7 @@ class Reader:
 
 def reader_of(found: Weights) -> Reader:
     """For weights of any format, all of which positions have been checked. Raises DamagedError if one is impossible."""
-    reader = Reader(found.path, found.index, found.sizes, found.source, found.links)
+    reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors)
     reader.check(found.index.tensors)
     return reader
 
@@ -86,6 +100,7 @@ class Piece:
     sizes: tuple[int, ...]  # of the chunk
     first: tuple[int, ...]  # element of the chunk that is wanted
     target: Tensor
+    factor: float = 1.0
 
     @property
     def row_bytes(self) -> int:
@@ -108,7 +123,9 @@ class Piece:
             target = self.target[start : start + step]
             block = scratch[: len(target) * self.row_bytes]
             read(block.numpy().data, self.position + (self.first[0] + start) * self.row_bytes)
-            target.copy_(block.view(self.dtype).view(-1, *self.sizes[1:])[:, *inner])
+            values = block.view(self.dtype).view(-1, *self.sizes[1:])[:, *inner]
+            # In float64, so that a product is rounded once, to the data type of the target.
+            target.copy_(values if self.factor == 1 else values.double() * self.factor)
 
 
 def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -128,7 +145,7 @@ def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     return tensor.to_local(), offset
 
 
-def _pieces(stored: Stored, part: Tensor, offset: Sequence[int]) -> Iterator[Piece]:
+def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) -> Iterator[Piece]:
     """The pieces of the chunks of `stored` that make up `part`, whose first element is at `offset`."""
     low = np.array(offset, np.int64)
     first = np.maximum(stored.offsets, low)
@@ -142,4 +159,5 @@ def _pieces(stored: Stored, part: Tensor, offset: Sequence[int]) -> Iterator[Pie
             sizes=tuple(stored.sizes[row].tolist()) or (1,),
             first=tuple((first[row] - stored.offsets[row]).tolist()) or (0,),
             target=target if target.ndim else target.reshape(1),
+            factor=factor,
         )

@@ -6,6 +6,7 @@ from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.manifest import Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.maps.families import family_of
+from megalite.checkpoint.maps.folded import folded
 from megalite.checkpoint.retain import check_own
 from megalite.checkpoint.sources import newest, read_model, resolved
 from megalite.config.errors import InputError, Problem
@@ -38,7 +39,7 @@ def check_export(config: Config) -> None:
     """Raises InputError if the model cannot be exported as `checkpoint.export` asks."""
     if config.checkpoint.export is not None:
         try:
-            family_of(config.model)
+            family_of(folded(config.model)[0])
         except InputError as error:
             problem = Problem("checkpoint.export", str(error), "use null", config.checkpoint.export)
             raise InputError([problem]) from None

@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, synchronize
@@ -17,16 +17,18 @@ DAMAGED = ".damaged"  # set aside; people decide what becomes of it
 LEFT = re.compile(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})(\.[0-9]+)?")
 
 
-def retain(folder: Path, newest: int, keep: int, every: int) -> list[str]:
+def retain(folder: Path, newest: int, keep: int, every: int, at: Container[int] = ()) -> list[str]:
     """Delete all checkpoints but the newest `keep` and those of every `every`-th step, and what was left half-done.
 
     Returns what could not be deleted, and why. newest: the step that is durable now; checkpoints of later steps are not
-    this run's, and stay. keep: 0 keeps all. every: 0 keeps none forever. Raises InputError if `folder` cannot be read.
+    this run's, and stay. keep: 0 keeps all. every: 0 keeps none forever. at: further steps that
+    stay. Raises InputError if `folder` cannot be read.
     """
     problems = []
     own = [path for path in complete(folder) if _is_folder(path) and step_of(path) <= newest]
     for path in own[:-keep] if keep else []:
-        if every == 0 or step_of(path) % every:
+        step = step_of(path)
+        if (every == 0 or step % every) and step not in at:
             problems += _refused(path, lambda path: _rename(path, DELETED))
     return problems + sweep(folder)
 

@@ -37,6 +37,7 @@ from megalite.checkpoint.tier import Tier, Written
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, Unhealthy
 from megalite.config.schema import Config
+from megalite.optim.interface import rate_of
 from megalite.parallel.host_memory import HostMemory
 
 VERSIONS = ("megalite", "torch")
@@ -151,6 +152,11 @@ class Saver:
         except (ValueError, TypeError, RuntimeError) as error:
             raise InputError(f"a checkpoint could not hold this configuration: {error}") from error
 
+    @property
+    def local(self) -> bool:
+        """Whether checkpoints are saved on the nodes."""
+        return self._tier is not None and self._tier.on
+
     def save(self, progress: Progress, shared: bool = True) -> None:
         """Stage the state, and write it: in the background, or at once without `checkpoint.async`.
 
@@ -161,7 +167,7 @@ class Saver:
         are checked first, which takes a moment. Those in host memory are checked when they are about to be written, so
         that training does not wait; then `settle` raises.
         """
-        if not shared and (self._tier is None or not self._tier.on):
+        if not (shared or self.local):
             return
         self._wait_for_writer()
         self._refuse_poisoned()
@@ -179,8 +185,8 @@ class Saver:
         plan = self._plan = self._plan or self._make_plan(tensors)
         plan.planner.staged = self._stage(tensors)
         assert self.state.optimizer is not None
-        rate = self.state.optimizer.param_groups[0]["lr"]
-        extra = progress_tensors(progress, float(rate), self.config.run.seed)
+        rate = rate_of(self.state.optimizer)
+        extra = progress_tensors(progress, rate, self.config.run.seed)
         unseen = tensors.keys() - on_gpu.keys()
         self._pending = self._writer.submit(self._write, plan, progress, extra, unseen, shared)
         if not self.config.checkpoint.async_:
@@ -298,8 +304,10 @@ class Saver:
 
     def _lasts(self, step: int) -> bool:
         """Whether the checkpoint of this very step is wanted, not only a new one."""
-        every = self.config.checkpoint.keep_every
-        return (every > 0 and step % every == 0) or is_due(self.config.checkpoint, step, self.config.train.steps)
+        checkpoint = self.config.checkpoint
+        every = checkpoint.keep_every
+        kept = (every > 0 and step % every == 0) or step in checkpoint.at
+        return kept or is_due(checkpoint, step, self.config.train.steps)
 
     def _write_shared(
         self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], began: float

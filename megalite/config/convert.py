@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import cache
 from keyword import iskeyword
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megalite.config.errors import Problem, listing
 from megalite.config.schema import Config
@@ -16,7 +16,15 @@ from megalite.config.schema import Config
 UNRESOLVED = object()  # in place of a value whose references cannot be filled in
 HINTS = 50  # unknown keys that near names are looked for
 OF_A_NODE = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where it may keep its own copy
-KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", NoneType: "null"}
+KINDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    dict: "a section",
+    NoneType: "null",
+}
+T = TypeVar("T")
 
 
 def from_plain(plain: dict[Any, Any]) -> tuple[Config, list[Problem]]:
@@ -25,8 +33,13 @@ def from_plain(plain: dict[Any, Any]) -> tuple[Config, list[Problem]]:
     Returned with it are all unknown keys and all values of a wrong type. If there are any, the configuration is not fit
     for use.
     """
+    return typed_section(plain, Config)
+
+
+def typed_section(plain: Any, cls: type[T]) -> tuple[T, list[Problem]]:
+    """As `from_plain`, for another class of settings than `Config`."""
     problems: list[Problem] = []
-    return _section(plain, Config, "", problems), problems
+    return _section(plain, cls, "", problems, cls), problems
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -62,9 +75,9 @@ def yaml_name(field_name: str) -> str:
 
 
 @cache
-def keys() -> MappingProxyType[str, Any]:
+def keys(root: Any = Config) -> MappingProxyType[str, Any]:
     """The type hint of every dotted key, sections included; an item of a list has a key such as `data.train[].path`."""
-    return MappingProxyType(dict(_keys(Config, "")))
+    return MappingProxyType(dict(_keys(root, "")))
 
 
 @cache
@@ -85,27 +98,32 @@ def _keys(cls: Any, prefix: str) -> Iterable[tuple[str, Any]]:
                 yield from _keys(inner, key + ("[]." if is_list else "."))
 
 
-def _section(value: Any, cls: Any, key: str, problems: list[Problem]) -> Any:
-    names = {yaml_name(field.name): field.name for field in fields(cls)}
+@cache
+def _fields(cls: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Of a section: the names of its fields by their keys, and their type hints."""
+    return {yaml_name(field.name): field.name for field in fields(cls)}, get_type_hints(cls)
+
+
+def _section(value: Any, cls: Any, key: str, problems: list[Problem], root: Any) -> Any:
+    names, hints = _fields(cls)
     if not isinstance(value, dict):
         problems.append(Problem(key, f"must be {kind(cls)}", value=value))
         return value
-    hints = get_type_hints(cls)
     prefix = f"{key}." if key else ""
     problems += [
-        Problem(f"{prefix}{name}", "unknown key", _hint(f"{prefix}{name}") if len(problems) + at < HINTS else "")
+        Problem(f"{prefix}{name}", "unknown key", hint(f"{prefix}{name}", root) if len(problems) + at < HINTS else "")
         for at, name in enumerate(name for name in value if name not in names)
     ]
     return cls(
         **{
-            field: _value(value[name], hints[field], prefix + name, problems)
+            field: _value(value[name], hints[field], prefix + name, problems, root)
             for name, field in names.items()
             if name in value
         }
     )
 
 
-def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
+def _value(value: Any, hint: Any, key: str, problems: list[Problem], root: Any) -> Any:
     allowed = options(hint)
     if (value is None and NoneType in allowed) or value is UNRESOLVED:
         return value
@@ -114,10 +132,12 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
         return value
     for option in allowed:
         if is_dataclass(option) and (isinstance(value, dict) or len(allowed) == 1):
-            return _section(value, option, key, problems)
+            return _section(value, option, key, problems, root)
         if get_origin(option) is list and isinstance(value, list):
             (inner,) = get_args(option)
-            return [_value(item, inner, f"{key}[{i}]", problems) for i, item in enumerate(value)]
+            return [_value(item, inner, f"{key}[{i}]", problems, root) for i, item in enumerate(value)]
+        if get_origin(option) is dict and isinstance(value, dict):
+            return value
         if _fits(value, option):
             return float(value) if option is float else value
     remedy = "put it in quotes" if str in allowed and isinstance(value, int | float) else ""
@@ -149,16 +169,16 @@ def kind(option: Any) -> str:
     if get_origin(option) is list:
         (inner,) = get_args(option)
         return f"a list, each item {'a section' if is_dataclass(inner) else kind(inner)}"
-    return KINDS[option]
+    return KINDS[get_origin(option) or option]
 
 
-def _hint(key: str) -> str:
+def hint(key: str, root: Any = Config) -> str:
     """Advice for an unknown key: the same name elsewhere, or the nearest name, from the same section if possible."""
     section, _, leaf = key.rpartition(".")
     within = re.sub(r"\[\d+\]", "[]", section)
-    if f"{within}.{leaf}" in keys():  # spelled with dots inside of a file
+    if f"{within}.{leaf}" in keys(root):  # spelled with dots inside of a file
         return "only overrides are written with dots; a file has sections, such as model: {layers: 8}"
-    known = [name.rpartition(".") for name in keys()]
+    known = [name.rpartition(".") for name in keys(root)]
     siblings = [name for parent, _, name in known if parent == within]
     elsewhere = {name: f"{parent}.{name}" for parent, _, name in reversed(known) if parent}
     if leaf not in elsewhere and (near := get_close_matches(leaf, siblings, 1)):

@@ -1,19 +1,18 @@
 """Reads YAML files with `include:`, merges and overrides them, and makes a typed configuration of them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from os.path import lexists, realpath
 from pathlib import Path
 from typing import Any, cast
-
-from omegaconf import OmegaConf
 
 from megalite.config.convert import from_plain, keys, kind, sections, to_plain
 from megalite.config.errors import InputError, Problem
 from megalite.config.references import KEY, fill_in
 from megalite.config.schema import Config, Kernels, Model
 from megalite.config.yaml import DEEPEST, parse, read_mapping
+from megalite.imports import import_for_good
 
 Read = dict[str, dict[str, Any]]  # files that have been read, with what they include, by their real paths
 
@@ -30,32 +29,58 @@ def load(paths: Iterable[str], overrides: Iterable[str] = (), model: Model | Non
     Raises `InputError` for a file that cannot be read, and with all unknown keys, values of a wrong type
     and malformed overrides at once. Rules between values are checked by `validate`.
     """
-    plain, known = to_plain(Config(model=model or Model())), Read()  # the defaults too can be referred to
-    for path in paths:
-        if not path:
-            raise InputError("the name of a configuration file is empty; is a variable of the shell unset?")
-        plain = _merge(plain, _read(Path(path), (), known))
+    plain = merged(paths, model)
     malformed: list[Problem] = []
     for override in overrides:
         try:
             plain = _overridden(plain, override)
         except InputError as error:
             malformed += error.problems
-    plain, unresolved = fill_in(plain)
-    config, problems = from_plain(plain)
-    if malformed or unresolved or problems:
-        raise InputError([*malformed, *unresolved, *problems])
+    config, problems = typed(plain)
+    if malformed or problems:
+        raise InputError([*malformed, *problems])
     return config
+
+
+def merged(paths: Iterable[str], model: Model | None = None) -> dict[str, Any]:
+    """The content of the YAML files `paths` laid on the defaults; references are not filled in yet."""
+    plain, known = to_plain(Config(model=model or Model())), Read()  # the defaults too can be referred to
+    for path in paths:
+        if not path:
+            raise InputError("the name of a configuration file is empty; is a variable of the shell unset?")
+        plain = _merge(plain, _read(Path(path), (), known))
+    return plain
+
+
+def with_values(plain: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`plain` with a value at each dotted key, as overrides set them. Raises InputError for a key that cannot."""
+    for key, value in values.items():
+        plain = _set(plain, re.findall(r"\w+", key), value, key)
+    return plain
+
+
+def typed(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
+    """The configuration that `plain` describes once its references are filled in, and all that is wrong with it."""
+    filled, unresolved = fill_in(plain)
+    config, problems = from_plain(filled)
+    return config, [*unresolved, *problems]
 
 
 def dump_model(model: Model) -> str:
     """YAML of the section `model` that `load` reads back as an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.create({"model": to_plain(Config(model=model))["model"]}))
+    return _written({"model": to_plain(Config(model=model))["model"]})
 
 
 def dump(config: Config) -> str:
     """YAML that `load` reads back as an equal configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(to_plain(config))))
+    return _written(escaped(to_plain(config)))
+
+
+def _written(content: dict[str, Any]) -> str:
+    """YAML by OmegaConf. It is imported here, since a third of the start of other commands would be its import."""
+    omegaconf = import_for_good("omegaconf").OmegaConf
+    text: str = omegaconf.to_yaml(omegaconf.create(content))
+    return text
 
 
 def files_and_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -171,10 +196,10 @@ def _nested(steps: list[str], value: Any) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
-def _escape(value: Any) -> Any:
+def escaped(value: Any) -> Any:
     """The container with every `${` protected from being read as a reference."""
     if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
+        return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escape(item) for item in value]
+        return [escaped(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -51,6 +51,15 @@ class Attention:
 
 
 @dataclass
+class Base:
+    """The sizes at which learning rate, initial weights and decay were chosen; see `parametrization`."""
+
+    width: int | None = None
+    layers: int | None = None  # completep: depth is scaled, too
+    head_width: int | None = None  # null: the model's own, so that wider models have more heads
+
+
+@dataclass
 class Model:
     layers: int = 4
     width: int = 128
@@ -70,6 +79,10 @@ class Model:
     qkv_bias: bool = False
     attention: Attention = field(default_factory=Attention)
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)
+    parametrization: Literal["standard", "mup", "completep"] = "standard"  # what changes with width, and with depth
+    base: Base | None = None  # of mup and completep: the sizes with factors of 1
+    embedding_multiplier: float = 1.0  # of the embedding's output
+    logits_multiplier: float = 1.0
 
     @property
     def head_size(self) -> int:
@@ -273,6 +286,7 @@ class Checkpoint:
     interval: int | Literal["auto"] = 0  # steps between checkpoints; 0: only at the end; auto: what loses least time
     keep: int = 2  # newest checkpoints to keep; 0: all
     keep_every: int = 0  # keep those of every n-th step forever; 0: none
+    at: list[int] = field(default_factory=list)  # further steps that are saved, and kept forever
     async_: bool = True  # write in the background, from a copy in host memory
     max_failures: int = 3  # checkpoints in a row that may fail to be written before training stops
     resume: str = "auto"  # auto: the newest of this run, if any; never; or the path of a checkpoint

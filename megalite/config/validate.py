@@ -15,6 +15,9 @@ from megalite.config.rules.run import log_rules, run_rules
 from megalite.config.rules.train import train_rules
 from megalite.config.schema import Config
 
+# Keys of rules that depend on what a layout recomputes and offloads.
+OF_LAYOUTS = ("train.recompute", "train.offload_activations", "optim.offload", "kernels.")
+
 
 def check(config: Config, world_size: int | None = None) -> Config:
     """The configuration with `parallel.dp_shard` resolved to a number, for a job of `world_size` ranks.
@@ -44,6 +47,21 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *optim_rules(config),
         *data_rules(config.data, model.vocab_size),
     ]
+
+
+def check_without_layout(config: Config) -> None:
+    """Raises `InputError` with every broken rule that no layout can change, such as those of the model's sizes."""
+    others = [*train_rules(config), *optim_rules(config)]
+    problems = [
+        *run_rules(config.run),
+        *log_rules(config.log),
+        *range_rules(to_plain(config)),
+        *model_rules(config.model),
+        *(problem for problem in others if not problem.key.startswith(OF_LAYOUTS)),
+        *data_rules(config.data, config.model.vocab_size),
+    ]
+    if problems:
+        raise InputError(problems)
 
 
 def check_files(config: Config) -> None:

@@ -1,5 +1,6 @@
 """What a failing rank leaves behind: one message for the user, from the rank that knows the cause. Imports no torch."""
 
+import _thread
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from megalite_launch.layout import ATTEMPT, RunFolder, node_name
 from megalite_launch.outcome import Failure, read_failures, write_failure, write_outcome
 
 PATIENCE = 5.0  # seconds that a rank which ends waits for a file system to take its report
+BEGINNING = 1.0  # seconds that a thread gets to begin
 OUTCOME = "MEGALITE_OUTCOME"  # environment: a file for the exit code of the first rank to fail
 
 log = logging.getLogger("megalite")
@@ -80,16 +82,25 @@ def note_end(code: int, rank_info: RankInfo) -> None:
 
 
 def briefly(write: Callable[[], None]) -> None:
-    """Write a report. Neither a file system that refuses it nor one that hangs may change how this rank ends."""
+    """Write a report. Neither a file system that refuses it nor one that hangs may change how this rank ends.
+
+    So a thread writes. Without memory for one, it fails to begin and nobody says so (`Thread.start` would wait for
+    ever); then it is written here.
+    """
+    turn, begun, done = threading.Lock(), threading.Event(), threading.Event()
 
     def attempt() -> None:
-        with suppress(OSError):
-            write()
+        if turn.acquire(blocking=False):
+            begun.set()
+            with suppress(OSError):
+                write()
+            done.set()
 
-    with suppress(RuntimeError):  # no more threads
-        thread = threading.Thread(target=attempt, name="watchdog's report", daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
+    with suppress(RuntimeError, MemoryError):  # no more threads
+        _thread.start_new_thread(attempt, ())
+        begun.wait(BEGINNING)
+    attempt()
+    done.wait(PATIENCE)
 
 
 def _tell_launcher(code: int, text: str, rank_info: RankInfo) -> None:

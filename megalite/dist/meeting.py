@@ -19,6 +19,7 @@ from megalite.config.errors import InputError
 from megalite.dist.local import MEETING
 from megalite.dist.ranks import RankInfo
 from megalite.output import warn
+from megalite_launch.layout import ATTEMPT
 
 QUIET = 30.0  # seconds of waiting before people are told what for
 CONNECTED = 60.0  # seconds that PyTorch may take to connect to a port on which somebody listens
@@ -73,11 +74,14 @@ def meet(rank_info: RankInfo, timeout: float, facts: Mapping[str, Any] | None = 
         hosts.set(str(rank_info.rank), host)
         first = store.add("here", 1) == 1  # one rank looks for the absent, lest all ask for all
         if rank_info.rank == 0:
+            store.set("attempt", os.environ.get(ATTEMPT, ""))
             store.set("job", json.dumps(mine))
         _refuse_another_job(rank_info.rank, json.loads(json.dumps(mine)), json.loads(read("job")), keeper)
         if store.add("arrived", 1) == rank_info.world_size:
             store.set("complete", str(_deputy(hosts, rank_info.world_size)))
         deputy = int(read("complete"))
+        if attempt := store.get("attempt").decode():  # only the launcher of rank 0 may know it
+            os.environ.setdefault(ATTEMPT, attempt)
         if rank_info.local_rank == 0 and hosts.get("0") != hosts.get(str(deputy)):
             _warn_of_hidden_host(host)
         return Meeting(store, hosts, host, keeper, deputy)

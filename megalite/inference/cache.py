@@ -108,7 +108,7 @@ class Next(TokenPositions):
         seen, hidden = self._visible(kind, q)
         padding = q.shape[0] - count
         queries = (q[:count] if padding else q).view(count, k.shape[2], -1, q.shape[3])  # n k g e
-        y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind.softcap)
+        y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind)
         y = y.reshape(count, 1, q.shape[2], q.shape[3])
         return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
 
@@ -129,14 +129,14 @@ class Next(TokenPositions):
         return self._seen[kind]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: AttentionKind) -> Tensor:
     """q `[n, k, g, e]`, k and v `[n, k, m, e]`, hidden `[n, 1, 1, m]` → `[n, k, g, e]`."""
-    if softcap is None:
+    if kind.softcap is None:
         mask = None if hidden is None else hidden.expand(-1, -1, q.shape[2], -1)
-        return F.scaled_dot_product_attention(q, k, v, mask)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=kind.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(wide) @ k.to(wide).mT) * q.shape[-1] ** -0.5
-    scores = (scores / softcap).tanh_() * softcap
+    scores = (q.to(wide) @ k.to(wide).mT) * (q.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
+    scores = (scores / kind.softcap).tanh_() * kind.softcap
     if hidden is not None:
         scores += hidden
     return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)

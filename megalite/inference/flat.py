@@ -78,7 +78,7 @@ def attention_of(runs: Sequence[Flat], length: int, kind: AttentionKind, device:
     if all(run.stem is None for run in runs):
         return attention("ring", None, length, device, [bounds] if len(bounds) > 2 else None, kind)
     own = own_blocks((range(length),), [Sequences(slice(0, 1), bounds)], device, kind.window_in(length))
-    return Ring([[*own, *_to_stems(runs, kind)]], None, kind.softcap)
+    return Ring([[*own, *_to_stems(runs, kind)]], None, kind)
 
 
 def _to_stems(runs: Sequence[Flat], kind: AttentionKind) -> Iterator[Block]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from megalite.config.layers import FeedForward, LayerKind, layer_kinds
+from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
 from megalite.dist.collectives import all_gather
 from megalite.model.positions import TokenPositions
@@ -33,22 +34,30 @@ AUTO = Kernels()
 
 
 class Norm(nn.Module):
-    def __init__(self, width: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
+    """RMSNorm, multiplied by `factor`: in the few weights, so that no pass over activations is added."""
+
+    def __init__(
+        self, model: Model, tp: DeviceMesh, kernels: Kernels, role: Role = roles.NORM, factor: float = 1.0
+    ) -> None:
         super().__init__()
-        self.roles = {"weight": roles.NORM}
-        self.weight = parameter((width,), tp, Replicate())
-        self.eps = eps
+        self.roles = {"weight": role}
+        self.weight = parameter((model.width,), tp, Replicate())
+        self.eps, self.factor = model.norm_eps, factor
         self.rms_norm = Cheap(partial(rms_norm, backend=kernels.rms_norm))
         self.add_rms_norm = partial(add_rms_norm, backend=kernels.rms_norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rms_norm(x, whole(self.weight), self.eps)
+        return self.rms_norm(x, self._gains(), self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + y, and x + y."""
+        gains = self._gains()
+        normal, total = self.add_rms_norm(x, y, gains, self.eps)
+        return self.rms_norm.remember(normal, total, gains, self.eps), total
+
+    def _gains(self) -> Tensor:
         weight = whole(self.weight)
-        normal, total = self.add_rms_norm(x, y, weight, self.eps)
-        return self.rms_norm.remember(normal, total, weight, self.eps), total
+        return weight if self.factor == 1 else weight * self.factor
 
 
 class HeadNorm(nn.Module):
@@ -102,9 +111,9 @@ class AllHeadsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, heads split over tp."""
+    """Causal grouped-query attention, heads split over tp. factor: of its output."""
 
-    def __init__(self, model: Model, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, model: Model, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
         e = model.head_size
         self.head_size, self.rotary = e, rotary
@@ -112,7 +121,7 @@ class Attention(nn.Module):
         self.q = ColumnLinear(model.width, model.heads * e, tp, roles.QUERY, model.qkv_bias)
         self.k = ColumnLinear(model.width, model.kv_heads * e, tp, roles.KEY, model.qkv_bias)
         self.v = ColumnLinear(model.width, model.kv_heads * e, tp, roles.VALUE, model.qkv_bias)
-        self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT)
+        self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT, factor)
         how = model.norm_eps, rotary, tp, kernels
         self.q_norm: HeadNorm | AllHeadsNorm | None = None
         self.k_norm: HeadNorm | AllHeadsNorm | None = None
@@ -135,15 +144,15 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward, its width split over tp."""
+    """SwiGLU feed-forward, its width split over tp. factor: of its output."""
 
-    def __init__(self, width: int, kind: FeedForward, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, width: int, kind: FeedForward, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
         self.group = tp.get_group()
         self.gate = ColumnLinear(width, kind.width, tp, roles.GATE)
         self.up = ColumnLinear(width, kind.width, tp, roles.UP)
         self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu))
-        self.down = RowLinear(kind.width, width, tp, roles.DOWN)
+        self.down = RowLinear(kind.width, width, tp, roles.DOWN, factor)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(x, (self.gate, self.up), self.group)  # s b f/t
@@ -156,10 +165,12 @@ class Layer(nn.Module):
     def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.post = model.norm == "post"
-        self.attention_norm = Norm(model.width, model.norm_eps, tp, kernels)
-        self.attention = Attention(model, kind.rotary, tp, kernels)
-        self.mlp_norm = Norm(model.width, model.norm_eps, tp, kernels)
-        self.mlp = MLP(model.width, kind.feed_forward, tp, kernels)
+        branch = multipliers(model).branch
+        of_norm, of_rest = (branch, 1.0) if self.post else (1.0, branch)  # of what is last before the residual stream
+        self.attention_norm = Norm(model, tp, kernels, factor=of_norm)
+        self.attention = Attention(model, kind.rotary, tp, kernels, of_rest)
+        self.mlp_norm = Norm(model, tp, kernels, factor=of_norm)
+        self.mlp = MLP(model.width, kind.feed_forward, tp, kernels, of_rest)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.post:
@@ -172,15 +183,15 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
-    Given targets `[s, b]`, the head returns their cross-entropy instead, summed over tokens. Logits then exist only in
-    chunks. A split backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits
-    would have to be kept.
+    Logits are multiplied by a number, which is done in the norm. Given targets `[s, b]`, the head returns their
+    cross-entropy instead, summed over tokens. Logits then exist only in chunks. A split backward makes the gradient of
+    the head's weight at once: to put it off, the gradient of the logits would have to be kept.
     """
 
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.group = tp.get_group()
-        self.norm = Norm(model.width, model.norm_eps, tp, kernels)
+        self.norm = Norm(model, tp, kernels, roles.FINAL_NORM, multipliers(model).logits)
         self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp, roles.HEAD)
         self.cross_entropy = partial(linear_cross_entropy, backend=kernels.cross_entropy)
 
@@ -212,6 +223,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
+        self.factor = multipliers(model).embedding
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
         kinds = layer_kinds(model)
@@ -234,6 +246,7 @@ class Decoder(nn.Module):
         if self.first:
             assert self.embed is not None
             x = self.embed(x)  # s/t b d
+            x = x if self.factor == 1 else x * self.factor
         if positions is None:
             positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
         cos, sin = positions.angles()

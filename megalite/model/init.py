@@ -8,7 +8,6 @@ stay within 4.5 standard deviations.
 """
 
 import hashlib
-import math
 from functools import cache
 from statistics import NormalDist
 
@@ -18,14 +17,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megalite.config.schema import Model
 from megalite.parallel.parameter import parameters
-from megalite.plan.roles import Kind, Role
+from megalite.plan.parametrization import standard_deviation
+from megalite.plan.roles import Kind
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
-
-
-def standard_deviation(model: Model, role: Role) -> float:
-    """The standard deviation of a matrix; it is smaller for projections into the residual stream (GPT-2's rule)."""
-    return model.init_std / math.sqrt(2 * model.layers) if role.into_stream else model.init_std
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Optimizer(Protocol):
-    """Updates a rank's parameters. Has PyTorch's parameter groups; their `lr` is set before every step.
+    """Updates a rank's parameters. Has PyTorch's parameter groups; `set_rate` sets their `lr` before every step.
 
     clip, found_inf: tensors on the device, set before a step, so that the host does not wait for the device. Gradients
     are multiplied by `clip`, 0-dimensional. If `found_inf`, float32, is not 0, the step changes nothing.
@@ -34,3 +34,14 @@ class Optimizer(Protocol):
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Have `hook` called before every step."""
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Let the next step have the learning rate `rate`, which every parameter group multiplies by its `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["rate"], group["lr"] = rate, rate * group["lr_scale"]
+
+
+def rate_of(optimizer: Optimizer) -> float:
+    """The learning rate of the latest step, before any group multiplied it."""
+    return float(optimizer.param_groups[0]["rate"])

@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.config.layers import AttentionKind
 from megalite.parallel import explicit
 from megalite.parallel.blocks import Block, triangles
 
 ops = torch.ops.aten
+FULL = AttentionKind()
 
 
 class Kernels(NamedTuple):
@@ -46,10 +48,13 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], softcap: float | None = None
+    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], kind: AttentionKind = FULL
 ) -> None:
-    """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place."""
-    kernels = _kernels(q, softcap)
+    """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place.
+
+    kind: says how scores are made; blocks have its window already.
+    """
+    kernels = _kernels(q, kind)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         found, found_lse = kernels.forward(*_cut(q, kv, block), block)  # n b h e, b h n
         seen_lse = lse[block.samples, :, block.queries]
@@ -67,10 +72,10 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     blocks: Iterable[Block],
-    softcap: float | None = None,
+    kind: AttentionKind = FULL,
 ) -> None:
     """Add the gradients of q and kv from `blocks` to `dq` and `dkv`, in place. `out` and `lse` are the final ones."""
-    kernels = _kernels(q, softcap)
+    kernels = _kernels(q, kind)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         rows = block.queries, block.samples
         result = grad[rows], out[rows], lse[block.samples, :, block.queries].contiguous()
@@ -82,14 +87,15 @@ def _add(totals: Iterable[Tensor], found: Iterable[Tensor]) -> None:
         total += part
 
 
-def _kernels(q: Tensor, softcap: float | None) -> Kernels:
+def _kernels(q: Tensor, kind: AttentionKind) -> Kernels:
     """FlashAttention's kernels if they can be used: they cap no scores, and on CUDA take 16-bit data types only."""
+    softcap, scale = kind.softcap, kind.scale
     if softcap is not None or (q.is_cuda and q.element_size() > 2):
-        forward, backward = partial(explicit.forward, softcap=softcap), partial(explicit.backward, softcap=softcap)
-        return Kernels(forward, backward, _as_it_is)
+        forward = partial(explicit.forward, softcap=softcap, scale=scale)
+        return Kernels(forward, partial(explicit.backward, softcap=softcap, scale=scale), _as_it_is)
     if q.is_cuda:
-        return Kernels(_forward_cuda, _backward_cuda, _as_it_is)
-    return Kernels(_forward_cpu, _backward_cpu, triangles)
+        return Kernels(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), _as_it_is)
+    return Kernels(partial(_forward_cpu, scale=scale), partial(_backward_cpu, scale=scale), triangles)
 
 
 def _as_it_is(block: Block) -> list[Block]:
@@ -101,36 +107,38 @@ def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     return q[block.queries, block.samples], keys, values
 
 
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | None = None) -> tuple[Tensor, Tensor]:
     out, heads, wide = q.new_empty(q.shape), q.shape[2], torch.promote_types(q.dtype, torch.float32)
     queries, keys, values, outs = (_grouped(x, k) for x in (q, k, v, out))
     lse = q.new_empty(*queries.shape[:3], dtype=wide)
     for rows, causal in block.pieces:
         of_piece = _mirror(block, *(x[:, :, rows] for x in (queries, keys, values)))
-        found = ops._scaled_dot_product_flash_attention_for_cpu(*_shared(*of_piece), is_causal=causal)
+        found = ops._scaled_dot_product_flash_attention_for_cpu(*_shared(*of_piece), is_causal=causal, scale=scale)
         outs[:, :, rows], lse[:, :, rows] = _mirror(block, *found)
     return out, lse.view(-1, heads, len(q))
 
 
 def _backward_cpu(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | None = None
 ) -> tuple[Tensor, ...]:
     totals = tuple(x.new_empty(x.shape) for x in (q, k, v))
     into = [_grouped(total, k) for total in totals]
     given = [_grouped(x, k) for x in (grad, out, q, k, v)]
     given.append(lse.view(given[0].shape[:3]))
     for rows, causal in block.pieces:
-        for total, part in zip(into, _backward_of_piece(block, causal, *(x[:, :, rows] for x in given)), strict=True):
+        pieces = (x[:, :, rows] for x in given)
+        for total, part in zip(into, _backward_of_piece(block, causal, scale, *pieces), strict=True):
             total[:, :, rows] = part
             del part  # frees its memory before the next is made
     return totals
 
 
-def _backward_of_piece(block: Block, causal: bool, *given: Tensor) -> tuple[Tensor, ...]:
+def _backward_of_piece(block: Block, causal: bool, scale: float | None, *given: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k and v. Given are grad, out, q, k and v, all shaped as by `_grouped`, and lse `[b·k, g, n]`."""
     grad, out, q, k, v, lse = _mirror(block, *given)
     heads = _shared(q, k, v)
-    dq, dk, dv = ops._scaled_dot_product_flash_attention_for_cpu_backward(grad, *heads, out, lse, 0.0, causal)
+    backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = backward(grad, *heads, out, lse, 0.0, causal, scale=scale)
     return _mirror(block, dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True))
 
 
@@ -149,23 +157,24 @@ def _shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return q, *(x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
 
 
-def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | None = None) -> tuple[Tensor, Tensor]:
     q, k, v = (_packed(x, block) for x in (q, k, v))
     causal, window = bool(block.documents), _window(block)
-    out, lse, *_ = ops._flash_attention_forward(q, k, v, *_ends(q, k, block), 0.0, causal, False, **window)
+    given = q, k, v, *_ends(q, k, block), 0.0, causal, False
+    out, lse, *_ = ops._flash_attention_forward(*given, scale=scale, **window)
     if block.offsets is None:
         return out.transpose(0, 1), lse
     return out[:, None], lse[None]
 
 
 def _backward_cuda(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | None = None
 ) -> tuple[Tensor, ...]:
     grad, out, q, k, v = (_packed(x, block) for x in (grad, out, q, k, v))
     lse = lse if block.offsets is None else lse[0]
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     given = grad, q, k, v, out, lse, *_ends(q, k, block), 0.0, bool(block.documents), *no_dropout
-    grads = ops._flash_attention_backward(*given, **_window(block))
+    grads = ops._flash_attention_backward(*given, scale=scale, **_window(block))
     return tuple(x.transpose(0, 1) if block.offsets is None else x[:, None] for x in grads)
 
 

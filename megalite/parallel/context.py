@@ -17,6 +17,7 @@ halo.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -55,33 +56,33 @@ def attention(
         sequences = [Sequences(slice(i, i + 1), bounds) for i, bounds in enumerate(documents)]
     if group is None or method == "ulysses":
         plain = documents is None and kind.window_in(length) is None and kind.softcap is None
-        whole = causal if plain else _whole(length, device, sequences, kind)
+        whole = partial(causal, scale=kind.scale) if plain else _whole(length, device, sequences, kind)
         return whole if group is None else Ulysses(whole, group)
     cp, rank, window = group.size(), group.rank(), kind.window_in(length)
     mine = rows(method, cp, rank, length)
     own = own_blocks(mine, sequences, device, window)
     if window is None and method == "ring":
-        return Ring([own, *ring_steps(cp, rank, length, sequences)], group, kind.softcap)
+        return Ring([own, *ring_steps(cp, rank, length, sequences)], group, kind)
     held = (range(length),) if window is None else missing(mine, window)
     far = [(place(held, gap), blocks) for gap, blocks in gaps(mine, sequences, window)]
     exchange = AllGather(group) if window is None else Halo.over(group, length, window)
-    return Fetching(own, far, exchange, kind.softcap)
+    return Fetching(own, far, exchange, kind)
 
 
 def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], kind: AttentionKind) -> Attention:
     """Attention over sequences that this rank holds whole, in documents, in a window or with capped scores."""
     window = kind.window_in(length)
     if kind.softcap is not None and device.type == "cuda":
-        return Flex([sequence.documents for sequence in sequences], window, kind.softcap, device)
-    return Ring([own_blocks((range(length),), sequences, device, window)], None, kind.softcap)
+        return Flex([sequence.documents for sequence in sequences], window, kind.softcap, device, kind.scale)
+    return Ring([own_blocks((range(length),), sequences, device, window)], None, kind)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Causal attention over sequences that this rank holds whole."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # b h s e
     if _needs_equal_heads(q, k):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return y.permute(2, 0, 1, 3)
 
 
@@ -101,11 +102,11 @@ class Ring:
 
     steps: Sequence[Sequence[Block]]
     group: dist.ProcessGroup | None
-    softcap: float | None = None
+    kind: AttentionKind = FULL
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group, self.softcap)
+        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group, self.kind)
 
 
 @dataclass(eq=False)
@@ -115,11 +116,11 @@ class Fetching:
     own: Sequence[Block]
     far: Gaps
     exchange: Exchange
-    softcap: float | None = None
+    kind: AttentionKind = FULL
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Fetching.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.exchange, self.softcap)
+        return _Fetching.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.exchange, self.kind)
 
 
 @dataclass(eq=False)
@@ -149,17 +150,17 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, softcap: float | None
+        ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, kind: AttentionKind
     ) -> Tensor:
         out, lse = empty_result(q)
         held = kv
         for step, blocks in enumerate(steps):
             arriving = _pass_on(held, group) if step < len(steps) - 1 else None
-            attend(out, lse, q, held, blocks, softcap)
+            attend(out, lse, q, held, blocks, kind)
             held = arriving() if arriving else held
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.steps, ctx.group, ctx.softcap = steps, group, softcap
+        ctx.steps, ctx.group, ctx.kind = steps, group, kind
         return out
 
     @staticmethod
@@ -170,7 +171,7 @@ class _Ring(torch.autograd.Function):
         for step, blocks in enumerate(ctx.steps):
             arriving = _pass_on(held, ctx.group) if step < len(ctx.steps) - 1 else None
             theirs = _zeros(held) if step else dkv
-            attend_backward(dq, theirs, grad, q, held, out, lse, blocks, ctx.softcap)
+            attend_backward(dq, theirs, grad, q, held, out, lse, blocks, ctx.kind)
             if returning:
                 theirs += returning()
             if step:
@@ -212,18 +213,18 @@ class _Fetching(torch.autograd.Function):
         own: Sequence[Block],
         far: Gaps,
         exchange: Exchange,
-        softcap: float | None,
+        kind: AttentionKind,
     ) -> Tensor:
         out, lse = empty_result(q)
         arriving = exchange.fetch(kv)
-        attend(out, lse, q, kv, own, softcap)
+        attend(out, lse, q, kv, own, kind)
         fetched = arriving()
         del arriving  # it holds a large copy
         for gap, blocks in far:
-            attend(out, lse, q, fetched[gap], blocks, softcap)
+            attend(out, lse, q, fetched[gap], blocks, kind)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.own, ctx.far, ctx.exchange, ctx.softcap = own, far, exchange, softcap
+        ctx.own, ctx.far, ctx.exchange, ctx.kind = own, far, exchange, kind
         return out
 
     @staticmethod
@@ -231,12 +232,12 @@ class _Fetching(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         dq, dkv = _zeros(q), _zeros(kv)
         arriving = ctx.exchange.fetch(kv)
-        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own, ctx.softcap)
+        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own, ctx.kind)
         fetched = arriving()
         del arriving
         dfetched = _zeros(fetched)
         for gap, blocks in ctx.far:
-            attend_backward(dq, dfetched[gap], grad, q, fetched[gap], out, lse, blocks, ctx.softcap)
+            attend_backward(dq, dfetched[gap], grad, q, fetched[gap], out, lse, blocks, ctx.kind)
         ctx.exchange.give_back(dfetched, dkv)
         return dq.to(q.dtype), dkv.to(q.dtype), None, None, None, None
 

@@ -1,8 +1,8 @@
 """Attention over a block in plain PyTorch, where flash kernels cannot be used: capped scores, fp32 or fp64 on CUDA.
 
-With s = scale · q · k, scores are cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, §2), or s without a cap. Backward
-uses the final log-sum-exp L and output o of the rows, as flash attention does (Dao et al. 2022, arXiv 2205.14135,
-appendix B.2):
+With s = scale · q · k, scores are cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, §2), or s without a cap. The scale is
+1/√e unless another is given. Backward uses the final log-sum-exp L and output o of the rows, as flash attention does
+(Dao et al. 2022, arXiv 2205.14135, appendix B.2):
 
     P = exp(score − L)     dV = Pᵀ dO     dS = P ∘ (dO Vᵀ − rowsum(dO ∘ o)) ∘ (1 − tanh²(s / cap))
 
@@ -23,13 +23,16 @@ from megalite.parallel.blocks import Block
 from megalite.plan.attention import ROWS, SCORES
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Output `[n, b, h, e]` and log-sum-exp `[b, h, n]` of q `[n, b, h, e]` over k and v `[m, b, k, e]`."""
     keys, values = (_by_head(x, k)[:, 0] for x in (k, v))
     out = torch.empty_like(q, dtype=keys.dtype)
     lse = keys.new_empty(q.shape[1], q.shape[2], len(q))
+    scale = _scale(q) if scale is None else scale
     for rows, columns, hidden in _steps(block, q, k):
-        scores, _ = _scores(_by_head(q[rows], k), keys[:, columns], hidden, softcap)
+        scores, _ = _scores(_by_head(q[rows], k), keys[:, columns], hidden, softcap, scale)
         sums = scores.logsumexp(-1)
         found = _times(scores.sub_(sums[..., None]).exp_(), values[:, columns])
         del scores  # before there are others
@@ -39,21 +42,30 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None
 
 
 def backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: Block,
+    softcap: float | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v; grad and out are `[n, b, h, e]`, and lse `[b, h, n]`."""
     keys, values = (_by_head(x, k)[:, 0] for x in (k, v))
     dq, dk, dv = torch.empty_like(q, dtype=keys.dtype), torch.zeros_like(keys), torch.zeros_like(values)
+    scale = _scale(q) if scale is None else scale
     for rows, columns, hidden in _steps(block, q, k):
         queries, grads, outs = (_by_head(x[rows], k) for x in (q, grad, out))
-        scores, bent = _scores(queries, keys[:, columns], hidden, softcap)
+        scores, bent = _scores(queries, keys[:, columns], hidden, softcap, scale)
         weights = scores.sub_(lse[..., rows].reshape(scores.shape[:-1])[..., None]).exp_()
         dv[:, columns] += weights.flatten(1, 2).mT @ grads.flatten(1, 2)
         dscores = _times(grads, values[:, columns].mT).sub_((grads * outs).sum(-1, keepdim=True)).mul_(weights)
         del scores, weights  # before there are others
         if bent is not None:
             dscores.addcmul_(dscores, bent.square_(), value=-1)
-        dscores.mul_(_scale(q))
+        dscores.mul_(scale)
         dq[rows] = _times(dscores, keys[:, columns]).permute(2, 0, 1, 3).reshape(dq[rows].shape)
         dk[:, columns] += dscores.flatten(1, 2).mT @ queries.flatten(1, 2)
         del dscores, bent
@@ -67,10 +79,10 @@ def _by_head(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(
-    queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float | None
+    queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """The scores `[b·k, g, r, m]`, −∞ for hidden keys, and with a cap also tanh(s / cap)."""
-    scores, bent = _times(queries, keys.mT).mul_(_scale(queries)), None
+    scores, bent = _times(queries, keys.mT).mul_(scale), None
     if softcap is not None:
         bent = scores.div_(softcap).tanh_()
         scores = bent * softcap

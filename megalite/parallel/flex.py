@@ -26,13 +26,18 @@ class Flex:
     """
 
     def __init__(
-        self, documents: Sequence[tuple[int, ...]], window: int | None, softcap: float, device: torch.device
+        self,
+        documents: Sequence[tuple[int, ...]],
+        window: int | None,
+        softcap: float,
+        device: torch.device,
+        scale: float | None = None,
     ) -> None:
         begins = _begins(documents, window)
         if device.type == "cuda":
             begins = begins.pin_memory().to(device, non_blocking=True)
         self.mask = _block_mask(begins)
-        self.softcap = softcap
+        self.softcap, self.scale = softcap, scale
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ class Flex:
         def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
-        y = compiled(q.is_cuda)(q, k, v, score_mod=capped, block_mask=self.mask, enable_gqa=True)
+        y = compiled(q.is_cuda)(q, k, v, score_mod=capped, block_mask=self.mask, scale=self.scale, enable_gqa=True)
         return y.permute(2, 0, 1, 3)
 
 

@@ -51,8 +51,9 @@ def linears(
     group: dist.ProcessGroup | None = None,
     gradients: WeightGradients | None = None,
     product: Product = PLAIN,
+    factor: float = 1.0,
 ) -> Sequence[Tensor]:
-    """x Wᵀ for every weight; with a `group`, x is first gathered over it along the sequence.
+    """factor · x Wᵀ for every weight; with a `group`, x is first gathered over it along the sequence.
 
     x `[s/t, b, in]`, or `[…, in]` without a group. weights: sharded parameters, `[out, in]` on this rank. gradients:
     collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
@@ -61,8 +62,8 @@ def linears(
     # The compiler can trace neither overlapped collectives nor gradients put off.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         whole = x if group is None else all_gather(x, group)
-        return [product.forward(whole, part(weight)) for weight in weights]
-    return _Linears.apply(x, group, gradients, product, weights, *(part(weight) for weight in weights))
+        return [product.forward(whole, part(weight), factor) for weight in weights]
+    return _Linears.apply(x, group, gradients, product, factor, weights, *(part(weight) for weight in weights))
 
 
 class _Linears(torch.autograd.Function):
@@ -73,42 +74,48 @@ class _Linears(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         gradients: WeightGradients | None,
         product: Product,
+        factor: float,
         params: Sequence[DTensor],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.gradients, ctx.product, ctx.params = group, gradients, product, params
+        ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
         ctx.save_for_backward(x, *weights)
         whole = x if group is None else start_gather(x, group).wait()
-        return tuple(product.forward(whole, weight) for weight in weights)
+        return tuple(product.forward(whole, weight, factor) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        group, product = ctx.group, ctx.product
-        _, _, _, _, _, *wanted = ctx.needs_input_grad
+        group, product, factor = ctx.group, ctx.product, ctx.factor
+        _, _, _, _, _, _, *wanted = ctx.needs_input_grad
         trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]
-        put_off = ctx.gradients is not None and ctx.gradients.later(partial(_accumulate, trained, x, group, product))
+        make = partial(_accumulate, trained, x, group, product, factor)
+        put_off = ctx.gradients is not None and ctx.gradients.later(make)
         inputs = None if put_off or group is None or not trained else start_gather(x, group)
         of_x = None
         for grad, weight in zip(grads, weights, strict=True) if ctx.needs_input_grad[0] else ():
-            of_x = product.input_gradient(grad, weight, of_x)
+            of_x = product.input_gradient(grad, weight, of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if not put_off and trained:
             whole = x if inputs is None else inputs.wait()
             of_weights = [
-                product.weight_gradient(grad, whole) if is_wanted else None
+                product.weight_gradient(grad, whole, factor) if is_wanted else None
                 for grad, is_wanted in zip(grads, wanted, strict=True)
             ]
-        return (of_x if scattered is None else scattered.wait(), None, None, None, None, *of_weights)
+        return (of_x if scattered is None else scattered.wait(), None, None, None, None, None, *of_weights)
 
 
 def _accumulate(
-    trained: Sequence[tuple[DTensor, Tensor]], x: Tensor, group: dist.ProcessGroup | None, product: Product
+    trained: Sequence[tuple[DTensor, Tensor]],
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    product: Product,
+    factor: float,
 ) -> None:
     """Compute and add the weight gradients that were put off. trained: weights, and the gradients of their outputs."""
     if not trained:
         return
     whole = x if group is None else start_gather(x, group).wait()
     for param, grad in trained:
-        add_gradient(param, product.weight_gradient(grad, whole))
+        add_gradient(param, product.weight_gradient(grad, whole, factor))

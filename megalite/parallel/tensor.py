@@ -49,15 +49,16 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
 
 
 class RowLinear(Linear):
-    """y = x Wᵀ, the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`."""
+    """y = factor · x Wᵀ, the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`."""
 
-    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role) -> None:
+    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role, factor: float = 1.0) -> None:
         super().__init__(role)
+        self.factor = factor
         self.weight = parameter((width_out, width_in), mesh, Shard(1))
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = linears(x, [self.weight], gradients=self.gradients, product=self.product)
+        (y,) = linears(x, [self.weight], None, self.gradients, self.product, self.factor)
         return reduce_scatter(y, self.group)
 
 

@@ -32,6 +32,7 @@ class Role:
     kind: Kind
     outputs: Side
     inputs: Side | None = None  # None: a vector
+    in_layer: bool = True  # False: before the first layer, or after the last
 
     @property
     def decays(self) -> bool:
@@ -63,8 +64,9 @@ class Role:
         return "mlp" if Side.FEED_FORWARD in (self.outputs, self.inputs) else "attention"
 
 
-EMBEDDING = Role(Kind.EMBEDDING, Side.VOCABULARY, Side.STREAM)
-HEAD = Role(Kind.HEAD, Side.VOCABULARY, Side.STREAM)
+EMBEDDING = Role(Kind.EMBEDDING, Side.VOCABULARY, Side.STREAM, in_layer=False)
+HEAD = Role(Kind.HEAD, Side.VOCABULARY, Side.STREAM, in_layer=False)
+FINAL_NORM = Role(Kind.NORM, Side.STREAM, in_layer=False)
 NORM = Role(Kind.NORM, Side.STREAM)
 HEAD_NORM = Role(Kind.NORM, Side.ONE_HEAD)
 QUERY_NORM = Role(Kind.NORM, Side.QUERIES)  # of all heads together

@@ -36,7 +36,7 @@ def embedding(model: Model) -> Weight:
 
 
 def final_norm(model: Model) -> Weight:
-    return Weight((model.width,), roles.NORM)
+    return Weight((model.width,), roles.FINAL_NORM)
 
 
 def head(model: Model) -> Weight:

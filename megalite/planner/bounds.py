@@ -7,7 +7,6 @@ Where backward passes are whole, the gradients of the last one go back through t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megalite.schedule.generate import V_SHAPED
@@ -18,12 +17,13 @@ class Passes:
     """Seconds of a model's passes for one micro-batch.
 
     forward, backward: of all layers before each, and at last of all. weights: likewise of backward, what a split one
-    leaves to W. embedding, head: forward, backward, and of that the weights' share.
+    leaves to W. kinds, embedding, head: forward, backward, and of that the weights' share; of a layer of each kind.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weights: tuple[float, ...]
+    kinds: tuple[tuple[float, float, float], ...]
     embedding: tuple[float, float, float]
     head: tuple[float, float, float]
 
@@ -39,26 +39,37 @@ class Passes:
     def layers(self) -> int:
         return len(self.forward) - 1
 
-    @cached_property
-    def each_layer(self) -> list[tuple[float, float]]:
-        """Forward and backward of the layers that differ."""
-        there, back = ([after - before for before, after in pairwise(each)] for each in (self.forward, self.backward))
-        return sorted({(round(one, 12), round(two, 12)) for one, two in zip(there, back, strict=True)})
+    def of(self, counts: Sequence[int], ends: tuple[bool, bool]) -> tuple[float, float]:
+        """Forward and backward of so many layers of each kind; ends: with the embedding, and with the head."""
+        there = back = 0.0
+        for count, (forward, backward, _) in zip(counts, self.kinds, strict=True):
+            there += count * forward
+            back += count * backward
+        if ends[0]:
+            there, back = there + self.embedding[0], back + self.embedding[1]
+        if ends[1]:
+            there, back = there + self.head[0], back + self.head[1]
+        return there, back
+
+    def weights_of(self, counts: Sequence[int], ends: tuple[bool, bool]) -> float:
+        """Of their backward passes, the weights' share."""
+        layers = sum(count * kind[2] for count, kind in zip(counts, self.kinds, strict=True))
+        return layers + ends[0] * self.embedding[2] + ends[1] * self.head[2]
 
     @cached_property
     def least(self) -> tuple[float, float]:
         """The shortest forward and the shortest backward pass of a layer."""
-        return min(there for there, _ in self.each_layer), min(back for _, back in self.each_layer)
+        return min(kind[0] for kind in self.kinds), min(kind[1] for kind in self.kinds)
 
     @cached_property
     def most(self) -> tuple[float, float]:
         """The longest ones."""
-        return max(there for there, _ in self.each_layer), max(back for _, back in self.each_layer)
+        return max(kind[0] for kind in self.kinds), max(kind[1] for kind in self.kinds)
 
     @cached_property
     def shortest(self) -> float:
         """Of the layer that takes least, both passes."""
-        return min(map(sum, self.each_layer))
+        return min(kind[0] + kind[1] for kind in self.kinds)
 
     def first_waits(self, ranks: int, layers: int, more: float) -> float:
         """Seconds until a rank's first pass, on average, where each stage before has at least so many layers.
@@ -77,32 +88,22 @@ class Passes:
         """
         return self.there + longer * (self.back - self.weights[-1] - self.head[2])
 
-    def split_back(self, schedule: str, m: int, split: Sequence[int], longer: float) -> float:
+    def split_back(
+        self, schedule: str, m: int, split: Sequence[int], longer: float, shortest: tuple[float, float, float]
+    ) -> float:
         """Seconds of a pipeline whose backward passes are split.
 
         No micro-batch comes back to the first stage before it has gone all the way, and then all of the first stage's
         backward passes are left; likewise, the last micro-batch sets out when all of its forward passes are done.
+        shortest: what F, I and W take at least, whatever the stage.
         """
         first = split[0]
         there, back = self.forward[first] + self.embedding[0], self.backward[first] + self.embedding[1]
         way = self.split_way(longer) + (m - 1) * max(there, back)
         if schedule not in V_SHAPED:
             return way
-        counts, (forward, inputs, weights) = longest_path(schedule, len(split) // 2, m), self._shortest_stage(split)
+        counts, (forward, inputs, weights) = longest_path(schedule, len(split) // 2, m), shortest
         return max(way, counts[0] * forward + longer * (counts[1] * inputs + counts[2] * weights))
-
-    def _shortest_stage(self, split: Sequence[int]) -> tuple[float, float, float]:
-        """Seconds that F, I and W take at least, whatever the stage."""
-        ends = list(accumulate(split, initial=0))
-        stages = []
-        for stage, (first, last) in enumerate(pairwise(ends)):
-            times = [each[last] - each[first] for each in (self.forward, self.backward, self.weights)]
-            for place, end in ((0, self.embedding), (len(split) - 1, self.head)):
-                if stage == place:
-                    times = [time + more for time, more in zip(times, end, strict=True)]
-            stages.append((times[0], times[1] - times[2], times[2]))
-        forward, inputs, weights = (min(times) for times in zip(*stages, strict=True))
-        return forward, inputs, weights
 
 
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
@@ -184,71 +185,3 @@ class Turns(NamedTuple):
     before: int
     others: tuple[int, int, float]
     round: int
-
-
-def turns(passes: Passes, split: Sequence[int], placement: Sequence[int], size: int) -> list[Turns]:
-    """Of the ranks of an interleaved pipeline, with `size` micro-batches in the largest round: those that may be
-    last."""
-    there, back, moves = _by_stage(passes, split, placement)
-    arrives, returns = (list(accumulate(each, initial=0.0)) for each in (there, back))
-    hops, layers = list(accumulate(moves, initial=0)), list(accumulate(split, initial=0))
-    found: dict[tuple[object, ...], Turns] = {}
-    for own in _owned(placement).values():  # of equal ranks, the last waits longest
-        last, busy = own[-1], sum(there[stage] + back[stage] for stage in own)
-        ends, count = (0 in own, len(split) - 1 in own), sum(split[stage] for stage in own)
-        others = len(own) - 1, count - split[last], busy - there[last] - back[last]
-        key = round(busy, 12), ends, count, others[1]
-        found[key] = Turns(count, ends, busy, arrives[last], returns[last], hops[last], layers[last], others, size)
-    return list(found.values())
-
-
-def chains(passes: Passes, split: Sequence[int], placement: Sequence[int], whole: bool) -> list[Chain]:
-    """Of the ranks of a pipeline: those that may take longest.
-
-    split, placement: by stage, its layers and its rank. whole: whether backward passes are.
-    """
-    there, back, moves = _by_stage(passes, split, placement)
-    arrives, returns = (list(accumulate(each, initial=0.0)) for each in (there, back))
-    hops, layers = list(accumulate(moves, initial=0)), list(accumulate(split, initial=0))
-    alike: dict[tuple[object, ...], tuple[list[int], float, float]] = {}
-    for own in _owned(placement).values():  # of equal ranks, the last waits longest
-        go, come = (sum([each[stage] for stage in own]) for each in (there, back))
-        mine = tuple([split[stage] for stage in own])
-        alike[mine, own[0] == 0, own[-1] == len(split) - 1, round(go + come, 12)] = own, go, come
-    both = 1 + whole
-    return [
-        Chain(
-            sum(split[stage] for stage in own),
-            len(own),
-            (0 in own, len(split) - 1 in own),
-            go,
-            come,
-            arrives[own[0]] + returns[own[0]] * whole,
-            own[0] * both,
-            hops[own[0]] * both,
-            layers[own[0]],
-            split[own[0]],
-            min(split[stage] for stage in own),
-        )
-        for own, go, come in alike.values()
-    ]
-
-
-def _by_stage(
-    passes: Passes, split: Sequence[int], placement: Sequence[int]
-) -> tuple[list[float], list[float], list[int]]:
-    """By stage: forward, backward, and 1 where the next stage is on another rank."""
-    ends = list(accumulate(split, initial=0))
-    there = [passes.forward[end] - passes.forward[begin] for begin, end in pairwise(ends)]
-    back = [passes.backward[end] - passes.backward[begin] for begin, end in pairwise(ends)]
-    for stage, outer in ((0, passes.embedding), (len(split) - 1, passes.head)):
-        there[stage], back[stage] = there[stage] + outer[0], back[stage] + outer[1]
-    return there, back, [int(before != after) for before, after in pairwise(placement)]
-
-
-def _owned(placement: Sequence[int]) -> dict[int, list[int]]:
-    """By rank: its stages."""
-    found: dict[int, list[int]] = {}
-    for stage, rank in enumerate(placement):
-        found.setdefault(rank, []).append(stage)
-    return found

@@ -1,40 +1,41 @@
 """The memory of a layout, estimated without its schedule: never more than a walk through it finds. Imports no torch."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any, NamedTuple, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.activations import BYTES, Activations
-from megalite.plan.parts import Item
-from megalite.plan.pipeline import placement
-from megalite.plan.recompute_modes import Mode
+from megalite.plan.pipeline import micro_batches, placement
+from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.size import layer_parameters
 from megalite.plan.split import balance
 from megalite.planner.choice import Choice, mode_of
 from megalite.planner.flight import flight
+from megalite.planner.held import StageBytes, most_held
+from megalite.planner.tables import Tables, filled
 from megalite.schedule.generate import NAMES, V_SHAPED
 
 N = TypeVar("N", int, float)
+Alike = tuple[tuple[int, ...], bool, bool]  # a stage: its layers' kinds, and whether it is the first and the last
 ONCE = ("ddp", "zero1")  # modes whose gradients are reduced once a step
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a walk has found at the peak of a pipeline rank. activations: bytes. made: whether gradients of all its
-    parameters were there; whole: before they are reduced. gathered: whether all weights were."""
+class Each(NamedTuple):
+    """Bytes for each parameter of a pipeline rank: optimizer states with the parameter; gathered weights; gradients
+    before they are reduced, and of them what a rank keeps."""
 
-    rank: int
-    activations: int
-    made: bool
-    whole: bool
-    gathered: bool
+    states: float
+    gathered: float
+    whole: float
+    reduced: float
 
 
 class Estimate:
-    """Bytes of the layouts of `config`, with what walks through schedules have taught.
+    """Bytes of the layouts of `config`.
 
     pins: keys that keep their values. kinds: of layers, each with how many there are.
     """
@@ -47,16 +48,20 @@ class Estimate:
         self.order = [numbers[id(kind)] for kind in layers]  # of every layer, which of `kinds` it is
         self._parameters = self.before(self.layer_parameters)
         self._matrix = config.model.vocab_size * config.model.width
+        self._all = self._parameters[-1] + self._matrix * (1 if config.model.tie_embeddings else 2)
         self._element = BYTES[config.train.precision]
         self._wide = max(self._element, 4)
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
         self._known: dict[tuple[object, ...], Activations] = {}
-        self._keep: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._keep: dict[tuple[object, ...], list[int]] = {}
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
         self._of_rank: dict[tuple[int, int, bool, int], float] = {}
-        self._flying: dict[Choice, tuple[float, float | None]] = {}
-        self._learned: dict[Choice, Learned] = {}
+        self._kinds = found
+        self._made_of: dict[tuple[int, int], list[Alike]] = {}
+        self._flying: dict[tuple[object, ...], tuple[float, float | None]] = {}
+        self._each_of: dict[tuple[object, ...], Each] = {}
+        self._first: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
 
     def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
         """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
@@ -68,48 +73,91 @@ class Estimate:
         found = self.of_states(choice)
         if choice.schedule not in NAMES:  # where its stages are is not known
             return found
-        first = self._held(choice, 0)
+        each, first, once = self._each(choice), self._held(choice, 0), choice.mode in ONCE
         most, beside = self._in_flight(choice)
-        here = self._states(choice, first)
-        found = max(found, here + most, self._after(choice, first))
+        here = first * (each.states + each.gathered)
+        found = max(found, here + most, first * self._after(choice, each))
         if beside is not None:
-            found = max(found, here + self._gradients(choice, first, whole=choice.mode in ONCE) + beside)
-        if learned := self._learned.get(_beside(choice)):
-            held = self._held(choice, learned.rank)
-            whole = learned.whole and choice.mode in ONCE
-            made = self._gradients(choice, held, whole) if learned.made else 0.0
-            found = max(found, self._states(choice, held, learned.gathered) + learned.activations + made)
+            found = max(found, here + first * (each.whole if once else each.reduced) + beside)
         return found
+
+    def of_actions(self, choice: Choice, tables: Tables, room: float) -> float:
+        """Bytes that the fullest of some ranks has at least, as its actions tell; 0 where that is not told.
+
+        tables: of schedules. Ranks are looked at until one needs more than `room`.
+        """
+        if choice.schedule not in NAMES:
+            return 0.0
+        config = choice.applied(self.config, self.pins)
+        owners, m, alike = self.owners(choice), micro_batches(config), self._alike(choice)
+        managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.precision == "bf16"
+        inputs, most = m * self.sizes(choice).inputs, 0.0
+        known: dict[Alike, StageBytes] = {}
+        for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):
+            mine = {stage: alike[stage] for stage, owner in enumerate(owners) if owner == rank}
+            for what in {*mine.values()} - known.keys():
+                known[what] = self._stage(choice, *what)
+            held = {stage: known[what] for stage, what in mine.items()}
+            steps = tables.steps(config, filled(config, m), rank)
+            states = self._held(choice, rank) * self._each(choice).states + inputs
+            most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
+            if most > room:
+                break
+        return most
+
+    def _alike(self, choice: Choice) -> list[Alike]:
+        """By stage, what it is made of."""
+        key = choice.pp, self._virtual(choice)
+        if key not in self._made_of:
+            ends = list(accumulate(self.split(choice), initial=0))
+            last = len(ends) - 2
+            self._made_of[key] = [
+                (tuple(self.order[begin:end]), stage == 0, stage == last)
+                for stage, (begin, end) in enumerate(pairwise(ends))
+            ]
+        return self._made_of[key]
+
+    def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
+        """What a stage holds. order: the kinds of its layers. first, last: of the model."""
+        each, mode = self._each(choice), mode_of(choice)
+        kinds, sizes = [self._kinds[number] for number in order], self.sizes(choice)
+        modes = [mode] * len(kinds)
+        if mixed(self.config, self.pins, choice):  # where it is for a budget, this is what is kept at least
+            every = 1 if choice.recompute == "budget" else self.config.train.recompute_every
+            modes = every_nth("full" if choice.recompute == "budget" else mode, every, len(kinds))
+        parts = Counter(zip(kinds, modes, strict=True))
+        kept = left = 0
+        for (kind, recomputes), count in parts.items():
+            part = sizes.layer(kind, recomputes)
+            kept += count * part.kept_bytes
+            left += count * sum(held.total() for held in part.put_off.values())
+        layers = sum(self.layer_parameters[kind] for kind in kinds)
+        ends = first + last if not self.config.model.tie_embeddings else first or last
+        all_of = layers + ends * self._matrix
+        least = min([self.layer_parameters[kind] for kind in kinds] + [self._matrix] * bool(ends))
+        return StageBytes(
+            kept,
+            left,
+            each.gathered * all_of,
+            each.whole * all_of,
+            each.whole * layers,
+            each.reduced * all_of,
+            each.whole * least,
+        )
 
     def of_states(self, choice: Choice) -> float:
         """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
-        even = (self._parameters[-1] + self._matrix * (1 if self.config.model.tie_embeddings else 2)) / choice.pp
-        return max(self._states(choice, even), self._after(choice, even))
+        each = self._each(choice)
+        return self._all / choice.pp * max(each.states + each.gathered, self._after(choice, each))
 
-    def _after(self, choice: Choice, parameters: float) -> float:
-        """Bytes when the last gradient is there. Of several stages, others have freed their weights by then."""
-        states = self._states(choice, parameters, gathered=self._virtual(choice) == 1)
-        return states + self._gradients(choice, parameters, whole=False)
-
-    def learn(self, choice: Choice, rank: int, peak: Mapping[Item, int]) -> None:
-        """Remember what a walk through the schedule of a layout found at the peak of its fullest rank.
-
-        Layouts that differ from it in nothing but how states are shared out over ranks hold the same activations then.
-        """
-        activations = sum(size for (kind, _), size in peak.items() if kind == "activations")
-        apart = ("being reduced", "put off", "waiting")
-        gradients = sum(size for (kind, part), size in peak.items() if kind == "gradients" and part not in apart)
-        held = self._held(choice, rank)
-        shards = choice.shards * choice.cp if choice.mode == "zero1" else 1
-        whole = shards * self._gradient > self._wide  # else a sum of reduced ones may be as large
-        made = gradients >= self._gradients(choice, held, whole)
-        weights = sum(size for (kind, _), size in peak.items() if kind == "gathered weights")
-        gathered = choice.mode != "zero3" and weights >= self._element * held / choice.tp
-        self._learned.setdefault(_beside(choice), Learned(rank, activations, made, whole, gathered))
+    def _after(self, choice: Choice, each: Each) -> float:
+        """Bytes for each parameter when the last gradient is there; of several stages, others have freed weights."""
+        return each.states + each.reduced + (each.gathered if self._virtual(choice) == 1 else 0.0)
 
     def _in_flight(self, choice: Choice) -> tuple[float, float | None]:
         """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
-        key = _beside(choice)
+        tp, cp, method, pp, micro, recompute, schedule, virtual, replicas, shards, _, offloads, _ = choice
+        key = tp, cp, method, pp, micro, recompute, schedule, virtual, replicas * shards, offloads
         if key not in self._flying:
             self._flying[key] = self._count(choice)
         return self._flying[key]
@@ -120,11 +168,20 @@ class Estimate:
         most, beside = flight(choice.schedule, choice.pp, m, virtual)
         if choice.offload_activations:
             return 0.0, None if beside is None else 0.0
-        kept, ends = self._kept(choice), list(accumulate(self.split(choice), initial=0))
-        stages = range(0, len(ends) - 1, choice.pp) if choice.schedule == "interleaved_1f1b" else range(1)
-        each = min(kept[ends[stage + 1]] - kept[ends[stage]] for stage in stages)
-        outside = self.sizes(choice).outside(1)[0] if len(ends) == 2 else 0
+        kept = self._kept(choice)
+        each = min(sum(map(mul, counts, kept)) for counts in self._first_stages(choice))
+        outside = self.sizes(choice).outside(1)[0] if choice.pp * virtual == 1 else 0
         return most * each + outside, None if beside is None else beside * each
+
+    def _first_stages(self, choice: Choice) -> set[tuple[int, ...]]:
+        """Layers of each kind, of the first rank's stages; of a V, or a pipeline of one stage a rank, of the first."""
+        key = choice.pp, self._virtual(choice), choice.schedule == "interleaved_1f1b"
+        if key not in self._first:
+            ends = list(accumulate(self.split(choice), initial=0))
+            stages = range(0, len(ends) - 1, choice.pp) if key[2] else range(1)
+            layers = [self.order[ends[stage] : ends[stage + 1]] for stage in stages]
+            self._first[key] = {tuple(each.count(kind) for kind in range(len(self.kinds))) for each in layers}
+        return self._first[key]
 
     def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""
@@ -159,33 +216,33 @@ class Estimate:
             self._placements[key] = placement(choice.applied(self.config, self.pins))
         return self._placements[key]
 
-    def _states(self, choice: Choice, parameters: float, gathered: bool = True) -> float:
-        """Bytes of so many parameters, their optimizer states and gathered weights."""
-        held, shards = parameters / choice.tp, choice.shards * choice.cp if choice.mode != "ddp" else 1
-        states = 0 if choice.offload_optimizer else 2 if self.config.optim.name == "adamw" else 1
-        needed = (1 + states) * self._wide * held / shards
-        if gathered and choice.mode != "zero3" and self.config.train.precision == "bf16":
-            needed += self._element * held
-        return needed
+    def _each(self, choice: Choice) -> Each:
+        """Bytes for each parameter of a pipeline rank."""
+        shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
+        key = choice.tp, shards, choice.mode == "zero3", choice.offload_optimizer
+        if key not in self._each_of:
+            states = 0 if choice.offload_optimizer else 2 if self.config.optim.name == "adamw" else 1
+            gathers = choice.mode != "zero3" and self.config.train.precision == "bf16"
+            self._each_of[key] = Each(
+                (1 + states) * self._wide / shards / choice.tp,
+                self._element * gathers / choice.tp,
+                self._gradient / choice.tp,
+                self._gradient / shards / choice.tp,
+            )
+        return self._each_of[key]
 
-    def _gradients(self, choice: Choice, parameters: float, whole: bool) -> float:
-        """Bytes of the gradients of so many parameters: before they are reduced, or of what a rank keeps."""
-        held, shards = parameters / choice.tp, choice.shards * choice.cp if choice.mode != "ddp" else 1
-        return self._gradient * held / (1 if whole else shards)
-
-    def _kept(self, choice: Choice) -> tuple[int, ...]:
-        """Bytes that layers keep of a micro-batch: of all layers before each, and at last of all."""
-        mode: Mode = "full" if mixed(self.config, self.pins, choice) else mode_of(choice)
-        key = choice.tp, choice.cp, choice.micro, choice.method, mode
+    def _kept(self, choice: Choice) -> list[int]:
+        """Bytes that a layer of each kind keeps of a micro-batch."""
+        key = choice.tp, choice.cp, choice.micro, choice.method, choice.recompute
         if key not in self._keep:
+            mode: Mode = "full" if mixed(self.config, self.pins, choice) else mode_of(choice)
             sizes = self.sizes(choice)
-            each = {kind: sizes.layer_bytes(kind, mode) for kind in self.kinds}
-            self._keep[key] = self.before(each)
+            self._keep[key] = [sizes.layer_bytes(kind, mode) for kind in self.kinds]
         return self._keep[key]
 
     def sizes(self, choice: Choice) -> Activations:
         """Sizes of a layout's activations."""
-        key = choice.tp, choice.cp, choice.micro, choice.method
+        key = choice.tp, choice.cp, choice.micro, choice.method, choice.offload_activations
         if key not in self._known:
             self._known[key] = Activations(choice.applied(self.config, self.pins))
         return self._known[key]
@@ -194,8 +251,3 @@ class Estimate:
 def mixed(config: Config, pins: Mapping[str, Any], choice: Choice) -> bool:
     """Whether layers of a stage may recompute in different ways: what one of these takes is a bound, no more."""
     return choice.recompute == "budget" or (config.train.recompute_every > 1 and "train.recompute" in pins)
-
-
-def _beside(choice: Choice) -> Choice:
-    """What the bytes beside a layout's states depend on, in a choice of its own."""
-    return choice._replace(mode="zero1", replicas=1, shards=choice.replicas * choice.shards, offload_optimizer=False)

@@ -1,5 +1,6 @@
 """Activations that the first pipeline rank holds at once, by schedule, without building it. Imports no torch."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.schedule.generate import AUTO, V_SHAPED
@@ -17,6 +18,7 @@ class Flight(NamedTuple):
     beside: int | None
 
 
+@lru_cache(maxsize=1 << 14)
 def flight(schedule: str, p: int, m: int, v: int) -> Flight:
     """A lower bound of what the first of p ranks with v stages each holds in a step of m micro-batches.
 

@@ -13,7 +13,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
 from megalite.planner.network import Group, Net
 from megalite.planner.programs import HOST_BACKWARD, Program, attention_shares
-from megalite.planner.work import Work
+from megalite.planner.work import Recompute, Work
 
 SCORES = (9, 11)  # bytes for each score that unfused attention reads and writes: forward, backward
 QKV = (4, 6)  # bytes for each element of queries, keys and values: positions and layouts, forward and backward
@@ -74,24 +74,30 @@ class LayerModel:
         self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
         self.tp, self.cp = Group(work.tp, 1), Group(work.cp, work.tp)
 
-    def layer(self) -> LayerTime:
-        work, program = self.work, self.program
-        matrices = self._matrices()
+    def layer(self, recompute: Recompute | None = None) -> LayerTime:
+        """The time of a layer. recompute: in place of the work's."""
+        program, recompute = self.program, recompute or self.work.recompute
+        forward, backward, weights = self._alone
+        launched = program.host, program.host * HOST_BACKWARD
+        if recompute == "full":
+            backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
+        elif recompute == "selective" and program.repeats is None:
+            backward += Seconds(attention=forward.attention)
+        elif recompute == "selective":
+            backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
+        return LayerTime(_launched(forward, launched[0]), _launched(backward, launched[1]), weights)
+
+    @cached_property
+    def _alone(self) -> tuple[Seconds, Seconds, float]:
+        """Forward and backward without launches, with nothing made again; and what makes the gradients of weights."""
+        work, matrices = self.work, self._matrices()
         products = sum(self.kernels.matmul(*sizes, precision=work.precision) for sizes in matrices)
         inputs = sum(self.kernels.matmul(m, k, n, precision=work.precision) for m, n, k in matrices)
         weights = sum(self.kernels.matmul(k, n, m, precision=work.precision) for m, n, k in matrices)
         attention, passes = self._attention(), self._passes()
         tensor, context = self._tensor(), self._context(attention)
         forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
-        backward = Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1])
-        launched = program.host, program.host * HOST_BACKWARD
-        if work.recompute == "full":
-            backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
-        elif work.recompute == "selective" and program.repeats is None:
-            backward += Seconds(attention=attention[0])
-        elif work.recompute == "selective":
-            backward += Seconds(products=(program.repeats or 0.0) * products, passes=passes[0])
-        return LayerTime(_launched(forward, launched[0]), _launched(backward, launched[1]), weights)
+        return forward, Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), weights
 
     def head(self) -> tuple[float, float, float]:
         """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""

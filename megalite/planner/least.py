@@ -12,15 +12,16 @@ from typing import Any
 
 from megalite.config.schema import Config
 from megalite.plan.split import layer_costs
-from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, chains, turns
+from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.predict import adamw_seconds
+from megalite.planner.ranks import Ranks
 from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer
 from megalite.planner.step import beside
 from megalite.planner.tables import ROUNDS, enough
 from megalite.schedule.actions import Kind
-from megalite.schedule.generate import NAMES, SPLITTING
+from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED
 from megalite.schedule.orders import first_rounds
 
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
@@ -53,12 +54,11 @@ class Longer:
 class Waits:
     """What is the same of a shape's layouts with a schedule, however states are shared out.
 
-    chains, turns: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
+    chains: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
     of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
     """
 
     chains: list[Chain]
-    turns: list[Turns]
     hops: int
     back: float
     way: float
@@ -73,6 +73,10 @@ class Least:
         self.config, self.gpus, self.timer, self.pins, self.estimate = config, gpus, timer, pins, estimate
         self.model, self.offload = config.model, offload
         self._matrix = config.model.vocab_size * config.model.width
+        self._smallest = min(estimate.layer_parameters.values())
+        self._hops: dict[tuple[int, ...], float] = {}
+        self._ranks: dict[tuple[object, ...], Ranks] = {}
+        self._interleaved: dict[tuple[object, ...], list[Turns]] = {}
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
@@ -89,6 +93,16 @@ class Least:
         waits = shape.passes.first_waits(pp, fewest, self._hop(shape.choice) + edge)
         computes = max(shape.bound, start + waits + self._mean(shape, choice, data))
         return max(computes, self._reductions(shape, choice, data, None)) + self._update(shape, choice, data, 0)
+
+    def of_pipeline(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of the best layout with this schedule."""
+        m, waiting, hop = shape.micro_batches, self._waits_of(shape, choice), self._hop(shape.choice)
+        halves, most = 1 + SPLIT * (choice.schedule in HALVED), max(waiting.back, waiting.way + 2 * waiting.hops * hop)
+        for each in waiting.chains:
+            most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
+        held = self._share_of_model(shape.passes.layers, choice.pp) / choice.tp
+        update = held / (shape.dp * choice.cp) * min(self._updating.values())
+        return max(shape.bound, most) + update
 
     def of_layout(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout."""
@@ -109,7 +123,7 @@ class Least:
             waits = each.wait + each.layers_before * both + each.before * more.stage + each.hops * hop
             last = (each.layers_before + each.first) * once + (choice.schedule in HALVED) * each.fewest * summed
             most = max(most, computes + waits + last)
-        for turn in waiting.turns if choice.mode in ONCE else ():
+        for turn in self._turns(shape, choice) if choice.mode in ONCE else ():
             most = max(most, self._turn(turn, m, data, hop, once))
         start, end = self._start(shape, choice, data, split[0]), self._end(shape, choice, data, split[0]) * whole
         computes = max(shape.bound, self._mean(shape, choice, data), start + most + end)
@@ -254,6 +268,17 @@ class Least:
         """Seconds of a micro-batch on its way through all stages and back; or with others before or after it."""
         return max(waits.back, waits.way + 2 * (waits.hops * hop + stages * more.stage))
 
+    def _turns(self, shape: Shape, choice: Choice) -> list[Turns]:
+        """Of the ranks of an interleaved pipeline."""
+        key = shape.choice, choice.schedule, choice.virtual
+        if key not in self._interleaved:
+            found, m, pp = list[Turns](), shape.micro_batches, choice.pp
+            if choice.schedule == "interleaved_1f1b" and pp > 1:
+                few = min(m, ROUNDS * pp + m % pp)
+                found = self._ranks_of(choice).turns(shape.passes, max(first_rounds(pp, few)))
+            self._interleaved[key] = found
+        return self._interleaved[key]
+
     def _turn(self, turn: Turns, m: int, data: Exchanged, hop: float, once: float) -> float:
         """Seconds of an interleaved rank, where gradients are reduced once a step. once: of a layer, beside that."""
         stages, layers, seconds = turn.others
@@ -266,18 +291,24 @@ class Least:
         """Seconds to send a micro-batch's activations to the next pipeline rank."""
         if first.pp == 1:
             return 0.0
-        return self.timer.net.transfer(self.estimate.sizes(first).stream, self.gpus // first.pp)
+        key = first.tp, first.cp, first.micro, first.pp
+        if key not in self._hops:
+            self._hops[key] = self.timer.net.transfer(self.estimate.sizes(first).stream, self.gpus // first.pp)
+        return self._hops[key]
 
     def _update(self, shape: Shape, choice: Choice, data: Exchanged, layers: int) -> float:
         """Seconds of the optimizer, on a rank that has its share of the model and at least so many layers.
 
         layers: 0 where the layout is still open.
         """
-        each = min(self.estimate.layer_parameters.values())
-        held = max(layers * each, (shape.passes.layers * each + 2 * self._matrix) / choice.pp) / choice.tp
+        held = max(layers * self._smallest, self._share_of_model(shape.passes.layers, choice.pp)) / choice.tp
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
         return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
+
+    def _share_of_model(self, layers: int, pp: int) -> float:
+        """Parameters that some pipeline rank has at least."""
+        return (layers * self._smallest + 2 * self._matrix) / pp
 
     def _fewest(self, pp: int) -> int:
         """Layers that each stage has at least but the last, under any schedule."""
@@ -293,20 +324,28 @@ class Least:
         """What pipeline ranks wait for and do."""
         key = shape.choice, choice.schedule, choice.virtual
         if key not in self._waits:
-            split, owners, m = self.estimate.split(choice), self.estimate.owners(choice), shape.micro_batches
-            around, back, way, passes = list[Turns](), 0.0, 0.0, shape.passes
-            if choice.schedule == "interleaved_1f1b" and choice.pp > 1:
-                few = min(m, ROUNDS * choice.pp + m % choice.pp)
-                around = turns(passes, split, owners, max(first_rounds(choice.pp, few)))
+            ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes
+            back = way = 0.0
             if choice.schedule in WHOLE:
                 way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
             elif choice.schedule in SPLITTING:
                 longer = 1 + SPLIT * (choice.schedule in HALVED)
-                back, way = passes.split_back(choice.schedule, m, split, longer), passes.split_way(longer)
-            hops = sum(before != after for before, after in pairwise(owners))
-            found = chains(passes, split, owners, choice.schedule in WHOLE)
-            self._waits[key] = Waits(found, around, hops, back, way)
+                shortest = ranks.shortest(passes) if choice.schedule in V_SHAPED else (0.0, 0.0, 0.0)
+                back = passes.split_back(choice.schedule, m, ranks.split, longer, shortest)
+                way = passes.split_way(longer)
+            found = ranks.chains(passes, choice.schedule in WHOLE)
+            self._waits[key] = Waits(found, ranks.hops[-1], back, way)
         return self._waits[key]
+
+    def _ranks_of(self, choice: Choice) -> Ranks:
+        """The pipeline ranks of a layout."""
+        key = choice.pp, choice.schedule, choice.virtual
+        if key not in self._ranks:
+            estimate = self.estimate
+            self._ranks[key] = Ranks(
+                estimate.split(choice), estimate.owners(choice), estimate.order, len(estimate.kinds)
+            )
+        return self._ranks[key]
 
     def _exchanges(self, choice: Choice) -> Exchanged:
         """Seconds to exchange weights and gradients of a micro-batch."""

@@ -30,7 +30,6 @@ UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host
 HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 MUON_ELEMENT = 2  # bytes of an element that Muon sends
-SHORTER = 0.01  # by which a run of few rounds is taken to tell too much; docs/planner.md has what was measured
 MUON_SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
 
 
@@ -98,6 +97,63 @@ class Prediction:
         return sum(self.parts[kind] for kind in ("tensor", "context", "data")) / self.seconds
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A step of a plan on the clock, looked at as closely as is asked for. Only its beginning and end are run."""
+
+    plan: Plan
+    timer: Timer
+
+    @property
+    def least(self) -> float:
+        """Seconds that it takes at least: where a part is left out, each micro-batch what a rank does for it."""
+        return self.begun[0] + self.left_out * self._pace + self.update
+
+    @property
+    def seconds(self) -> float:
+        """`predict`'s seconds alone, which take less time to find."""
+        return self.makespan + self.update
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds without the update. What is left out takes as long as the last round that is run, or `_pace`."""
+        end, pp = self.begun[0], self.plan.config.parallel.pp
+        if not self.left_out:
+            return end
+        return end + self.left_out * max((end - self._run(self._few - pp)[0]) / pp, self._pace)
+
+    @cached_property
+    def begun(self) -> tuple[float, float]:
+        """Of the part that is run: the end of the last action, and that of the last compute."""
+        return self._run(self._few)
+
+    @cached_property
+    def stages(self) -> list[StageTime]:
+        return self.timer.stages(self.plan)
+
+    @cached_property
+    def update(self) -> float:
+        return _update(self.plan, self.stages, self.timer)
+
+    @cached_property
+    def left_out(self) -> int:
+        """Micro-batches."""
+        return micro_batches(self.plan.config) - self._few
+
+    @cached_property
+    def _few(self) -> int:
+        return enough(self.plan.config, micro_batches(self.plan.config))
+
+    @cached_property
+    def _pace(self) -> float:
+        return _pace(self.plan, self.stages)
+
+    def _run(self, m: int) -> tuple[float, float]:
+        clock = self.timer.tables.clock(self.plan.config, m)
+        costs = [seconds_of(cost, self.stages) for cost in clock.classes]
+        return clock.run(costs, transfer_seconds(self.plan.config, self.timer))
+
+
 def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: Plan | None = None) -> Prediction:
     """The prediction for a checked `config`, in which `parallel.dp_shard` and `batch.micro` are numbers.
 
@@ -105,17 +161,17 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     """
     timer = timer or Timer(cluster)
     plan = plan or resolve(config)
-    stages = timer.stages(plan)
-    m = micro_batches(config)
-    makespan, tail = _time(plan, stages, timer, m)
-    update = _update(plan, stages, timer)
+    trial, m = Trial(plan, timer), micro_batches(config)
+    stages, makespan, update = trial.stages, trial.makespan, trial.update
+    tail = trial.begun[0] - trial.begun[1]
     split = _split(plan, timer, m)
     busy = [_busy(plan, stages, split, rank, m) for rank in range(config.parallel.pp)]
     busiest = max(busy, key=lambda seconds: seconds.total)
     parts = {kind: getattr(busiest, kind) for kind in KINDS}
-    parts["data"] += tail
-    bubble = makespan - busiest.total - tail
-    parts["bubble"] = bubble if bubble > ROUNDING * makespan else 0.0
+    parts |= {"data": parts["data"] + tail, "bubble": 0.0}
+    idle = makespan - busiest.total - tail
+    waited = "bubble" if config.parallel.pp > 1 else "data"  # without other stages: for the first weights
+    parts[waited] += idle if idle > ROUNDING * makespan else 0.0
     parts["optimizer"] = update
     return Prediction(
         config,
@@ -129,43 +185,12 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     )
 
 
-def step_seconds(plan: Plan, timer: Timer) -> float:
-    """`predict`'s seconds alone, which take less time to find."""
-    stages = timer.stages(plan)
-    return _time(plan, stages, timer, micro_batches(plan.config))[0] + _update(plan, stages, timer)
-
-
-def least_seconds(plan: Plan, timer: Timer, rounds: int) -> float:
-    """Seconds that `step_seconds` finds at least, from a run of fewer rounds and with a margin of SHORTER.
-
-    Each micro-batch that was left out takes as much as those of the last round, or as the busiest rank computes.
-    """
-    config, stages = plan.config, timer.stages(plan)
-    m, pp = micro_batches(config), config.parallel.pp
-    few, update = enough(config, m, rounds), _update(plan, stages, timer)
-    end = _run(plan, stages, timer, few)[0]
-    if few == m:
-        return end + update
-    each = min(_pace(plan, stages), (end - _run(plan, stages, timer, few - pp)[0]) / pp)
-    return (1 - SHORTER) * (end + (m - few) * each + update)
-
-
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     """When every action runs in a step that is cut short after PICTURED rounds, for pictures."""
     config = prediction.config
     table = timer.tables.of(config, enough(config, micro_batches(config), PICTURED))
     of = costs_of(table)
     return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
-
-
-def _time(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
-    """Seconds of a step of `m` micro-batches without the update; and of them, those after all compute."""
-    few, pp = enough(plan.config, m), plan.config.parallel.pp
-    end, computed = _run(plan, stages, timer, few)
-    if few == m:
-        return end, end - computed
-    each = max((end - _run(plan, stages, timer, few - pp)[0]) / pp, _pace(plan, stages))
-    return end + (m - few) * each, end - computed
 
 
 def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
@@ -183,12 +208,6 @@ def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
             reduces = sum(stage.reduce if schedule in HALVED else stage.left(False) for stage in mine)
         most = max(most, computes, reduces)
     return most
-
-
-def _run(plan: Plan, stages: Sequence[StageTime], timer: Timer, m: int) -> tuple[float, float]:
-    """The end of the last action of a step of `m` micro-batches, and that of the last compute."""
-    clock = timer.tables.clock(plan.config, m)
-    return clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer_seconds(plan.config, timer))
 
 
 def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:

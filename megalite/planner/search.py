@@ -1,13 +1,14 @@
 """The fastest layouts that fit, best first (A*). Imports no torch.
 
-Nodes wait in a heap, the one with the lowest bound of its seconds in front. In turn, a node is a shape, a shape with
-its states shared out, a layout with the bound of its time, one with what a short step tells, and one with its time. A
+Nodes wait in a heap, the one with the lowest bound of its seconds in front. In turn, a node is a shape, a shape with a
+schedule, a layout with the bound of its time, one with what the beginning of its step tells, and one with its time. A
 layout that comes to the front with that is the fastest of all that are left, since no bound is lower. Then its memory
-is walked through action by action (`plan.memory`); it is a result if it fits.
+is walked through layer by layer (`plan.total`); it is a result if it fits.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -16,24 +17,21 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.memory import Memory, each_rank
-from megalite.plan.parts import Item
 from megalite.plan.pipeline import as_full, can_be_planned, fullest_steps, micro_batches
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.total import Total
 from megalite.plan.total import fullest as fullest_of
-from megalite.plan.walk import Walk, on_device
 from megalite.planner.choice import Choice
 from megalite.planner.least import Shape
-from megalite.planner.predict import Prediction, least_seconds, predict, step_seconds
+from megalite.planner.predict import Prediction, Trial, predict
 from megalite.planner.space import Space
 from megalite.planner.stages import Timer
+from megalite.planner.tables import filled
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES
 
 WANTED = 10  # results
 ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the memory of every rank walked through
-SHORT = 3  # rounds of a step that is timed first
-CLOSELY, ENOUGH = 50, 3  # layouts that are simulated at least, and results, before the rest may stay unproven
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Result:
 class Found:
     """What a search found: the layouts that fit, the fastest first. The counts tell how.
 
-    shapes, layouts: with a bound. timed: simulated. walked: whose memory was walked through. unproven: seconds above
-    which layouts that were not simulated may rank between the results; the first result is the fastest in any case.
+    shapes, layouts: with a bound. timed: simulated. walked: whose memory was walked through.
     tightest: of layouts that do not fit, the bytes and the choice of the one that needs least.
     """
 
@@ -66,8 +63,13 @@ class Found:
     layouts: int = 0
     timed: int = 0
     walked: int = 0
-    unproven: float = 0.0
     tightest: tuple[float, Choice] | None = None
+
+    def fits(self, needed: float, choice: Choice, room: float) -> bool:
+        """Whether a layout does; if not, take note of it."""
+        if needed > room:
+            self.too_large(needed, choice)
+        return needed <= room
 
     def too_large(self, needed: float, choice: Choice) -> None:
         """Take note of a layout that does not fit."""
@@ -75,14 +77,25 @@ class Found:
             self.tightest = needed, choice
 
 
-class Node(NamedTuple):
-    """A shape; with its states shared out; (whole) a layout; (plan) one whose time is known about; (timed) exactly."""
+class Level(IntEnum):
+    """How closely a node has been looked at."""
 
+    SHAPE = auto()
+    PIPELINE = auto()  # a shape with a schedule
+    SHARED = auto()  # a layout, with the bounds of its pipeline and of how its states are shared out
+    BOUNDED = auto()  # with a bound of its own
+    CHAINED = auto()  # and one from its schedule
+    ABOUT = auto()  # whose time is known about
+    TIMED = auto()
+
+
+class Node(NamedTuple):
+    """A layout, or several. choice: theirs, or of a first one. trial: of one whose time is known about."""
+
+    level: Level
     shape: Shape
-    choice: Choice | None = None
-    whole: bool = False
-    plan: Plan | None = None
-    timed: bool = False
+    choice: Choice
+    trial: Trial | None = None
 
 
 def search(
@@ -104,67 +117,64 @@ def search(
     space, found, number = Space(config, gpus, timer, pins or {}, offload), Found(), count()
     room = float("inf") if exhaustive else limit
     heap: list[tuple[float, int, Node]]
-    heap = [(shape.bound, next(number), Node(shape)) for shape in space.shapes(room)]
+    heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in space.shapes(room)]
     heapify(heap)
-    found.shapes, found.tightest = len(heap), space.tightest
+    found.shapes = len(heap)
     while heap and (exhaustive or len(found.results) < wanted):
         seconds, _, node = heappop(heap)
-        if node.plan is None:
-            if len(found.results) >= ENOUGH and found.timed >= CLOSELY and not exhaustive:
-                found.unproven = found.unproven or seconds
-                continue
-            if (closer := _closer(space, node)) > seconds:
-                heappush(heap, (closer, next(number), node))
-                continue
-            for bound, child in _children(space, node, room, found):
-                heappush(heap, (bound, next(number), child))
-        elif not node.timed:
-            heappush(heap, (step_seconds(node.plan, timer), next(number), node._replace(timed=True)))
-        elif node.choice is not None and (least := space.estimate.memory(node.choice)) > room:  # was learned meanwhile
-            found.too_large(least, node.choice)
-        elif node.choice is not None and (plan := _checked(space, node.plan)):
-            found.walked += 1
-            rank, peak = _likely_fullest(plan, limit)
-            needed = on_device(peak)
-            space.estimate.learn(node.choice, rank, peak)
-            if needed <= limit and (not found.results or node.choice.pp <= ALL_RANKS):
-                needed = _all_ranks(plan, timer)
-            if needed > limit:
-                found.too_large(needed, node.choice)
-            else:
-                prediction = predict(plan.config, timer.cluster, timer, plan)
-                found.results.append(Result(node.choice, prediction, needed))
+        if node.trial is not None and node.level is Level.TIMED:
+            if result := _walked(space, node.choice, node.trial.plan, limit, found):
+                found.results.append(result)
+            continue
+        for bound, child in _closer(space, node, room, found):
+            heappush(heap, (max(bound, seconds) if child.level < Level.TIMED else bound, next(number), child))
+    if not found.results and (tightest := space.tightest(room)):
+        found.too_large(*tightest)
     return found
 
 
-def _closer(space: Space, node: Node) -> float:
-    """A higher bound of a layout in several stages, if there is one."""
-    if not node.whole or node.choice is None or node.choice.pp == 1 or node.choice.schedule not in NAMES:
-        return 0.0
-    if not can_be_planned(config := node.choice.applied(space.config, space.pins), micro_batches(config)):
-        return 0.0
-    return space.least.of_schedule(node.shape, node.choice)
-
-
-def _children(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
+def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
     """What a node leads to, with bounds."""
-    if node.choice is None:
-        for bound, choice in space.sharings(node.shape):
-            if space.least_memory(choice, room) <= room:
-                yield bound, Node(node.shape, choice)
-    elif not node.whole:
-        for choice in space.choices(node.shape, node.choice):
+    shape, choice = node.shape, node.choice
+    if node.trial is not None:
+        yield node.trial.seconds, node._replace(level=Level.TIMED)
+        return
+    match node.level:
+        case Level.SHAPE:
+            for pipeline in space.pipelines(choice):
+                fits = found.fits(space.estimate.memory(pipeline), pipeline, room)
+                if fits and space.can_be_planned(shape, pipeline):
+                    yield space.least.of_pipeline(shape, pipeline), Node(Level.PIPELINE, shape, pipeline)
+        case Level.PIPELINE:
+            for bound, layout in space.layouts(shape, choice):
+                yield bound, Node(Level.SHARED, shape, layout)
+        case Level.SHARED:
             found.layouts += 1
-            needed = space.estimate.memory(choice)
-            if needed <= room:
-                yield space.least.of_layout(node.shape, choice), Node(node.shape, choice, whole=True)
-            else:
-                found.too_large(needed, choice)
-    elif space.estimate.memory(node.choice) > room:  # as was learned meanwhile
-        found.too_large(space.estimate.memory(node.choice), node.choice)
-    elif plan := _plan(space, node.choice):
-        found.timed += 1
-        yield least_seconds(plan, space.timer, SHORT), Node(node.shape, node.choice, True, plan)
+            if found.fits(space.estimate.memory(choice), choice, room):
+                yield space.least.of_layout(shape, choice), node._replace(level=Level.BOUNDED)
+        case Level.BOUNDED:
+            if found.fits(space.estimate.of_actions(choice, space.timer.tables, room), choice, room):
+                chained = choice.pp > 1 and choice.schedule in NAMES
+                bound = space.least.of_schedule(shape, choice) if chained else 0.0
+                yield bound, node._replace(level=Level.CHAINED)
+        case _:
+            if plan := _plan(space, choice):
+                found.timed += 1
+                trial = Trial(plan, space.timer)
+                yield trial.least, node._replace(level=Level.ABOUT, trial=trial)
+
+
+def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Found) -> Result | None:
+    """A timed layout, if it fits."""
+    if not (plan := _checked(space, planned)):
+        return None
+    found.walked += 1
+    needed = _likely_fullest(plan, limit)
+    if needed <= limit and (not found.results or choice.pp <= ALL_RANKS):
+        needed = _all_ranks(plan, space.timer)
+    if not found.fits(needed, choice, limit):
+        return None
+    return Result(choice, predict(plan.config, space.timer.cluster, space.timer, plan), needed)
 
 
 def _plan(space: Space, choice: Choice) -> Plan | None:
@@ -189,18 +199,8 @@ def _checked(space: Space, plan: Plan) -> Plan | None:
         return None
 
 
-def filled(config: Config, m: int) -> int:
-    """Micro-batches of a step that holds as much as one of `m`."""
-    pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
-    if schedule not in NAMES or schedule == "gpipe":
-        return m
-    if schedule == "interleaved_1f1b":
-        return as_full(config, m)
-    return min(m, {"1f1b": pp + 2, "zb_h1": pp + 2, "zb_h2": 2 * pp}.get(schedule, 3 * pp))
-
-
-def _likely_fullest(plan: Plan, limit: float) -> tuple[int, Mapping[Item, int]]:
-    """The pipeline rank that most likely is the fullest, and its bytes; or the first that needs more than `limit`.
+def _likely_fullest(plan: Plan, limit: float) -> int:
+    """Bytes of the pipeline rank that most likely is the fullest; or of the first that needs more than `limit`.
 
     Looked at are both ends, and of the others those that keep most for backward passes, and that have most layers.
     """
@@ -209,15 +209,12 @@ def _likely_fullest(plan: Plan, limit: float) -> tuple[int, Mapping[Item, int]]:
     kept = _kept_at_once(plan, m)
     layers = [sum(len(plan.layers[stage]) for stage in plan.stages_of(rank)) for rank in range(pp)]
     ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
-    found = most = 0
-    inputs = micro_batches(config) * plan.sizes.inputs
+    most, inputs = 0, micro_batches(config) * plan.sizes.inputs
     for rank in sorted(ranks, key=lambda rank: -kept[rank]):
-        needed = Total(plan, m, rank).most_bytes() + inputs
-        if needed > most:
-            found, most = rank, needed
-        if needed > limit:
+        most = max(most, Total(plan, m, rank).most_bytes() + inputs)
+        if most > limit:
             break
-    return found, Walk(plan, m, found).run() | {("activations", "inputs"): inputs}
+    return most
 
 
 def _kept_at_once(plan: Plan, m: int) -> list[int]:

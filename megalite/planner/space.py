@@ -1,8 +1,8 @@
 """Layouts that a search may choose from, and what each costs at least. Imports no torch.
 
-A search goes through two levels. A `Shape` fixes what decides the time of a layer: tp, cp, pp, the micro-batch and
-recompute. Its `Choice`s add the schedule, data parallelism and offloading. Both have a lower bound of their time, so
-that the search needs to look at few of them closely; choices also have one of their memory.
+A search goes through levels. A `Shape` fixes what decides the time of a layer: tp, cp, pp, the micro-batch and
+recompute. Its pipelines add the schedule, and its layouts data parallelism and offloading. All have a lower bound of
+their time, so that the search needs to look at few of them closely; layouts also have one of their memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,8 @@ from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
 from megalite.planner.stages import Timer, work_of
 from megalite.planner.work import DataMode, Work
-from megalite.schedule.generate import NAMES, SPLITTING
+from megalite.schedule.actions import MOST_ACTIONS
+from megalite.schedule.generate import NAMES, SPLITTING, actions_of
 
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
@@ -35,7 +36,8 @@ class Space:
     def __init__(self, config: Config, gpus: int, timer: Timer, pins: Mapping[str, Any], offload: bool) -> None:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
-        self.tightest: tuple[float, Choice] | None = None  # bytes of the smallest shape that does not fit
+        self._too_large = list[Choice]()
+        self._sharings: dict[Choice, list[tuple[float, Choice]]] = {}
         self.kinds: dict[Any, int] = {}
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
@@ -44,7 +46,7 @@ class Space:
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
-        """All shapes that some layout may fit into `limit` bytes."""
+        """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
         for tp in self._pinned("parallel.tp", self._tensor):
             for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
                 for method in self._methods(tp, cp):
@@ -52,44 +54,56 @@ class Space:
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
-                                if self._fits(first, limit):
+                                if self.estimate.of_states(first) <= limit:
                                     yield self._shape(first)
+                                else:
+                                    self._too_large.append(first)
 
-    def _fits(self, first: Choice, limit: float) -> bool:
-        """Whether some layout of a shape may fit; if not, take note of the one that needs least."""
-        tightest = self.tightest[0] if self.tightest else float("inf")
-        if self.estimate.of_states(first) > max(limit, tightest):
-            return False
-        needed = self.least_memory(first, limit)
-        if limit < needed < tightest:
-            self.tightest = needed, first
-        return needed <= limit
+    def tightest(self, limit: float) -> tuple[float, Choice] | None:
+        """Of the shapes that `shapes` has left out: the bytes and the first layout of the one that needs least."""
+        found: tuple[float, Choice] | None = None
+        for first in self._too_large:
+            if found is None or self.estimate.of_states(first) < found[0]:
+                needed = min(self.estimate.memory(choice) for choice in self.pipelines(first))
+                if found is None or needed < found[0]:
+                    found = needed, first
+        return found
 
-    def least_memory(self, choice: Choice, limit: float) -> float:
-        """Bytes that a layout needs at least under any schedule; or under the first that may need at most `limit`."""
-        least = float("inf")
-        for schedule, virtual in self._schedules(choice):
-            least = min(least, self.estimate.memory(choice._replace(schedule=schedule, virtual=virtual)))
-            if least <= limit:
-                break
-        return least
+    def pipelines(self, first: Choice) -> Iterator[Choice]:
+        """A shape's first layout under each schedule that it can have."""
+        for schedule, virtual in self._schedules(first):
+            yield first._replace(schedule=schedule, virtual=virtual)
 
-    def sharings(self, shape: Shape) -> Iterator[tuple[float, Choice]]:
+    def can_be_planned(self, shape: Shape, choice: Choice) -> bool:
+        """Whether a schedule is not too long. That of a file is known when it is read."""
+        stages = choice.virtual or SCHEDULES.get(choice.schedule, 1)
+        return (
+            choice.schedule not in SCHEDULES
+            or actions_of(choice.schedule, choice.pp, shape.micro_batches, stages) <= MOST_ACTIONS
+        )
+
+    def sharings(self, shape: Shape) -> list[tuple[float, Choice]]:
         """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
-        for mode in self._modes(shape):
-            for replicas in self._replicas(shape, mode):
-                choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
-                yield self.least.of_sharing(shape, choice), choice
+        if shape.choice not in self._sharings:
+            found = self._sharings[shape.choice] = []
+            for mode in self._modes(shape):
+                for replicas in self._replicas(shape, mode):
+                    choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
+                    found.append((self.least.of_sharing(shape, choice), choice))
+        return self._sharings[shape.choice]
 
-    def choices(self, shape: Shape, shared: Choice) -> Iterator[Choice]:
-        """The layouts of a shape whose states are shared out so."""
-        for schedule, virtual in self._schedules(shape.choice):
-            for activations, optimizer in self._offloading(schedule):
-                yield shared._replace(
-                    schedule=schedule,
-                    virtual=virtual,
-                    offload_activations=activations,
-                    offload_optimizer=optimizer,
+    def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
+        for bound, shared in self.sharings(shape):
+            for activations, optimizer in self._offloading(pipeline.schedule):
+                yield (
+                    bound,
+                    shared._replace(
+                        schedule=pipeline.schedule,
+                        virtual=pipeline.virtual,
+                        offload_activations=activations,
+                        offload_optimizer=optimizer,
+                    ),
                 )
 
     def _work(self, choice: Choice) -> Work:
@@ -125,7 +139,7 @@ class Space:
 
     def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
         each = self.config.batch.global_ // dp
-        micros = [micro for micro in every_divisor(each) if micro <= LARGEST_MICRO]
+        micros = every_divisor(each, LARGEST_MICRO)
         activations, optimizer = (
             bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
         )
@@ -142,16 +156,17 @@ class Space:
 
     def _shape(self, first: Choice) -> Shape:
         m = self.config.batch.global_ // (first.shards * first.micro)
-        passes = self._passes(self._work(first), first)
+        passes = self._passes(first)
         fullest = -(-passes.layers // first.pp)  # layers of some rank
         bound = m * max((passes.there + passes.back) / first.pp, fullest * passes.shortest)
         return Shape(first, m, first.shards, passes, bound)
 
-    def _passes(self, base: Work, choice: Choice) -> Passes:
+    def _passes(self, choice: Choice) -> Passes:
         """Seconds of the model's passes for a micro-batch."""
-        mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
-        key = base, mode
+        key = choice.tp, choice.cp, choice.method, choice.micro, choice.recompute
         if key not in self._times:
+            mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
+            base = self._work(choice)
             times = {
                 kind: self.timer.layer(replace(base, recompute=mode, window=kind.attention.window_in(base.sequence)))
                 for kind in self.kinds
@@ -161,6 +176,7 @@ class Space:
                 self.estimate.before({kind: time.forward.total for kind, time in times.items()}),
                 self.estimate.before({kind: time.backward.total for kind, time in times.items()}),
                 self.estimate.before({kind: time.weights for kind, time in times.items()}),
+                tuple((time.forward.total, time.backward.total, time.weights) for time in times.values()),
                 (embedding.forward.total, embedding.backward.total, embedding.weights),
                 (head.forward.total, head.backward.total, head.weights),
             )

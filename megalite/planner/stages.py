@@ -82,18 +82,24 @@ class Timer:
         self.cluster, self.constants = cluster, constants
         self.net, self.tables = Net(cluster, constants), Tables()
         self.kernels = Kernels(cluster.gpu, constants)
+        self._models: dict[Work, LayerModel] = {}
         self._layers: dict[Work, LayerTime] = {}
         self._ends: dict[Work, tuple[Piece, Piece]] = {}
 
     def layer(self, work: Work) -> LayerTime:
         if work not in self._layers:
-            self._layers[work] = LayerModel(work, MEGALITE, self.cluster, self.constants).layer()
+            self._layers[work] = self._model(replace(work, recompute="none")).layer(work.recompute)
         return self._layers[work]
+
+    def _model(self, work: Work) -> LayerModel:
+        if work not in self._models:
+            self._models[work] = LayerModel(work, MEGALITE, self.cluster, self.constants)
+        return self._models[work]
 
     def ends(self, work: Work) -> tuple[Piece, Piece]:
         """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes."""
         if work not in self._ends:
-            model = LayerModel(work, MEGALITE, self.cluster, self.constants)
+            model = self._model(work)
             forward, backward, weights = model.head()
             looked = model.embedding()
             sent = self.net.collective("all_gather", work.element * work.tokens * work.width, model.tp)

@@ -2,7 +2,7 @@
 
 from megalite.planner.goodput import DAY
 from megalite.planner.predict import Prediction
-from megalite.terminal import scaled
+from megalite_launch.words import scaled
 
 PARTS = {  # of `Prediction.parts`, in words
     "products": "matrix products",
@@ -18,19 +18,21 @@ PARTS = {  # of `Prediction.parts`, in words
 }
 
 
-def seconds_text(seconds: float) -> str:
-    """`1.23 s`, `45.6 ms`, or hours and days."""
-    if seconds >= 2 * DAY:
+def seconds_text(seconds: float, beside: float | None = None) -> str:
+    """`1.23 s`, `45.6 ms`, or hours and days where `seconds`, or those that stand beside them, are as long."""
+    length = seconds if beside is None else beside
+    if length >= 2 * DAY:
         return f"{seconds / DAY:,.1f} days"
-    if seconds >= 7200:
+    if length >= 7200:
         return f"{seconds / 3600:.1f} hours"
     return scaled(float(seconds), "s") if seconds >= 1 else f"{seconds * 1e3:#.3g}".rstrip(".") + " ms"
 
 
 def step_text(prediction: Prediction) -> str:
     """The time of a step with its interval."""
-    low, high = seconds_text(prediction.low), seconds_text(prediction.high)
-    return f"{seconds_text(prediction.seconds)} ({low} – {high})"
+    middle = prediction.seconds
+    low, high = seconds_text(prediction.low, middle), seconds_text(prediction.high, middle)
+    return f"{seconds_text(middle)} ({low} – {high})"
 
 
 def money(dollars: float) -> str:

@@ -1,83 +1,96 @@
 """A schedule prepared to be timed again and again with other costs. It gives the same times as `schedule.simulate`."""
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import islice
 from typing import Generic, TypeVar
 
-from megalite.schedule.actions import SHARDING, Action, Kind, Name, Table
+from megalite.schedule.actions import SHARDING, Action, Kind, Table
 from megalite.schedule.simulate import UNIT, execute
 
-NOTHING = -1
+NOTHING = 0  # what a step that waits for none waits for: it ended at 0
 Class = TypeVar("Class", bound=Hashable)
+Timed = tuple[Kind, int, int, int]  # an action, and the number of its class
 
 
 class Clock(Generic[Class]):
-    """The actions of `table` in an order in which each follows those that it waits for.
+    """Actions in an order in which each follows those that it waits for.
 
-    table: may lack its transfers. of: by action, a name that all actions of equal cost share. Raises InputError if the
-    table cannot make progress.
+    orders: compute and sharding of every rank. placement: by stage, its rank. classes: names that all actions of equal
+    cost share, by number. Raises InputError if the orders cannot make progress.
     """
 
-    def __init__(self, table: Table, of: Callable[[Action], Class]) -> None:
-        orders = [[item for item in program if isinstance(item, Action)] for program in table.programs]
-        self.classes: list[Class] = []
-        self._numbers: dict[Class, int] = {}
-        self._steps: list[tuple[int, int, int, int, bool]] = []
-        placement, stages = table.placement, table.stages
-        made: dict[Name, int] = {}  # result -> the index of the action that makes it
-        awaited: dict[Name, list[int]] = {}  # result -> ranks that wait for it
-        gathered: dict[int, int] = {}  # by stage: the index of the action that gathers it
-        computed, sent, done = [NOTHING] * len(orders), [NOTHING] * len(orders), [0] * len(orders)
-        ready = list(reversed(range(len(orders))))
+    def __init__(
+        self, orders: Sequence[Sequence[Timed]], placement: Sequence[int], m: int, classes: Sequence[Class]
+    ) -> None:
+        self.classes = classes
+        self._steps: list[
+            tuple[int, int, int, int]
+        ] = []  # what it follows on its rank, beside it, and from afar; class
+        ranks, stages = range(len(orders)), len(placement)
+        forwards, backwards = [NOTHING] * (stages * m), [NOTHING] * (stages * m)  # the steps that make them
+        awaited: dict[tuple[bool, int], int] = {}  # forward or backward, and which -> the rank that waits for it
+        gathered: dict[int, int] = {}  # by stage: the step that gathers it, until it is used
+        self._computed, self._sent, done = [NOTHING for _ in ranks], [NOTHING for _ in ranks], [0 for _ in ranks]
+        ready, add, count = list(reversed(ranks)), self._steps.append, 0
         while ready:
             rank = ready.pop()
-            for action in islice(orders[rank], done[rank], None):
-                index = len(self._steps)
-                if action.kind in SHARDING:
-                    self._add(computed[rank], sent[rank], NOTHING, of(action), False)
-                    sent[rank] = index
-                    if action.kind is Kind.GATHER:
-                        gathered[action.stage] = index
-                else:
-                    far = NOTHING
-                    sources = action.inputs(stages)
-                    if lacking := next((source for source in sources if source not in made), None):
-                        awaited.setdefault(lacking, []).append(rank)
+            order, before = orders[rank], self._computed[rank]
+            for position in range(done[rank], len(order)):
+                kind, stage, micro, number = order[position]
+                if kind in SHARDING:
+                    add((before, self._sent[rank], NOTHING, number))
+                    self._sent[rank] = count = count + 1
+                    if kind is Kind.GATHER:
+                        gathered[stage] = count
+                    continue
+                at, source = stage * m + micro, NOTHING
+                forward = kind is Kind.F
+                if forward:
+                    if stage:
+                        source, neighbour = forwards[at - m], stage - 1
+                        if source is NOTHING:
+                            awaited[True, at - m] = rank
+                            break
+                elif kind is Kind.W:
+                    if backwards[at] is NOTHING:
                         break
-                    for source in sources:
-                        if placement[source[1]] != rank:
-                            far = made[source]
-                    self._add(computed[rank], gathered.get(action.stage, NOTHING), far, of(action), True)
-                    computed[rank] = made[action.result] = index
-                    ready += awaited.pop(action.result, ())
-                done[rank] += 1
+                else:
+                    if forwards[at] is NOTHING:
+                        break
+                    if stage + 1 < stages:
+                        source, neighbour = backwards[at + m], stage + 1
+                        if source is NOTHING:
+                            awaited[False, at + m] = rank
+                            break
+                far = source if source and placement[neighbour] != rank else NOTHING
+                add((before, gathered.pop(stage, NOTHING) if gathered else NOTHING, far, number))
+                before = count = count + 1
+                if kind is not Kind.W:
+                    (forwards if forward else backwards)[at] = count
+                    if (waits := awaited.pop((forward, at), None)) is not None:
+                        ready.append(waits)
+            else:
+                position = len(order)
+            done[rank], self._computed[rank] = position, before
         if any(done[rank] < len(order) for rank, order in enumerate(orders)):
-            execute(orders, placement, lambda action: UNIT.get(action.kind, 0))  # tells who waits for whom
-
-    def _add(self, before: int, beside: int, far: int, name: Class, computes: bool) -> None:
-        number = self._numbers.setdefault(name, len(self._numbers))
-        if number == len(self.classes):
-            self.classes.append(name)
-        self._steps.append((before, beside, far, number, computes))
+            actions = [[Action(*action[:3]) for action in order] for order in orders]
+            execute(actions, placement, lambda action: UNIT.get(action.kind, 0))  # tells who waits for whom
 
     def run(self, costs: Sequence[float], transfer: float) -> tuple[float, float]:
         """The end of the last action, and that of the last compute.
 
         costs: of `classes`, in that order. transfer: as in `simulate`.
         """
-        ends: list[float] = []
-        computed = 0.0
-        for before, beside, far, number, computes in self._steps:
-            start = ends[before] if before >= 0 else 0.0
-            if beside >= 0 and ends[beside] > start:
+        ends = [0.0]
+        ended = ends.append
+        for before, beside, far, number in self._steps:
+            start = ends[before]
+            if beside and ends[beside] > start:
                 start = ends[beside]
-            if far >= 0 and ends[far] + transfer > start:
+            if far and ends[far] + transfer > start:
                 start = ends[far] + transfer
-            end = start + costs[number]
-            ends.append(end)
-            if computes and end > computed:
-                computed = end
-        return max(ends), computed
+            ended(start + costs[number])
+        computed = max(ends[last] for last in self._computed)
+        return max(computed, *(ends[last] for last in self._sent)), computed
 
     def longest(self, costs: Sequence[float], transfer: float) -> tuple[list[int], int]:
         """A chain of actions that wait for each other, and of which the last compute ends last.
@@ -85,20 +98,30 @@ class Clock(Generic[Class]):
         Returns how many of each of `classes` are in it, and how many transfers. Under other costs, a step takes at
         least as long as this chain.
         """
-        ends, chosen = list[float](), list[tuple[int, bool]]()
-        last = NOTHING
-        for index, (before, beside, far, number, computes) in enumerate(self._steps):
-            waits = [(ends[at], at, False) for at in (before, beside) if at >= 0]
-            if far >= 0:
-                waits.append((ends[far] + transfer, far, True))
-            start, at, moves = max(waits, default=(0.0, NOTHING, False))
+        ends, chosen = [0.0], [NOTHING]
+        for before, beside, far, number in self._steps:
+            start, after = ends[before], before
+            if beside and ends[beside] > start:
+                start, after = ends[beside], beside
+            if far and ends[far] + transfer > start:
+                start, after = ends[far] + transfer, -far  # moved to another rank
             ends.append(start + costs[number])
-            chosen.append((at, moves))
-            if computes and (last < 0 or ends[index] > ends[last]):
-                last = index
+            chosen.append(after)
         found, transfers = [0] * len(self.classes), 0
-        while last >= 0:
-            found[self._steps[last][3]] += 1
-            last, moves = chosen[last]
-            transfers += moves
+        last = max(self._computed, key=ends.__getitem__)
+        while last != NOTHING:
+            found[self._steps[last - 1][3]] += 1
+            last = chosen[last]
+            transfers += last < 0
+            last = abs(last)
         return found, transfers
+
+
+def clock_of(table: Table, of: Callable[[Action], Class]) -> Clock[Class]:
+    """The clock of a table, which may lack its transfers. of: by action, a name that actions of equal cost share."""
+    numbers: dict[Class, int] = {}
+    orders = [
+        [(*item, numbers.setdefault(of(item), len(numbers))) for item in program if isinstance(item, Action)]
+        for program in table.programs
+    ]
+    return Clock(orders, table.placement, table.micro_batches, list(numbers))

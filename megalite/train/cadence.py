@@ -1,5 +1,7 @@
 """When a run is saved: every `checkpoint.interval` steps, or with `auto` as often as loses least time.
 
+Steps that `checkpoint.at` lists are saved in any case.
+
 Then rank 0 decides, from what saves and steps have taken and how often the run has failed, and tells the others: ranks
 that each decided for themselves might round differently. docs/goodput.md tells the rule.
 """
@@ -22,13 +24,13 @@ from megalite.checkpoint.save import Saver
 from megalite.config.errors import InputError
 from megalite.config.files import write_whole
 from megalite.output import Outlet
-from megalite.terminal import scaled
 from megalite.train.build import Job
 from megalite.train.records import WARM_UP
 from megalite.train.report import Report, duration
 from megalite_launch.events import read_events
 from megalite_launch.goodput.formulas import Costs, Rate, between_failures, daly, failure_rate
 from megalite_launch.goodput.measured import interruptions
+from megalite_launch.words import scaled
 
 FEWEST = 3  # steps after the warm-up from which a first interval follows
 STEPS = 20  # latest steps of whose times the median is taken
@@ -93,23 +95,24 @@ class Cadence:
         """A step was taken. seconds: of a clock that stands still in pauses."""
 
     def due(self, step: int) -> bool:
-        interval = self._job.config.checkpoint.interval
-        assert interval != "auto"
-        return due(step, interval, self._last)
+        checkpoint = self._job.config.checkpoint
+        assert checkpoint.interval != "auto"
+        return due(step, checkpoint.interval, self._last) or step in checkpoint.at
 
     @contextmanager
-    def saving(self, step: int, saver: Saver) -> Iterator[None]:
-        """Measure how long training stands still for the save made inside, and report it."""
+    def saving(self, step: int, saver: Saver, shared: bool) -> Iterator[None]:
+        """Measure how long training stands still for the save made inside, and report it. shared: as for the save."""
         began = time.perf_counter()
         yield
         blocked = time.perf_counter() - began
         if self._report is not None:
             text = f"training stood still for {duration(blocked)} to save step {step}"
-            self._report.note(step, "saving", text, checkpoint=step, blocked=blocked)
-        self._saved(step, blocked, saver.wrote)
+            self._report.note(step, "saving" if shared else "saving_local", text, checkpoint=step, blocked=blocked)
+        if shared:
+            self._saved(step, blocked, saver.wrote)
 
     def _saved(self, step: int, blocked: float, wrote: float | None) -> None:
-        """The state after `step` is being written. wrote: seconds, for the one before."""
+        """The state after `step` is being written to the shared folder. wrote: seconds, for the one before."""
 
 
 class Automatic(Cadence):
@@ -149,7 +152,8 @@ class Automatic(Cadence):
         if step == self._last or (self._interval and step >= self._base + self._interval):
             return True
         checkpoint = self._job.config.checkpoint
-        return any(every and step % every == 0 for every in (checkpoint.keep_every, checkpoint.export_every))
+        regular = any(every and step % every == 0 for every in (checkpoint.keep_every, checkpoint.export_every))
+        return regular or step in checkpoint.at
 
     def _saved(self, step: int, blocked: float, wrote: float | None) -> None:
         self._base = step

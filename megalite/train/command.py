@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from megalite.checkpoint.resume import check_export, check_start, starting_point
 from megalite.config.errors import InputError
@@ -171,7 +172,7 @@ def _owning(folder: Folder, launcher: int | None = None) -> Iterator[Lock]:
 @contextmanager
 def _guarding(lock: Lock, rank_info: RankInfo) -> Iterator[Callable[[], None]]:
     """Renew the lock meanwhile. Yields a function that ends this process if another job has come in all the same."""
-    end = partial(_end, rank_info)
+    end = partial(_end, rank_info, lock.folder.parent)
 
     def check() -> None:
         if text := lock.lost():
@@ -181,13 +182,19 @@ def _guarding(lock: Lock, rank_info: RankInfo) -> Iterator[Callable[[], None]]:
         yield check
 
 
-def _end(rank_info: RankInfo, text: str) -> None:
-    """End this process: it was out of reach for so long that its run has gone on without it."""
+def _end(rank_info: RankInfo, folder: Path, text: str) -> None:
+    """End this process: it was out of reach for so long that its run has gone on without it, or its folder is gone.
+
+    The latter must not be tried again: the run would begin anew. folder: of the run.
+    """
+    code = ExitCode.LOST_CONTACT
+    if not any((folder / name).exists() for name in ("lock", "starts")):
+        code, text = ExitCode.UNHEALTHY, f"{folder}: the run folder was removed while the run was going on"
     log.error(text)
-    tell(ExitCode.LOST_CONTACT, text, rank_info)
+    tell(code, text, rank_info)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(ExitCode.LOST_CONTACT)
+    os._exit(code)
 
 
 def _tell_doubts(config: Config) -> None:

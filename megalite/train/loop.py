@@ -1,7 +1,7 @@
 """The training loop: the order of what happens in a run."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -14,7 +14,6 @@ from megalite.data.loader import Loader
 from megalite.data.samples import Samples
 from megalite.exit_codes import ExitCode
 from megalite.plan.batches import GlobalBatch, global_batches
-from megalite.terminal import scaled
 from megalite.train.build import Job
 from megalite.train.cadence import Cadence, due
 from megalite.train.guard import Guard, Judged
@@ -23,6 +22,7 @@ from megalite.train.pace import Pace
 from megalite.train.report import Record, Report
 from megalite.train.step import CutShort, evaluate, train_step
 from megalite.train.stragglers import Straggler, Stragglers
+from megalite_launch.words import scaled
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _train(
 
         logs, evaluates = (due(step, section.interval, last) for section in (config.log, config.eval))
         local = config.checkpoint.local
-        saves, saves_locally = cadence.due(step), local is not None and due(step, local.interval, last)
+        saves, saves_locally = cadence.due(step), local is not None and saver.local and due(step, local.interval, last)
         for judged in guard.judge(at_once=logs or evaluates or saves or saves_locally):
             _tell_trouble(report, judged, meter.jumps(judged))
             meter.add(judged)
@@ -125,8 +125,7 @@ def _train(
         if saves or saves_locally:
             with meter.paused():
                 job.activity("saving")
-                measured = cadence.saving(step, saver) if saves else nullcontext()
-                with _telling_saves(report, saver, step), measured:
+                with _telling_saves(report, saver, step), cadence.saving(step, saver, shared=saves):
                     saver.save(guard.progress, shared=saves)
         if guard.stopped_by:
             break

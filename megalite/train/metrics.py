@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from megalite.optim.interface import rate_of
 from megalite.parallel.gradients import parameter_norm
 from megalite.plan.size import flops_per_token
 from megalite.train.build import Job
@@ -134,7 +135,7 @@ class Meter:
             "loss": self.loss / self.trained if self.trained else nan,
             "grad_norm": self.norm,
             "parameter_norm": parameter_norm(job.stages, job.plan.placement, job.mesh, tied).item(),
-            "learning_rate": job.optimizer.param_groups[0]["lr"],
+            "learning_rate": rate_of(job.optimizer),
             "step_seconds": seconds / max(self.steps, 1),
             "data_wait_seconds": self.waited / max(self.steps, 1),
             "tokens_per_second": speed.tokens_per_second,

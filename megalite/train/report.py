@@ -13,13 +13,13 @@ from rich.text import Text
 
 from megalite.config.schema import Config
 from megalite.output import PATIENCE, Outlet, append
-from megalite.terminal import scaled
 from megalite.train.board import Board
 from megalite.train.records import line_of, mend
 from megalite.train.stragglers import Straggler
 from megalite.train.wandb_run import WandbRun
 from megalite_launch.events import append_event
 from megalite_launch.layout import RunFolder
+from megalite_launch.words import scaled
 
 TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
 WARNINGS = (*TROUBLE, "save_failed", "save_problem", "save_local_failed", "local_off", "straggler")  # events

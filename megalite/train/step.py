@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data.loader import Micros
+from megalite.optim.interface import set_rate
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
 from megalite.parallel.gradients import counted_norms, finish
@@ -51,8 +52,8 @@ def _update(job: Job, loss: Tensor, step: int, asked: Collection[int]) -> Signs:
     limit = job.config.optim.clip_norm
     job.optimizer.clip = clip_coefficient(signs.norm, limit) if limit > 0 else None
     job.optimizer.found_inf = signs.bad  # skips the update where it is 1
-    for group in job.optimizer.param_groups:
-        group["lr"] = learning_rate(job.config.schedule, job.config.optim.lr, job.config.train.steps, step)
+    config = job.config
+    set_rate(job.optimizer, learning_rate(config.schedule, config.optim.lr, config.train.steps, step))
     job.optimizer.step()
     job.optimizer.zero_grad()
     return signs

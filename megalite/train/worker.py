@@ -135,8 +135,7 @@ def _train(
         for problem in saver.export_missing(progress.step):
             if rank_info.rank == 0:
                 warn(problem)
-        # The compiler could not trace timed collectives.
-        compares = mesh.layout.world_size > 1 and not config.train.compile
+        compares = mesh.layout.world_size > 1
         stragglers = Stragglers(mesh, job.clock, nodes) if compares else None
         timing = job.clock.running() if compares else nullcontext()
         if rank_info.rank != 0:

@@ -96,6 +96,14 @@ def test_a_range_tells_the_cheapest_that_keeps_the_limits(plan: Run) -> None:
     assert "No number of GPUs here keeps the limits" in plan(*arguments, "--budget", "1")
 
 
+def test_a_range_tells_which_of_its_layouts_is_written(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    output = plan(*SMALL, "--gpus", "2-4", "--tokens", "100B", "--days", "1e5", "--write", str(path))
+    (gpus,) = re.findall(r"([\d,]+) GPUs are the cheapest", output)
+    assert f"{path}: the layout for {gpus} GPUs" in output
+    assert f"planned for {gpus} ×" in path.read_text()
+
+
 def test_configurations_are_compared_with_the_first(plan: Run, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     narrower = Path(MODEL).read_text().replace("layers: 16", "layers: 8")
@@ -167,6 +175,14 @@ BAD = [
     ),
     ([*SMALL, "parallel.pipeline.split=[8, 8]", "--gpus", "8"], "parallel.pipeline.split = [8, 8]"),
     ([MODEL, "batch.global=7", "--gpus", "64", "parallel.pp=1", "parallel.tp=1"], "no layout is possible"),
+    ([*SMALL, "--gpus", "8", "model.heads=0"], "model.heads = 0: must be at least 1"),
+    ([*SMALL, "--gpus", "8", "model.kv_heads=5"], "model.kv_heads"),
+    ([*SMALL, "--gpus", "8", "parallel.tp=0"], "parallel.tp = 0: must be at least 1"),
+    ([MODEL, "--gpus", "8", "batch.global=-8"], "batch.global = -8: must be at least 1"),
+    ([MODEL, "--gpus", "8", "batch.global=99999999999999999999"], "batch.global = 99999999999999999999: must be"),
+    ([*SMALL, "--gpus", "8", "train.steps=0"], "train.steps = 0: must be at least 1"),
+    ([*SMALL, "--gpus", "8", "optim.betas=[2, 3]"], "optim.betas"),
+    ([*SMALL, "--gpus", "2-4", "--tokens", "1B", "--budget", "0.1", "--write", "best.yaml"], "Nothing is saved"),
     ([MODEL, "parallel={tp: 2}", "--gpus", "8"], "keys of their own"),
     ([MODEL, "batch.micro=auto", "--as-is", "--gpus", "8"], "needs a number"),
     ([MODEL, "--compare", "--gpus", "8"], "at least two"),

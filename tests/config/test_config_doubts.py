@@ -33,6 +33,17 @@ SAVING = "checkpoint.interval=10"
     ("idle", "line", "remedy"),
     [
         (
+            ["model.base.width=64"],
+            "model.base.width = 64: has no effect with model.parametrization = standard; set model.parametrization=mup",
+            "model.parametrization=mup",
+        ),
+        (
+            ["model.parametrization=mup", "model.base={width: 64, layers: 2}"],
+            "model.base.layers = 2: has no effect with model.parametrization = mup; "
+            "set model.parametrization=completep",
+            "model.parametrization=completep",
+        ),
+        (
             ["eval.interval=5"],
             "eval.interval = 5: has no effect with eval.steps = 0; set eval.steps, the batches to evaluate on",
             "eval.steps=1",
@@ -135,6 +146,6 @@ def test_what_has_no_effect_is_told_until_it_has_one(idle: list[str], line: str,
 def test_what_nobody_asked_for_is_not_told() -> None:
     assert list(doubts(Config())) == []
     for file in (ROOT / "configs").rglob("*.yaml"):
-        if file.parent.name == "cluster":  # no configuration
+        if file.parent.name in ("cluster", "experiment"):  # no configurations of a run
             continue
         assert list(doubts(load([str(file)]))) == [], file

@@ -9,10 +9,13 @@ from megalite.config.schema import Config
 from megalite.config.validate import validate
 
 ROOT = Path(__file__).parents[2]
-CLUSTERS = ROOT / "configs" / "cluster"  # which are no configurations; tests/planner reads them
-FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml") if path.parent != CLUSTERS)
+OTHERS = {"cluster", "experiment"}  # which are no configurations; tests/planner and tests/experiment read them
+FILES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in OTHERS
+)
 OPTIONAL = {  # sections that are none by default
     "model.rope_scaling",
+    "model.base",
     "batch.rampup",
     "batch.curriculum",
     "kernels",

@@ -72,6 +72,25 @@ def test_the_defaults_are_valid() -> None:
             "= 4.0; Llama 3.1 uses 1 and 4",
         ),
         (
+            ["model.parametrization=mup"],
+            "model.base.width = null: is needed for model.parametrization = mup, which scales with the width over that "
+            "of a base; give the width at which optim.lr was chosen",
+        ),
+        (
+            ["model.parametrization=completep", "model.base.width=64"],
+            "model.base.layers = null: is needed for model.parametrization = completep, which scales with the depth "
+            "over that of a base; give the layers of the model at which optim.lr was chosen",
+        ),
+        (
+            ["model.parametrization=mup", "model.base.width=0"],
+            "model.base.width = 0: must be at least 1",
+        ),
+        (
+            ["model.parametrization=completep", "model.base={width: 64, layers: 1}", "optim.eps=1e-30"],
+            "optim.eps = 1e-30: must be at least 1e-30 when divided by 8, as model.parametrization = completep does; "
+            "use a larger one, or a larger base",
+        ),
+        (
             ["model.qk_norm_width=all"],
             'model.qk_norm_width = "all": has no meaning without model.qk_norm; set model.qk_norm=true, or use head',
         ),
@@ -460,3 +479,10 @@ def test_an_automatic_interval_needs_no_multiples() -> None:
         check(load([], ["checkpoint.interval=2", *keys]))
     with pytest.raises(InputError, match=r"checkpoint\.interval"):
         load([], ["checkpoint.interval=often"])
+
+
+@pytest.mark.parametrize("step", [0, -1, 101])
+def test_a_listed_checkpoint_is_of_a_step_of_the_run(step: int) -> None:
+    assert check(load([], ["checkpoint.at=[1,100]"])).checkpoint.at == [1, 100]
+    with pytest.raises(InputError, match=rf"checkpoint\.at\[1\] = {step}: must be a step of the run: from 1 to"):
+        check(load([], [f"checkpoint.at=[5,{step}]"]))

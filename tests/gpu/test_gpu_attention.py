@@ -59,7 +59,14 @@ def test_blocks_give_what_whole_attention_does(method: Method, cp: int, document
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "kind", [AttentionKind(1), AttentionKind(50), AttentionKind(70, 2.0), AttentionKind(None, 2.0)]
+    "kind",
+    [
+        AttentionKind(1),
+        AttentionKind(50),
+        AttentionKind(70, 2.0),
+        AttentionKind(None, 2.0, 0.3),
+        AttentionKind(50, None, 0.3),
+    ],
 )
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_windows_and_capped_scores_are_those_of_the_formula(cp: int, kind: AttentionKind, dtype: torch.dtype) -> None:
@@ -69,7 +76,9 @@ def test_windows_and_capped_scores_are_those_of_the_formula(cp: int, kind: Atten
 
 
 @pytest.mark.parametrize("documents", [None, CUT], ids=["whole", "documents"])
-@pytest.mark.parametrize("kind", [AttentionKind(50), AttentionKind(70, 2.0), AttentionKind(None, 2.0)])
+@pytest.mark.parametrize(
+    "kind", [AttentionKind(50), AttentionKind(70, 2.0, 0.3), AttentionKind(None, 2.0), AttentionKind(scale=0.3)]
+)
 def test_whole_sequences_have_kernels_of_their_own(kind: AttentionKind, documents: list[Documents] | None) -> None:
     """FlashAttention's windows, and for capped scores what FlexAttention generates, in a compiled function too."""
     *leaves, grad = random(CUDA, torch.bfloat16)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import inference_cases
 import pytest
 import torch
-from oracle import MODELS, copy_weights, oracle_of
+from oracle import MODELS, SCALED, copy_weights, oracle_of
 from ranks import Ranks
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.inference.score import score
 
+ALL = {**MODELS, **SCALED}
 LAYOUTS = [Layout(dp_shard=8), Layout(dp_shard=2, pp=2, tp=2), Layout(pp=4, tp=2), Layout(dp_shard=2, tp=4)]
 
 
@@ -30,11 +31,11 @@ def expected(engine: Engine, stem: Stem) -> list[tuple[float, bool]]:
     return found
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", ALL)
 @torch.inference_mode()
 def test_what_begins_alike_is_scored_as_if_alone(case: str, alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """With windows too that begin inside of the shared part; in several passes, and a few logits at a time."""
-    family, model = MODELS[case]
+    family, model = ALL[case]
     model = replace(model, sequence_length=40)
     engine = Engine(model, alone, torch.float64)
     copy_weights(engine.decoder, oracle_of(family, model))

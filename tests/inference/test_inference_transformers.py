@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from inference_cases import prompts
-from oracle import MODELS, copy_weights, oracle_of
+from oracle import MODELS, SCALED, copy_weights, oracle_of
 
 from megalite.dist.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.generate import Request, generate
 
+ALL = {**MODELS, **SCALED}
 UNCAPPED = [case for case in MODELS if "capped" not in case]  # transformers caps no scores of these families
 LENGTH, NEW = 48, 24
 
@@ -35,11 +36,11 @@ def test_greedy_texts_are_those_of_transformers(case: str, alone: Mesh) -> None:
         assert found[request.index] == expected.tolist()
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", ALL)
 @torch.inference_mode()
 def test_cached_keys_and_values_change_no_logits(case: str, alone: Mesh) -> None:
     """In float64, against the decoder of training over whole sequences."""
-    family, model = MODELS[case]
+    family, model = ALL[case]
     engine = Engine(model, alone, torch.float64)
     copy_weights(engine.decoder, oracle_of(family, model))
     whole = prompts(model, (24, 12, 19))

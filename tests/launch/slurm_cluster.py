@@ -57,10 +57,13 @@ def missing() -> str:
 
 
 class Cluster:
-    """Two nodes of 16 pretended cores each; a context manager that leaves no process behind."""
+    """Two nodes of 16 pretended cores each; a context manager that leaves no process behind.
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self.folder = folder
+    more: further lines of slurm.conf.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], more: str = "") -> None:
+        self.folder, self._more = folder, more
         path = f"{environment['PATH']}:{SYSTEM}"
         self.environment = {**environment, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}  # by name; slurmd's by node
@@ -147,7 +150,7 @@ class Cluster:
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
         text = CONFIGURATION.format(host=socket.gethostname().partition(".")[0], folder=self.folder, ports=_ports(3))
-        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "slurm.conf").write_text(f"{text}{self._more}\n")
         munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         files = [f"--{option}={self.folder}/munge.{end}" for option, end in munge.items()]
         self._daemon("munged", "munged", "--foreground", "--force", *files)  # force: the folder lies in a temporary one

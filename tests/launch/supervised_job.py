@@ -66,7 +66,7 @@ class Case:
         program = (b"stand_in.py", b"/megalite\0train")
         for process in self.cluster.processes(SLURM_JOB_ID=self.job, SLURM_PROCID=str(rank)):
             command = Path(f"/proc/{process}/cmdline").read_bytes()
-            if any(name in command for name in program) and b"supervisor" not in command and b"srun" not in command:
+            if any(name in command for name in program) and b"\0supervise\0" not in command and b"srun" not in command:
                 return process
         raise LookupError(f"rank {rank} of {self.run.name} is not there")
 
@@ -109,7 +109,7 @@ def submit(
     run = run or cluster.folder / name
     command = command or (sys.executable, stand_in.__file__, str(run))
     how = ("--run", str(run), "--ranks-per-node", "2", "--master", NODES[0], *QUICK, *supervisor)
-    words = ("exec", sys.executable, "-m", "megalite_launch.supervisor", *how, "--", *command, *arguments)
+    words = ("exec", sys.executable, "-m", "megalite_launch", "supervise", *how, "--", *command, *arguments)
     script = cluster.folder / f"{name}.sh"
     script.write_text(f"#!/usr/bin/env -S env {HELD} bash\nPATH={shlex.quote(path)}$PATH\n{shlex.join(words)}\n")
     size = ("--nodes=2", "--ntasks-per-node=2", "--no-kill", "--requeue", "--open-mode=append")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from made_up_run import MadeUp, made_up
 
-from megalite_launch.goodput import command
+from megalite_launch import commands
 from megalite_launch.goodput.formulas import Costs, between_failures, daly, failure_rate
 
 GOAL = [
@@ -25,14 +25,14 @@ GOAL = [
 
 
 def test_sizes_of_jobs_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([*GOAL, "--gpus", "256,16384", "--json"]) == 0
+    assert commands.run("goodput", [*GOAL, "--gpus", "256,16384", "--json"]) == 0
     few, many = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert few["gpus"] == 256
     assert few["goodput"] == pytest.approx(0.997, abs=0.001)
     assert many["goodput"] == pytest.approx(0.960, abs=0.002)
     assert many["goodput"] == pytest.approx(many["exact"], abs=2 * many["error"])
     assert many["interval"] == many["daly"] == pytest.approx(209.7, abs=0.1)
-    assert command.main([*GOAL, "--gpus", "16384", "--interval", "1800"]) == 0
+    assert commands.run("goodput", [*GOAL, "--gpus", "16384", "--interval", "1800"]) == 0
     text = capsys.readouterr().out
     assert "30 min" in text
     assert "30 runs of 54 days" in text
@@ -40,7 +40,7 @@ def test_sizes_of_jobs_are_simulated(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_seeds_and_rates_are_used(capsys: pytest.CaptureFixture[str]) -> None:
     def goodput(*more: str) -> float:
-        assert command.main([*GOAL, "--gpus", "1024", "--json", *more]) == 0
+        assert commands.run("goodput", [*GOAL, "--gpus", "1024", "--json", *more]) == 0
         found: float = json.loads(capsys.readouterr().out)["goodput"]
         return found
 
@@ -64,13 +64,13 @@ def test_seeds_and_rates_are_used(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([*GOAL, *arguments]) == 2
+    assert commands.run("goodput", [*GOAL, *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_a_run_is_accounted_for_and_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_up(tmp_path / "run")
-    assert command.main([str(tmp_path / "run"), "--json"]) == 0
+    assert commands.run("goodput", [str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(found["accounts"].values()) == pytest.approx(found["wall"])
     advised = found["advice"]
@@ -79,16 +79,16 @@ def test_a_run_is_accounted_for_and_advised(tmp_path: Path, capsys: pytest.Captu
     assert advised["steps"] == round(daly(Costs(between_failures(16, rate.hours), 1.5, 20.0)) / step)
     fewest, most = advised["steps_between"]
     assert fewest < advised["steps"] < most
-    assert command.main([str(tmp_path / "run")]) == 0
+    assert commands.run("goodput", [str(tmp_path / "run")]) == 0
     assert f"advice: checkpoint.interval={advised['steps']}, " in capsys.readouterr().out
 
 
 def test_without_a_save_nothing_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = MadeUp(tmp_path / "run")
     run.job(0, 5)
-    assert command.main([str(tmp_path / "run")]) == 0
+    assert commands.run("goodput", [str(tmp_path / "run")]) == 0
     assert "no interval can be advised: a step has not been measured yet" in capsys.readouterr().out
     run.attempt("1.0.0", 20)
-    assert command.main([str(tmp_path / "run")]) == 0
+    assert commands.run("goodput", [str(tmp_path / "run")]) == 0
     assert "no interval can be advised: a checkpoint has not been measured yet" in capsys.readouterr().out
-    assert command.main([str(tmp_path / "no")]) == 2
+    assert commands.run("goodput", [str(tmp_path / "no")]) == 2

@@ -119,6 +119,15 @@ def test_a_node_that_fails_first_twice_is_remembered_for_a_day() -> None:
     assert struck_nodes([*harmless, *harmless, attempt(first={"node": ["n2"]}), attempt(first="n2")], EVER, 1) == {}
 
 
+def test_a_failure_dated_far_ahead_speaks_against_nobody() -> None:
+    """Else its node would be left out until that day."""
+    ahead = {"event": "straggler", "time": EVER + 2 * MEMORY, "node": "n3"}
+    events = [attempt(time=EVER + 2 * MEMORY)] * 3
+    assert struck_nodes(events, EVER, strikes=2) == {}
+    assert slow_nodes([ahead], EVER) == set()
+    assert struck_nodes([attempt(time=EVER + 60)] * 2, EVER, strikes=2) == {"n2": 2}
+
+
 def test_slow_nodes_are_those_that_ranks_have_named() -> None:
     found = [{"event": "straggler", "time": EVER, "node": "n1"}, {"event": "straggler", "time": 0, "node": "n2"}]
     assert slow_nodes([*found, {"event": "straggler", "time": EVER, "node": 3}], EVER) == {"n1"}

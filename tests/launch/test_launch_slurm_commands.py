@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite_launch import guard as guards
+from megalite_launch.errors import UserError
 from megalite_launch.events import read_events
 from megalite_launch.guard import Guard, Heart, guard
 from megalite_launch.layout import RunFolder
@@ -50,7 +51,7 @@ def test_a_job_that_slurm_has_forgotten_is_gone() -> None:
 
 @pytest.mark.parametrize("number", ["", "7;reboot", "-1", "7 8", "$(x)"])
 def test_only_numbers_are_jobs(number: str) -> None:
-    with pytest.raises(ValueError, match="SLURM_JOB_ID"):
+    with pytest.raises(UserError, match="SLURM_JOB_ID"):
         Slurm(number)
 
 

@@ -2,10 +2,12 @@
 
 import errno
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_slurm import RUNNING, Ranks, World
@@ -347,3 +349,49 @@ def test_on_one_machine_nothing_is_requeued_and_every_signal_is_handed_on_once(w
     assert world.slurm.ranks[0].asked == [signal.SIGINT, signal.SIGINT]
     assert world.told()[-1] == "end"
     assert "the same command goes on" in world.last("end")["reason"]
+
+
+@pytest.mark.parametrize("put", [None, "metrics.jsonl"], ids=["removed", "replaced"])
+def test_a_run_folder_that_vanishes_ends_it(world: World, put: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    def vanish(ranks: Ranks) -> int | None:
+        if ranks.looks == 20:
+            shutil.rmtree(world.folder.path)
+            if put:
+                world.folder.path.mkdir()
+                (world.folder.path / put).touch()
+        return None
+
+    assert world.supervisor(vanish).run() == 4
+    assert len(world.slurm.ran) == 1
+    assert world.slurm.ranks[0].killed
+    assert "requeue" not in world.slurm.did
+    told = capsys.readouterr().err
+    assert f"the run folder {'was replaced' if put else 'was removed'}" in told.splitlines()[-1]
+    left = [path.name for path in world.folder.path.iterdir()] if put else world.folder.path.exists()
+    assert left == ([put] if put else False)
+
+
+def test_a_run_folder_that_is_out_of_sight_for_a_moment(world: World) -> None:
+    aside = world.folder.path.with_name("aside")
+
+    def blink(ranks: Ranks) -> int | None:
+        if ranks.looks == 5:
+            world.folder.path.rename(aside)
+        return ranks.finish() if ranks.looks > 30 else None
+
+    pause = world.clock.pause
+
+    def pausing(seconds: float) -> None:
+        pause(seconds)
+        if aside.exists() and world.clock.time > 0.65:  # of the looks that it takes to believe it, two have been taken
+            aside.rename(world.folder.path)
+
+    world.clock.pause = pausing  # type: ignore[method-assign]
+    assert world.supervisor(blink).run() == 0
+    assert len(world.slurm.ran) == 1
+
+
+def test_a_full_disk_is_told_where_ranks_could_not(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert world.supervisor(lambda ranks: 4).run() == 4
+    assert f"{world.folder.path}: No space left on device" in world.last("end")["reason"]

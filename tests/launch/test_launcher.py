@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite_launch import launcher, supervisor
+from megalite_launch.batch import limit_seconds
 from megalite_launch.commands import run
 from megalite_launch.events import read_events
 from megalite_launch.yaml_text import yaml_text
 
 SLURM = ("slurm", "a config.yaml", "--nodes", "32")
+KUBECTL = '[ "$1" = get ] || cp "$3" applied'
 PODS = ("kubernetes", "a config.yaml", "--nodes", "2", "--image", "registry.example/megalite:1")
 MEGALITE = """#!/bin/sh
 echo "$@" >>asked
@@ -144,11 +146,12 @@ def test_a_second_job_for_a_run_is_refused_while_the_first_is_there(
         ((*SLURM, "--thresholds", "none.yaml"), {}, "none.yaml"),
         (("slurm", "a config.yaml"), {}, "--nodes"),
         (("slurm", "--nodes", "0", "a config.yaml"), {}, "whole number from 1"),
+        (("slurm", "--nodes", "1", "--time", "5", "a config.yaml"), {}, "--time 5: is 300 s, and the ranks are asked"),
         (("cloud",), {}, "invalid choice: 'cloud'"),
         ((*PODS, "--name", "A_b"), {}, "--name A_b: must be a name for Kubernetes"),
         ((*PODS, "--claim", "data"), {}, "--claim data: must be CLAIM:PATH"),
         ((*PODS, "--memory", "much"), {}, "--memory much: must be a quantity"),
-        (PODS, {"kubectl": "exit 1"}, "kubectl apply"),
+        (PODS, {"kubectl": "[ $1 = get ]"}, "kubectl apply"),
     ],
 )
 def test_bad_input(
@@ -158,9 +161,16 @@ def test_bad_input(
     assert told in capsys.readouterr().err
 
 
+def test_a_per_cent_sign_in_the_name_of_a_run_is_no_pattern(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*SLURM, "--dry-run", megalite=MEGALITE.replace("the run", "50%%j")) == 0  # as printf has it
+    assert f'--output="{tmp_path}/runs/50%%j/logs/slurm-%j.log"\n' in capsys.readouterr().out
+
+
 def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) -> None:
     options = ("--claim", "shared:/shared", "--memory", "1500Gi", "--gpus-per-node", "8", "run.name=$(HOME)")
-    assert start(*PODS, *options, kubectl='cp "$3" applied') == 0
+    assert start(*PODS, *options, kubectl=KUBECTL) == 0
     service, job = yaml.safe_load_all((tmp_path / "applied").read_text())
     assert (service["kind"], service["spec"]["clusterIP"], job["metadata"]["name"]) == ("Service", "None", "the-run")
     spec = job["spec"]
@@ -170,18 +180,36 @@ def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) 
         for rule in spec["podFailurePolicy"]["rules"]
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
-    assert rules == {2: "FailJob", 4: "FailJob", 130: "FailJob", 3: "Ignore"}
+    assert rules == {2: "FailJob", 4: "FailJob", 70: "FailJob", 130: "FailJob", 3: "Ignore"}
+    assert spec["podFailurePolicy"]["rules"][0] == {  # as the API's schema has it
+        "action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }  # fmt: skip
+    assert spec["backoffLimit"] == 2 * 100  # it counts pods, all of which fail together
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # else there is no failure policy
     (container,) = pod["containers"]
     assert container["command"][0] == "megalite-node"
     assert container["workingDir"] == str(tmp_path)
     assert container["command"][-3:] == ["train", "a config.yaml", "run.name=$$(HOME)"]
+    named = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+    assert named["MEGALITE_NODE"] == "spec.nodeName"
+    assert named["MEGALITE_JOB"] == "metadata.labels['batch.kubernetes.io/controller-uid']"
+    words = container["command"]
+    assert words[words.index("--run") + 1] == str(tmp_path / "runs/the run")
+    assert words[words.index("--job") + 1] == "$(MEGALITE_JOB)"
     master = container["command"][container["command"].index("--master") + 1]
     assert master == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert {"name": "claim-0", "mountPath": "/shared"} in container["volumeMounts"]
+
+
+def test_a_job_of_the_same_name_is_refused(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(*PODS, "--namespace", "ours", kubectl="echo job.batch/the-run") == 2
+    assert "removed with: kubectl delete job the-run --namespace ours" in capsys.readouterr().err
+    assert start(*PODS, kubectl="exit 3") == 2
+    assert "kubectl get job the-run: ended with 3" in capsys.readouterr().err
+    assert not (tmp_path / "runs/the run/launch").exists()
 
 
 def test_without_kubectl_the_manifest_is_there_to_be_applied(
@@ -211,3 +239,14 @@ def test_every_way_has_help(start: Start, capsys: pytest.CaptureFixture[str]) ->
         assert start(way, "--help") == 0
     assert start("--help") == 0
     assert capsys.readouterr().out.count("usage: megalite-launch") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800), ("30:10", 1810), ("2:00:00", 7200), ("1-0", 86_400), ("2-12", 216_000), ("1-2:30", 95_400),
+        ("1-02:30:05", 95_405), ("0", None), ("UNLIMITED", None), ("", None), ("1:2:3:4", None), ("-5", None),
+    ],
+)  # fmt: skip
+def test_limits_of_time_are_read_as_sbatch_does(text: str, seconds: int | None) -> None:
+    assert limit_seconds(text) == seconds

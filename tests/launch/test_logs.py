@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_run import MadeUp, made_up
 
+from megalite_launch import commands
 from megalite_launch.layout import Attempt
 from megalite_launch.watch import logs
 from megalite_launch.watch.logs import followed, log_of, tail_of
@@ -27,20 +28,22 @@ def run(tmp_path: Path) -> MadeUp:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert logs.main(list(arguments)) == 0
+    assert commands.run("logs", list(arguments)) == 0
     return capsys.readouterr().out
 
 
 def test_the_latest_failure_in_context(run: MadeUp, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, str(run.run.path))
     for words in (
-        "attempt 4711.0.1 began", "on n001, n002", ": hang; attempt 4711.0.1 ended",
+        "attempt 4711.0.1 began", "on n001, n002",
+        " after 1 s: hang, exit code 5; saved up to step 700\n",
         "first to fail: rank 9 on n002", "in step 711, exit code 5", "no answer to the roll call",
         "rank 9 on n002 is 1.23 times slower", "4711.0.1 rank 9 line 99", "others: 3 reported a failure",
         "ranks 0, 1, 2 on n001, code 5, +1.0 s: lost rank 9",
     ):  # fmt: skip
         assert words in text
     assert "line 84" not in text
+    assert text.count("hang") == text.count("first to fail") == 1  # what has ended it is told once
     assert len(text.splitlines()) < 40
 
 
@@ -56,6 +59,18 @@ def test_another_attempt_rank_and_more_lines(run: MadeUp, capsys: pytest.Capture
     assert "no rank has reported a failure" in going
 
 
+def test_a_failure_that_no_rank_could_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = MadeUp(tmp_path / "run")
+    run.job(0, 1)
+    run.attempt("1.0.0", 20)
+    first = {"rank": None, "node": "n002", "text": "Node failure on n002"}
+    run.event("attempt_ended", "supervisor", "…", attempt="1.0.0", cause="killed", code=5, first=first)
+    run.attempt("1.0.1", 20)
+    text = told(capsys, str(tmp_path / "run"))
+    assert text.startswith("attempt 1.0.0 began")
+    assert "no rank has reported a failure; n002: Node failure on n002\n" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -64,7 +79,7 @@ def test_another_attempt_rank_and_more_lines(run: MadeUp, capsys: pytest.Capture
     ],
 )
 def test_bad_input(run: MadeUp, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert logs.main([str(run.run.path), *arguments]) == 2
+    assert commands.run("logs", [str(run.run.path), *arguments]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from megalite_launch.commands import run
+from megalite_launch.events import read_events
+from megalite_launch.layout import Attempt, RunFolder
+from megalite_launch.outcome import read_outcome
 
 ROOT = Path(__file__).parents[2]
 SAYS = """
@@ -47,9 +50,18 @@ def test_every_rank_knows_its_place() -> None:
     assert sorted(out.splitlines()) == ["2 6 0 2 localhost", "3 6 1 2 localhost"]
 
 
+def _catches(process: int, number: int) -> bool:
+    """Whether a process has a handler of a signal (Linux)."""
+    told = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines() if ":" in line)
+    return bool(int(told["SigCgt"], 16) >> (number - 1) & 1)
+
+
 def test_a_signal_waits_until_a_rank_can_hear_it() -> None:
     process = start(sys.executable, "-c", LISTENS, ranks=2)
-    time.sleep(0.2)  # before Python is up
+    deadline = time.monotonic() + 30
+    while not _catches(process.pid, signal.SIGUSR2):  # the ranks are not up by then
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     process.send_signal(signal.SIGUSR2)
     process.communicate(timeout=60)
     assert process.returncode == 3
@@ -95,7 +107,10 @@ def test_a_rank_that_lost_contact_is_not_the_cause(codes: tuple[int, ...], expec
         (["--nodes", "2", "--node-rank", "2", "--ranks", "1", "--master", "a"], "below --nodes 2"),
         (["--nodes", "0", "--node-rank", "0", "--ranks", "1", "--master", "a"], "whole number from 1"),
         (["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a b"], "name or address"),
-        (["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a", "--port", "0"], "must be a port"),
+        (
+            ["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a", "--port", "0"],
+            "from 1 to 65535",
+        ),
         (["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a"], "no-such-program: cannot be started"),
     ],
 )
@@ -115,9 +130,18 @@ def test_two_machines_train_as_one_does(work: SimpleNamespace, expected: list[fl
     machines = []
     for node in range(2):
         options = ["--nodes", "2", "--node-rank", str(node), "--ranks", "2", "--master", "localhost", "--port", port]
+        options += ["--run", "runs/machines", "--job", "uid"]
         words = [sys.executable, str(ROOT / "launch"), "node", *options, "--", *command]
-        environment = {**os.environ, **work.environment}
+        environment = {**os.environ, **work.environment, "MEGALITE_NODE": f"m{node}"}
         machines.append(subprocess.Popen(words, cwd=work.folder, env=environment, stderr=subprocess.PIPE, text=True))
     told = [machine.communicate(timeout=120)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], told
     assert work.losses("machines") == expected
+    run = RunFolder(work.folder / "runs/machines")
+    assert [event["event"] for event in read_events(run.events)] == ["begin", "attempt", "attempt_ended", "end"]
+    attempt = Attempt("uid", 0, 0)
+    outcome = read_outcome(run.attempt(attempt))
+    assert outcome is not None
+    assert outcome.code == 0
+    # Ranks of machine 1 have learned from rank 0 which attempt this is.
+    assert {path.name for path in run.logs(attempt).iterdir()} == {"m0-0.log", "m0-1.log", "m1-2.log", "m1-3.log"}

@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_run import MadeUp, made_up
 
+from megalite_launch import commands
 from megalite_launch.events import append_event
+from megalite_launch.lines import LONGEST, Tail
 from megalite_launch.watch import status
-from megalite_launch.watch.lines import LONGEST, Tail
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import Summary, summary
 from megalite_launch.watch.text import status_text
-from megalite_launch.watch.words import lasting, printable, scaled
 
 OLD = Path("/root/.pyenv/versions/3.9.18/bin/python")
 PROGRAM = [sys.executable, "-c", "import sys; from megalite_launch.commands import status; sys.exit(status())"]
@@ -57,7 +58,7 @@ def test_a_run_that_has_failed_and_goes_on(tmp_path: Path) -> None:
     assert (found["failures"], found["rank_hours"]) == (2, pytest.approx(16 * 2800 / 3600, rel=0.02))
     text = status_text(found)
     for words in ("1,200 of 2,000, 40 done again", "crash: rank 9 on n002: CUDA error", "first to fail 2 ×, slow 1 ×",
-                  "requeued: only 1 healthy node", "step 1,200, 1 s ago, 8 GB", "attempts: 3"):  # fmt: skip
+                  "requeued: only 1 healthy node", "step 1,200, 1 s ago, 8.00 GB", "attempts: 3"):  # fmt: skip
         assert words in text
 
 
@@ -100,6 +101,18 @@ def test_what_is_read_bit_by_bit_is_what_is_read_at_once(tmp_path: Path) -> None
     expected = seen(tmp_path / "whole", whole.now)
     for key in ("accounts", "step", "lost_steps", "nodes", "attempts", "state"):
         assert summary(run)[key] == expected[key], key
+
+
+def test_saves_to_the_nodes_alone_stop_training_too(tmp_path: Path) -> None:
+    run = MadeUp(tmp_path / "run", save_every=1000)
+    run.job(0, 60)
+    run.attempt("1.0.0", 20)
+    before = seen(tmp_path / "run", run.now)
+    run.now += 3
+    run.metric(20, event="saving_local", checkpoint=20, blocked=3.0)
+    found = seen(tmp_path / "run", run.now)
+    assert found["accounts"] == pytest.approx({**before["accounts"], "saving": 3.0})
+    assert (found["state"], found["checkpoint"]) == ("running", before["checkpoint"])  # it is no shared one
 
 
 @pytest.mark.parametrize(
@@ -195,6 +208,31 @@ def test_whatever_is_in_the_files_is_told(
     assert all(character == "\n" or character.isprintable() for character in status_text(found))
 
 
+@pytest.mark.parametrize("ahead", [30.0, 3e7], ids=["half a minute", "a year"])
+def test_an_event_of_the_future_moves_next_to_nothing(tmp_path: Path, ahead: float) -> None:
+    run, same = (made_up(tmp_path / name) for name in ("run", "same"))
+    now = run.now + 1
+    lines = run.run.events.read_text().splitlines()
+    wrong = json.loads(lines[3])
+    lines[3] = json.dumps(wrong | {"time": now + ahead})
+    run.run.events.write_text("\n".join(lines) + "\n")
+    expected, found = seen(same.run.path, now), seen(run.run.path, now)
+    assert adds_up(found)
+    assert found["attempts"][-1]["cause"] == expected["attempts"][-1]["cause"]
+    if ahead > 60:
+        assert found["accounts"] == pytest.approx(expected["accounts"], abs=60)
+        assert seen(run.run.path, now + 1000)["accounts"] == pytest.approx(
+            seen(same.run.path, now + 1000)["accounts"], abs=60
+        )
+
+
+def test_a_first_line_of_the_future_is_passed_over(tmp_path: Path) -> None:
+    append_event(tmp_path / "run" / "events.jsonl", "begin", "supervisor", "begins", job="7")
+    line = json.loads((tmp_path / "run" / "events.jsonl").read_text())
+    assert seen(tmp_path / "run", line["time"] - 3600)["state"] == "unknown"
+    assert seen(tmp_path / "run", line["time"] - 30)["state"] == "starting"
+
+
 def test_lines_that_are_too_long_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"a\n" + b"x" * (3 * LONGEST) + b"\nb\nhalf")
@@ -249,12 +287,12 @@ def test_a_long_run_is_read_once(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_up(tmp_path / "run")
-    assert status.main([str(tmp_path / "run")]) == 0
+    assert commands.run("status", [str(tmp_path / "run")]) == 0
     assert "where time went" in capsys.readouterr().out
-    assert status.main([str(tmp_path / "run"), str(tmp_path / "run"), "--json"]) == 0
+    assert commands.run("status", [str(tmp_path / "run"), str(tmp_path / "run"), "--json"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [found["step"] for found in told] == [1200, 1200]
-    assert status.main([str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    assert commands.run("status", [str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
     capsys.readouterr()
     for arguments, words in [
@@ -264,7 +302,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([str(tmp_path / "run"), "--html", "/nowhere/page.html"], "--html /nowhere/page.html: No such file"),
         (["\x1b[2J"], r"\x1b[2J: is no folder"),
     ]:
-        assert status.main(arguments) == 2
+        assert commands.run("status", arguments) == 2
         assert words in capsys.readouterr().err
 
 
@@ -287,7 +325,7 @@ def test_following_on_a_pipe_adds_lines_until_the_end(
         run.event("end", "supervisor", "all steps are done", code=0, reason="all done")
 
     monkeypatch.setattr(status.time, "sleep", sleep)
-    assert status.main([str(tmp_path / "run"), "--follow"]) == 0
+    assert commands.run("status", [str(tmp_path / "run"), "--follow"]) == 0
     told = capsys.readouterr().out
     assert len(looks) == 1
     assert "\x1b" not in told
@@ -302,11 +340,9 @@ def test_following_on_a_terminal_draws_in_place(tmp_path: Path) -> None:
     with subprocess.Popen([*PROGRAM, str(tmp_path / "run"), "--follow"], stdout=theirs, stdin=theirs) as process:
         os.close(theirs)
         drawn = io.BytesIO()
-        try:
+        with suppress(OSError):  # Linux tells so that the other end was closed
             while chunk := os.read(ours, 4096):
                 drawn.write(chunk)
-        except OSError:  # the other end was closed
-            pass
         assert process.wait(30) == 0
     os.close(ours)
     assert drawn.getvalue().startswith(b"\x1b[H\x1b[J")
@@ -342,23 +378,3 @@ def test_python_3_9_runs_the_programs(tmp_path: Path) -> None:
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert words in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0123, "12.3 ms"), (2.5, "2.5 s"), (59.97, "1 min"), (200, "3 min 20 s"), (3599.7, "1 h"), (5400, "1 h 30 min"),
-     (86_399, "1 d"), (273_600, "3 d 4 h"), (40_000_000, "462 d 23 h")],
-)  # fmt: skip
-def test_times(seconds: float, text: str) -> None:
-    assert lasting(seconds) == text
-
-
-@given(st.floats(0, 1e9))
-def test_every_time_has_a_text(seconds: float) -> None:
-    assert lasting(seconds)
-
-
-def test_texts_are_made_printable() -> None:
-    assert printable("a\x1b]0;title\x07\u202eb\nc\td") == r"a\x1b]0;title\x07\u202eb\nc    d"
-    assert printable("x" * 50, 10) == "x" * 9 + "…"
-    assert (scaled(1_960_000, "B"), scaled(0.5, "B"), scaled(999.9, "B")) == ("1.96 MB", "0.5 B", "1 kB")

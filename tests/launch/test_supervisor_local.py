@@ -15,7 +15,9 @@ import stand_in
 
 from megalite_launch import launcher
 from megalite_launch.events import read_events
+from megalite_launch.layout import RunFolder
 from megalite_launch.local_backend import processes_of
+from megalite_launch.outcome import STOPPED, read_outcome
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -30,7 +32,7 @@ def start(tmp_path: Path, work: SimpleNamespace) -> Iterator[Start]:
     ) -> subprocess.Popen[str]:
         command = command or (sys.executable, stand_in.__file__, str(tmp_path / "run"))
         how = ("--backend", "local", "--run", str(tmp_path / "run"), "--reap-seconds", "0.5", *supervisor)
-        words = [sys.executable, "-m", "megalite_launch.supervisor", *how, "--", *command, *arguments]
+        words = [sys.executable, "-m", "megalite_launch", "supervise", *how, "--", *command, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(words, cwd=work.folder, env=work.environment, **pipes))
         return started[-1]
@@ -122,6 +124,9 @@ def test_ranks_of_a_killed_supervisor_save_and_end(start: Start, tmp_path: Path)
     until(lambda: (run / "metrics.jsonl").exists())
     process.kill()
     until(lambda: bool(list(run.glob("attempts/*/outcome.json"))))
+    outcome = read_outcome(next(run.glob("attempts/*")))
+    assert outcome is not None
+    assert (outcome.code, RunFolder(run).newest_step()) == (STOPPED, outcome.step)
 
 
 def test_a_second_supervisor_is_refused_while_the_first_is_there(start: Start, tmp_path: Path) -> None:
@@ -151,10 +156,11 @@ def test_training_itself_is_back_within_ten_seconds(start: Start, work: SimpleNa
     process = start(*config, supervisor=("--run", str(run)), command=("megalite", "train"))
     until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0)
     (attempt,) = (run / "attempts").glob("*")
-    steps = len(work.losses("restarted"))
     for rank in processes_of(attempt):
         os.kill(rank, signal.SIGKILL)
     killed = time.monotonic()
+    until(lambda: not processes_of(attempt))  # until then, they may report another step
+    steps = len(work.losses("restarted"))
     until(lambda: len(work.losses("restarted")) > steps)
     took = time.monotonic() - killed
     process.send_signal(signal.SIGINT)
@@ -178,7 +184,7 @@ def test_training_itself_is_back_within_ten_seconds(start: Start, work: SimpleNa
 def test_wrong_options_are_told(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     done = subprocess.run(
-        [sys.executable, "-m", "megalite_launch.supervisor", *arguments],
+        [sys.executable, "-m", "megalite_launch", "supervise", *arguments],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

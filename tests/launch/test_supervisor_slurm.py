@@ -4,6 +4,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +176,13 @@ def test_no_requeue_and_a_slurm_that_fails_for_a_while(submit: Submit, cluster: 
     rival = submit("rival", run=busy.run, sbatch=(f"--output={cluster.folder}/rival.log",))
     assert rival.ended() == ("FAILED", "2:0", "0")
     assert f"Slurm job {busy.job} is at work in this run folder" in (cluster.folder / "rival.log").read_text()
+    before = busy.events
+    how = ("--backend", "local", "--run", str(busy.run), "--", sys.executable, "-c", "")
+    local = subprocess.run(
+        [sys.executable, "-m", "megalite_launch", "supervise", *how], capture_output=True, timeout=60
+    )
+    assert (local.returncode, local.stderr.decode().count(f"Slurm job {busy.job} is at work")) == (2, 1)
+    assert [event["event"] for event in busy.events[len(before) :]] == ["refused"]
     cluster.run("scancel", busy.job)
     assert busy.ended()[::2] == ("CANCELLED", "1")
 

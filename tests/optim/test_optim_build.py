@@ -57,7 +57,9 @@ def test_settings_reach_the_optimizer(job: Job) -> None:
 def test_a_group_that_would_be_empty_is_left_out(job: Job) -> None:
     (stage,) = job.stages.values()
     layer = stage.layers["0"]
-    assert [len(build_optimizer(modules, Optim()).param_groups) for modules in ([layer.mlp], [layer.mlp_norm])] == [
+    assert [
+        len(build_optimizer(modules, MODEL, Optim()).param_groups) for modules in ([layer.mlp], [layer.mlp_norm])
+    ] == [
         1,
         1,
     ]

@@ -41,7 +41,7 @@ class Case:
 def cases() -> list[Case]:
     """Every method on 2, 4 and 8 ranks, with and without documents, from as many kv heads as query heads to one.
 
-    Then with windows around the length of a chunk, and with capped scores.
+    Then with windows around the length of a chunk, and with capped and scaled scores.
     """
     found = []
     for method, cp, documents in product(METHODS, (2, 4, 8), (False, True)):
@@ -51,7 +51,8 @@ def cases() -> list[Case]:
     for i, (method, cp, window) in enumerate(windows):
         kind = AttentionKind(window, 1.5 if i % 3 == 0 else None)
         found.append(Case(method, cp, 8, 2, i % 2 == 0, 6 * 2 * cp, kind))
-    found += [Case(method, 2, 8, 2, False, 6 * 2 * 2, AttentionKind(None, 1.5)) for method in METHODS]
+    for kind in (AttentionKind(None, 1.5), AttentionKind(scale=0.1), AttentionKind(5, None, 0.1)):
+        found += [Case(method, 2, 8, 2, False, 6 * 2 * 2, kind) for method in METHODS]
     return found
 
 

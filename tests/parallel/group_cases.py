@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from megalite.config.layout import Layout
-from megalite.config.schema import DataParallel, Optim
+from megalite.config.schema import DataParallel, Model, Optim
 from megalite.dist.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard
@@ -67,7 +67,7 @@ def trained(mode: str) -> Told:
         for module, whole in ((stage.shared, shared), (stage.expert, experts[expert])):
             mine = module.weight.to_local()
             mine.copy_(whole.chunk(REPLICAS)[mesh.coordinates["dp_shard"]])
-    optimizer = build_optimizer([stage], OPTIM)
+    optimizer = build_optimizer([stage], Model(), OPTIM)
     norms = []
     for step in range(STEPS):
         stage(sample(step, mesh.rank)).backward()

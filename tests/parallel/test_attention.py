@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def flash_forward(
     dropout: float,
     causal: bool,
     debug: bool,
+    scale: float | None = None,
     window_size_left: int = -1,
     window_size_right: int = -1,
 ) -> tuple[Tensor, ...]:
@@ -53,21 +55,23 @@ def flash_forward(
     assert window_size_right == (0 if causal and window_size_left >= 0 else -1)
     if offsets_q is None or offsets_k is None:
         assert (longest_q, longest_k) == (q.shape[1], k.shape[1])
-        return *plain_attention(q, k, v, causal, window_size_left), Tensor(), Tensor(), Tensor()
+        return *plain_attention(q, k, v, causal, window_size_left, scale), Tensor(), Tensor(), Tensor()
     assert offsets_q.dtype == offsets_k.dtype == torch.int32
     found = []
     lengths = offsets_q.diff().tolist(), offsets_k.diff().tolist()
     assert (longest_q, longest_k) == (max(lengths[0]), max(lengths[1]))
     for parts in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True):
-        found.append(plain_attention(*(part[None] for part in parts), causal, window_size_left))
+        found.append(plain_attention(*(part[None] for part in parts), causal, window_size_left, scale))
     out = torch.cat([out[0] for out, _ in found])
     return out, torch.cat([lse[0] for _, lse in found], dim=1), Tensor(), Tensor(), Tensor()
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int) -> tuple[Tensor, Tensor]:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """The last query is at the place of the last key; a query sees `left` keys before its place, −1 being all."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bnhe,bmhe->bhnm", q, k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("bnhe,bmhe->bhnm", q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     n, m = q.shape[1], k.shape[1]
     back = torch.arange(n)[:, None] + m - n - torch.arange(m)
     hidden = (back < 0 if causal else torch.zeros(n, m, dtype=torch.bool)) | (back > (m if left < 0 else left))
@@ -76,13 +80,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int) ->
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **window: int
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **options: Any
 ) -> Iterator:
     """Likewise `aten::_flash_attention_backward`; `out` and `lse` may be those of more keys than k has."""
     *ends, dropout, causal, _, _ = rest
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        block_out, block_lse, *_ = flash_forward(q, k, v, *ends, dropout, causal, False, **window)
+        block_out, block_lse, *_ = flash_forward(q, k, v, *ends, dropout, causal, False, **options)
         # Of the final softmax this block's keys have the share exp(block_lse − lse); the other keys' share is fixed.
         by_head = (block_lse - lse).transpose(-1, -2)[..., None].exp()
         total = (grad * block_out * by_head).sum() - ((grad * out).sum(-1, keepdim=True) * by_head).sum()
@@ -93,15 +97,18 @@ def flash_backward(
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's kernels, plain PyTorch, or the code that calls CUDA's kernels with stand-ins for those."""
     if request.param == "explicit":
-        plain = (partial(function, softcap=None) for function in (explicit.forward, explicit.backward))
-        kernels = Kernels(*plain, lambda block: [block])
-        monkeypatch.setattr(attention, "_kernels", lambda *_: kernels)
+        plain = [partial(function, softcap=None) for function in (explicit.forward, explicit.backward)]
+        monkeypatch.setattr(attention, "_kernels", lambda _, kind: scaled(*plain, lambda block: [block], kind))
     if request.param == "cuda":
-        kernels = Kernels(attention._forward_cuda, attention._backward_cuda, lambda block: [with_offsets(block)])
-        monkeypatch.setattr(attention, "_kernels", lambda *_: kernels)
+        of_cuda = attention._forward_cuda, attention._backward_cuda, lambda block: [with_offsets(block)]
+        monkeypatch.setattr(attention, "_kernels", lambda _, kind: scaled(*of_cuda, kind))
         stand_ins = {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
         monkeypatch.setattr(attention, "ops", SimpleNamespace(**stand_ins))
     return request.param
+
+
+def scaled(forward: Any, backward: Any, parts: Any, kind: AttentionKind) -> Kernels:
+    return Kernels(partial(forward, scale=kind.scale), partial(backward, scale=kind.scale), parts)
 
 
 def with_offsets(block: Block) -> Block:
@@ -128,13 +135,15 @@ def blocks() -> list[Block]:
     [("cuda", torch.float64), *((kernels, dtype) for kernels in ("cpu", "explicit") for dtype in TOLERANCES)],
     indirect=["kernels"],
 )
-def test_blocks_add_up_to_attention_with_a_mask(kernels: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_blocks_add_up_to_attention_with_a_mask(kernels: str, dtype: torch.dtype, scale: float | None) -> None:
     q, k, v = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = oracle(*leaves, DOCUMENTS)
+    kind = AttentionKind(scale=scale)
+    expected = oracle(*leaves, DOCUMENTS, kind)
     grad = heads(HEADS, 3)
     expected.backward(grad)
-    y, dq, dkv = in_blocks(*(x.to(dtype) for x in (q, k, v, grad)), blocks())
+    y, dq, dkv = in_blocks(*(x.to(dtype) for x in (q, k, v, grad)), blocks(), kind)
     assert dq.dtype == dkv.dtype == torch.promote_types(dtype, torch.float32)
     for found, leaf in zip((y, dq, *dkv.unbind(1)), (expected, *(leaf.grad for leaf in leaves)), strict=True):
         assert (found.double() - leaf).abs().max() < TOLERANCES[dtype]
@@ -152,7 +161,7 @@ def test_windows_are_those_of_the_mask(kernels: str, cp: int) -> None:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_capped_scores_are_those_of_the_formula(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explicit, "ROWS", 2)  # so that a block takes several steps
-    for kind in (AttentionKind(None, 0.7), AttentionKind(4, 0.7), AttentionKind(1, 50.0)):
+    for kind in (AttentionKind(None, 0.7), AttentionKind(4, 0.7), AttentionKind(1, 50.0), AttentionKind(4, 0.7, 0.9)):
         for documents in (DOCUMENTS, [(0, LENGTH)] * 2):
             assert from_oracle(cp, documents, kind) < 1e-13
 
@@ -168,14 +177,16 @@ def from_oracle(cp: int, documents: list[tuple[int, ...]], kind: AttentionKind) 
     return torch.stack([(x - y).detach().abs().max() for x, y in zip(found, exact, strict=True)]).max().item()
 
 
-def in_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
+def in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block], kind: AttentionKind = attention.FULL
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and the gradients of q and of k and v."""
     kv = torch.stack((k, v), dim=1)
     out, lse = empty_result(q)
-    attend(out, lse, q, kv, blocks)
+    attend(out, lse, q, kv, blocks, kind)
     out = out.to(q.dtype)
     dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
-    attend_backward(dq, dkv, grad, q, kv, out, lse, blocks)
+    attend_backward(dq, dkv, grad, q, kv, out, lse, blocks, kind)
     return out, dq, dkv
 
 
@@ -200,7 +211,7 @@ def work(kind: AttentionKind, length: int, monkeypatch: pytest.MonkeyPatch) -> i
     """How many products of a query and a key forward takes, triangles being half of a rectangle."""
     kernel, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    def counted(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **_: Any) -> tuple[Tensor, Tensor]:
         n, m = q.shape[2], k.shape[2]
         found.append(n * (n + 1) // 2 if is_causal else n * m)
         return kernel(q, k, v, is_causal=is_causal)
@@ -227,9 +238,9 @@ def test_with_capped_scores_keys_outside_of_the_window_cost_little() -> None:
 @pytest.mark.parametrize("window", [None, 5, 130])
 def test_flex_attention_is_told_what_to_attend_to(documents: list[tuple[int, ...]] | None, window: int | None) -> None:
     """On the CPU, where it has no backward and goes by the mask alone; tiles are compared with the mask."""
-    length, kind = 300, AttentionKind(window, 0.7)
+    length, kind = 300, AttentionKind(window, 0.7, 0.4)
     q, k, v = (torch.randn(length, 2, count, 16, dtype=torch.float64) for count in (HEADS, KV_HEADS, KV_HEADS))
-    attend = flex.Flex(documents or [(0, length)], window, 0.7, CPU)
+    attend = flex.Flex(documents or [(0, length)], window, 0.7, CPU, 0.4)
     torch.testing.assert_close(attend(q, k, v), oracle(q, k, v, documents, kind), rtol=1e-12, atol=1e-12)
     for sample, bounds in enumerate(documents or [(0, length)]):
         tiles = [part.split(128, dim=1) for part in mask(length, bounds, window).split(128)]

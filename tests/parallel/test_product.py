@@ -18,14 +18,14 @@ from megalite.plan.roles import UP
 class Apart(Plain):
     """Products that tell apart which of the three was taken."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return 2 * super().forward(x, weight)
+    def forward(self, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
+        return 2 * super().forward(x, weight, factor)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
-        return 3 * super().input_gradient(grad, weight, None) + (0 if total is None else total)
+    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
+        return 3 * super().input_gradient(grad, weight, None, factor) + (0 if total is None else total)
 
-    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return 5 * super().weight_gradient(grad, x)
+    def weight_gradient(self, grad: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+        return 5 * super().weight_gradient(grad, x, factor)
 
 
 @pytest.fixture(autouse=True)

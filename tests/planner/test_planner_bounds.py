@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from statistics import median
 
 import pytest
 
@@ -11,12 +12,12 @@ from megalite.planner.choice import Choice
 from megalite.planner.flight import flight
 from megalite.planner.hardware import load_cluster
 from megalite.planner.least import Shape
-from megalite.planner.predict import least_seconds, step_seconds
-from megalite.planner.search import SHORT, _all_ranks, _likely_fullest, _plan, on_device
+from megalite.planner.predict import Trial
+from megalite.planner.search import _all_ranks, _likely_fullest, _plan
 from megalite.planner.space import Space
 from megalite.planner.stages import Timer
 from megalite.schedule.actions import Action, Kind
-from megalite.schedule.clock import Clock
+from megalite.schedule.clock import clock_of
 from megalite.schedule.generate import NAMES, V_SHAPED, build, orders_of
 
 SPACES = [  # model, keys, GPUs, cluster, pins, offload
@@ -24,22 +25,21 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("mistral_7b_v0.1", ["batch.global=24", "model.layers=11"], 12, "a100_40gb", {}, True),
     ("llama3_8b", ["batch.global=8", "train.recompute_every=2"], 8, "b200", {"train.recompute": "full"}, False),
     ("tiny_tied", ["batch.global=24", "parallel.data.reduce_precision=bf16", "optim.name=muon"], 6, "mi300x", {}, True),
+    ("llama3_70b", ["batch.global=64"], 32, "h100_sxm", {}, False),
     ("llama3.2_1b", ["batch.global=32", "train.offload_activations=true"], 8, "rtx4090", {"parallel.tp": 2}, False),
 ]
 DRAWN = 14  # layouts of each space
 
 
-def layouts(space: Space, seed: int) -> Iterator[tuple[Shape, float, float, Choice, Choice]]:
-    """Some layouts, drawn at random: with the bounds of the nodes that lead to them, and a sibling."""
+def layouts(space: Space, seed: int) -> Iterator[tuple[Shape, Choice, Choice, float]]:
+    """Some layouts, drawn at random: each with its shape, its pipeline, and the highest bound of what leads to it."""
     draw, shapes = random.Random(seed), list(space.shapes(float("inf")))
     for _ in range(DRAWN):
         shape = draw.choice(shapes)
-        sharings = list(space.sharings(shape))
-        (shared_bound, shared), (_, other) = draw.choice(sharings), draw.choice(sharings)
-        choice = draw.choice(list(space.choices(shape, shared)))
-        bound = space.least.of_layout(shape, choice)
-        sibling = choice._replace(mode=other.mode, replicas=other.replicas, shards=other.shards)
-        yield shape, shared_bound, bound, choice, sibling
+        pipeline = draw.choice(list(space.pipelines(shape.choice)))
+        shared, choice = draw.choice(list(space.layouts(shape, pipeline)))
+        bounds = shape.bound, shared, space.least.of_pipeline(shape, pipeline), space.least.of_layout(shape, choice)
+        yield shape, pipeline, choice, max(bounds)
 
 
 @pytest.mark.parametrize("case", SPACES, ids=lambda case: case[0])
@@ -48,23 +48,25 @@ def test_no_bound_is_above_the_time_and_no_estimate_above_the_walk(case: tuple) 
     given = [*keys, *(f"{key}={value}" for key, value in pins.items())]
     timer = Timer(load_cluster(cluster))
     space = Space(load([f"configs/model/{model}.yaml"], ["run.device=cuda", *given]), gpus, timer, pins, offload)
-    looked_at = 0
-    for shape, shared_bound, bound, choice, sibling in layouts(space, len(model)):
-        plan, beside = _plan(space, choice), _plan(space, sibling)
-        if plan is None or beside is None:
+    close = []
+    for shape, pipeline, choice, bound in layouts(space, len(model)):
+        plan = _plan(space, choice)
+        if plan is None:
             continue
-        looked_at += 1
-        seconds = step_seconds(plan, timer) * (1 + 1e-9)
-        assert max(shape.bound, shared_bound, bound, least_seconds(plan, timer, SHORT)) <= seconds, choice
+        trial = Trial(plan, timer)
+        seconds = trial.seconds * (1 + 1e-9)
+        assert max(bound, trial.least) <= seconds, choice
         if choice.pp > 1:
             assert space.least.of_schedule(shape, choice) <= seconds, choice
         walked = _all_ranks(plan, timer)
-        assert space.least_memory(shape.choice, 0.0) <= space.estimate.memory(choice) <= walked, choice
-        rank, peak = _likely_fullest(plan, float("inf"))
-        assert 0.97 * walked <= on_device(peak) <= walked, choice
-        space.estimate.learn(choice, rank, peak)
-        assert space.estimate.memory(sibling) <= _all_ranks(beside, timer), (choice, sibling)
-    assert looked_at > DRAWN / 2
+        assert space.estimate.memory(pipeline) <= space.estimate.memory(choice) <= walked, choice
+        told = space.estimate.of_actions(choice, timer.tables, float("inf"))
+        assert told <= walked, choice
+        close.append(told / walked)
+        assert 0.97 * walked <= _likely_fullest(plan, float("inf")) <= walked, choice
+    assert len(close) > DRAWN / 2
+    if model == "llama3_70b":  # of small models, what is needed for a moment is the largest part
+        assert median(close) > 0.9
 
 
 def test_replicas_are_bounded_as_summed_once_a_step() -> None:
@@ -81,7 +83,8 @@ def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     )
     plan = _plan(space, choice)
     assert plan is not None
-    assert 0.5 * step_seconds(plan, timer) < space.least.of_layout(shape, choice) <= step_seconds(plan, timer)
+    seconds = Trial(plan, timer).seconds
+    assert 0.5 * seconds < space.least.of_layout(shape, choice) <= seconds
 
 
 @pytest.mark.parametrize("schedule", V_SHAPED)
@@ -89,7 +92,7 @@ def test_no_times_of_stages_make_a_v_shorter_than_its_longest_path(schedule: str
     draw = random.Random(1)
     for p in range(1, 6):
         for m in range(1, 3 * p + 2):
-            clock = Clock(build(schedule, p, m), lambda action: action.kind)
+            clock = clock_of(build(schedule, p, m), lambda action: action.kind)
             for times in ((1.0, 1.0, 1.0), *(tuple(draw.random() for _ in range(3)) for _ in range(2))):
                 forward, inputs, weights = times
                 costs = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: inputs + weights}
@@ -103,7 +106,7 @@ def test_no_times_of_stages_make_a_v_shorter_than_its_longest_path(schedule: str
 @pytest.mark.parametrize("schedule", NAMES)
 def test_a_chain_of_actions_takes_as_long_as_its_step_and_no_longer_than_others(schedule: str) -> None:
     draw = random.Random(2)
-    clock = Clock(build(schedule, 4, 9), lambda action: (action.kind, action.stage))
+    clock = clock_of(build(schedule, 4, 9), lambda action: (action.kind, action.stage))
     first, other = ([draw.random() for _ in clock.classes] for _ in range(2))
     chain, hops = clock.longest(first, 0.1)
 

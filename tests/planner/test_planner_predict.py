@@ -13,7 +13,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.resolved import resolve
 from megalite.planner.hardware import Cluster, Link, load_cluster
-from megalite.planner.predict import predict, seconds_of, step_seconds, timeline
+from megalite.planner.predict import Trial, predict, seconds_of, timeline
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import SPLIT, Shared, Timer, work_of
 from megalite.planner.tables import Cost
@@ -73,7 +73,7 @@ def test_parts_add_up_to_the_step(schedule: str, pp: int, m: int, mode: str, off
     assert min(found.parts.values()) >= 0
     assert found.low < found.seconds < found.high
     assert max(found.busy) <= found.seconds
-    assert step_seconds(found.plan, TIMER) == found.seconds
+    assert Trial(found.plan, TIMER).seconds == found.seconds
     if m <= 2 * pp:
         assert timeline(found, TIMER).makespan + found.parts["optimizer"] == pytest.approx(found.seconds, rel=1e-9)
 
@@ -94,6 +94,15 @@ def test_a_single_gpu_waits_for_nobody() -> None:
     (stage,) = found.stages
     compute = 4 * (stage.forward.total + stage.backward.total)
     assert found.seconds == pytest.approx(compute + found.parts["optimizer"])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
+def test_without_a_pipeline_nothing_waits_for_other_stages(mode: str) -> None:
+    keys = ("batch.global=64", f"parallel.data.mode={mode}")
+    found = predict(configured(64, *keys, model="llama3.2_1b"), H100, TIMER)
+    assert found.bubble == 0
+    assert found.parts["data"] > 0
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
 
 
 def test_what_is_recomputed_takes_time() -> None:

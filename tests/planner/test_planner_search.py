@@ -1,6 +1,8 @@
 """The search finds what looking at every layout finds, and no bound is above the simulated time."""
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from megalite.config.load import load
 from megalite.config.schema import Config
@@ -9,7 +11,6 @@ from megalite.plan.memory import memory_of_ranks
 from megalite.planner import search as searching
 from megalite.planner.choice import Choice
 from megalite.planner.hardware import load_cluster
-from megalite.planner.predict import step_seconds
 from megalite.planner.search import Found, search
 from megalite.planner.space import Space
 from megalite.planner.stages import Timer
@@ -36,29 +37,64 @@ def test_the_search_finds_what_an_exhaustive_one_does(case: tuple, monkeypatch: 
     model, keys, gpus, cluster, gib, pins, offload = case
     config, timer, limit = configured(model, keys, pins), TIMERS[cluster], gib * GIB
     late: list[tuple[float, Choice]] = []  # by how much bounds are above simulated times
-    simulated, children = 0, searching._children
+    simulated, closer = 0, searching._closer
 
     def compared(space: Space, node: searching.Node, room: float, found: Found):  # type: ignore[no-untyped-def]
         nonlocal simulated
-        for seconds, child in children(space, node, room, found):
-            if node.whole and node.choice is not None:
+        for seconds, child in closer(space, node, room, found):
+            if child.level is searching.Level.ABOUT:
                 simulated += 1
                 bound = max(seconds, space.least.of_layout(node.shape, node.choice))
-                assert child.plan is not None
-                late.append((bound / step_seconds(child.plan, timer), node.choice))
+                assert child.trial is not None
+                late.append((bound / child.trial.seconds, node.choice))
             yield seconds, child
 
     fast = search(config, gpus, timer, limit, pins, wanted=5, offload=offload)
-    monkeypatch.setattr(searching, "_children", compared)
+    monkeypatch.setattr(searching, "_closer", compared)
     every = search(config, gpus, timer, limit, pins, wanted=5, offload=offload, exhaustive=True)
     assert simulated == every.timed > fast.timed > 0
-    assert [result.seconds for result in fast.results] == pytest.approx(
-        [result.seconds for result in every.results[:5]], rel=1e-9
-    )
     assert max(late)[0] <= 1 + 1e-9, max(late)
+    assert_same(fast, every)
     for result in fast.results:
         layout = check(result.choice.applied(config, pins), gpus)
         assert max(memory.total for memory in memory_of_ranks(layout)) == result.memory <= limit
+
+
+def assert_same(fast: Found, every: Found) -> None:
+    """Results of a search and of an exhaustive one: layouts that take equally long may be in any order."""
+    seconds = [result.seconds for result in every.results[: len(fast.results)]]
+    assert [result.seconds for result in fast.results] == pytest.approx(seconds, rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=st.sampled_from(["tiny", "tiny_gqa", "tiny_qwen", "tiny_tied", "llama3.2_1b", "mistral_7b_v0.1"]),
+    layers=st.integers(1, 6),
+    gpus=st.integers(1, 5),
+    batch=st.integers(1, 3),
+    cluster=st.sampled_from(sorted(TIMERS)),
+    keys=st.sets(
+        st.sampled_from(
+            ["parallel.data.reduce_precision=bf16", "optim.name=muon", "train.precision=fp32", "train.compile=true"]
+        ),
+        max_size=2,
+    ),
+    pinned=st.sampled_from([{}, {"batch.micro": 1}, {"parallel.data.mode": "zero2"}, {"train.recompute": "none"}]),
+    room=st.floats(0.5, 1.2),
+)
+def test_it_does_so_for_any_small_cluster(
+    model: str, layers: int, gpus: int, batch: int, cluster: str, keys: set[str], pinned: dict[str, object], room: float
+) -> None:
+    """The limit is a share of what the fastest layout needs, so that some fit and some do not."""
+    config = configured(model, [f"model.layers={layers}", f"batch.global={batch * gpus}", *sorted(keys)], pinned)
+    timer = TIMERS[cluster]
+    free = search(config, gpus, timer, float("inf"), pinned, wanted=1)
+    assume(free.results)  # not every precision goes with every reduction
+    limit = room * free.results[0].memory
+    fast = search(config, gpus, timer, limit, pinned, wanted=8)
+    every = search(config, gpus, timer, limit, pinned, wanted=8, exhaustive=True)
+    assert len(fast.results) == min(8, len(every.results))
+    assert_same(fast, every)
 
 
 def test_nothing_is_found_where_nothing_fits() -> None:

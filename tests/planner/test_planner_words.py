@@ -1,8 +1,13 @@
-"""What free text of published rows tells."""
+"""What free text of published rows tells, and predictions in words."""
+
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM
+from megalite.planner.predict import Prediction
+from megalite.planner.texts import step_text
 from megalite.planner.words import cluster_of, mode_of, program_of
 
 GIB = 2**30
@@ -80,3 +85,11 @@ def test_gradients_that_are_summed_in_float32_are_kept() -> None:
     plain = {"source": "BLOOM", "notes": "", "fsdp_zero": "zero1", "recompute": "full"}
     assert program_of({**plain, "precision": "bf16 + fp32 grad accum"}).kept == DEEPSPEED_FLOAT32_SUM
     assert program_of({**plain, "precision": "fp16"}).kept.gradient == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(7300, "2.0 hours (1.8 hours – 2.3 hours)"), (7.3, "7.30 s (6.46 s – 8.25 s)")]
+)
+def test_an_interval_has_the_unit_of_its_middle(seconds: float, text: str) -> None:
+    found = SimpleNamespace(seconds=seconds, low=seconds / 1.13, high=seconds * 1.13)
+    assert step_text(cast(Prediction, found)) == text

@@ -9,7 +9,7 @@ from schedule_cases import randoms, sharded_tables, small_tables
 
 from megalite.config.errors import InputError
 from megalite.schedule.actions import SHARDING, Action, Kind, Table
-from megalite.schedule.clock import Clock
+from megalite.schedule.clock import clock_of
 from megalite.schedule.simulate import simulate
 
 transfers = st.sampled_from([0.0, 0.25, 3.0])
@@ -30,7 +30,7 @@ def random_costs(table: Table, random: Random) -> dict[Action, float]:
 def test_a_clock_ends_when_the_simulation_does(table: Table, random: Random, transfer: float) -> None:
     costs = random_costs(table, random)
     timeline = simulate(table, costs.__getitem__, transfer)
-    clock = Clock(table, lambda action: action)
+    clock = clock_of(table, lambda action: action)
     end, computed = clock.run([costs[action] for action in clock.classes], transfer)
     compute = [span.end for rank in timeline.own for span in rank if span.action.kind not in SHARDING]
     assert end == pytest.approx(timeline.makespan, rel=1e-12)
@@ -39,7 +39,7 @@ def test_a_clock_ends_when_the_simulation_does(table: Table, random: Random, tra
 
 @given(some_tables, randoms)
 def test_actions_of_a_class_share_a_cost(table: Table, random: Random) -> None:
-    clock = Clock(table, lambda action: (action.kind, action.stage))
+    clock = clock_of(table, lambda action: (action.kind, action.stage))
     assert len(clock.classes) == len(set(clock.classes))
     costs = {name: random.random() for name in clock.classes}
     end, _ = clock.run([costs[name] for name in clock.classes], 0.5)
@@ -52,7 +52,7 @@ def test_a_clock_needs_no_transfers_in_the_table(table: Table, random: Random) -
     costs = random_costs(table, random)
     orders = tuple(tuple(item for item in program if isinstance(item, Action)) for program in table.programs)
     bare = Table(table.name, table.micro_batches, table.placement, orders)
-    clocks = Clock(table, lambda action: action), Clock(bare, lambda action: action)
+    clocks = clock_of(table, lambda action: action), clock_of(bare, lambda action: action)
     first, second = (clock.run([costs[action] for action in clock.classes], 1.5) for clock in clocks)
     assert first == second
 
@@ -60,4 +60,4 @@ def test_a_clock_needs_no_transfers_in_the_table(table: Table, random: Random) -
 def test_a_table_that_cannot_make_progress_is_refused() -> None:
     stuck = Table("stuck", 1, (0, 1), ((Action(Kind.B, 0, 0), Action(Kind.F, 0, 0)), (Action(Kind.F, 1, 0),)))
     with pytest.raises(InputError, match="rank 0 is stuck at"):
-        Clock(stuck, lambda action: action)
+        clock_of(stuck, lambda action: action)

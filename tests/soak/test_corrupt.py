@@ -39,8 +39,9 @@ def test_a_campaign_notices_what_it_looks_for(
 
     ended = corrupt.call(raises, ["x"], folder)
     assert corrupt.broken(ended) == ["traceback"]
-    monkeypatch.setattr(corrupt, "LIMIT", 0.2)
-    ended = corrupt.call(lambda _: time.sleep(60) or 0, [], folder)
+    with monkeypatch.context() as short:
+        short.setattr(corrupt, "LIMIT", 0.2)
+        ended = corrupt.call(lambda _: time.sleep(60) or 0, [], folder)
     assert corrupt.broken(ended) == ["does not end"]
     ended = corrupt.call(lambda _: os.kill(os.getpid(), signal.SIGKILL) or 0, [], folder)
     assert corrupt.broken(ended) == [f"exit code {-signal.SIGKILL}"]

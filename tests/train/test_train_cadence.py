@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -30,7 +32,7 @@ FIRST = WARM_UP + FEWEST  # the step after which there is a first interval
 
 def automatic(steps: int, layout: Layout, **checkpoint: object) -> Config:
     base = config_of(layout, replace(MODEL, layers=1))
-    chosen = Checkpoint(interval="auto", keep=0, **checkpoint)  # type: ignore[arg-type]
+    chosen = Checkpoint(**{"interval": "auto", "keep": 0, **checkpoint})  # type: ignore[arg-type]
     return replace(base, train=replace(base.train, steps=steps), checkpoint=chosen)
 
 
@@ -88,6 +90,21 @@ def test_a_run_measures_before_it_saves_and_goes_on_from_that(tmp_path: Path) ->
     assert [step_of(path) for path in complete(run)] == [9, 13, 17, 19, 23, 25]
 
 
+def test_a_save_to_the_nodes_alone_is_told_and_moves_no_other() -> None:
+    notes = Notes()
+    with one_rank():
+        found = Automatic(make(automatic(100, Layout())), notes)  # type: ignore[arg-type]
+        found.begin(0)
+        writer = SimpleNamespace(wrote=None)
+        with patch.object(found, "_interval", 10), patch.object(found, "_decide", lambda step: None):
+            for step, shared in ((4, False), (5, True)):
+                with found.saving(step, writer, shared):  # type: ignore[arg-type]
+                    pass
+                assert found.due(14) == (not shared)
+    assert [(step, name) for step, name, _ in notes.noted] == [(4, "saving_local"), (5, "saving")]
+    assert all(details["blocked"] >= 0 for _, _, details in notes.noted)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"steps": true}', '{"steps": 5, "save": NaN, "write": 1.0}', '{"steps": 0}', "[" * 4000]
 )
@@ -105,6 +122,13 @@ def test_steps_that_are_kept_by_their_number_are_saved_too(tmp_path: Path) -> No
     with one_rank():
         run_job(automatic(6, Layout(), keep_every=4), tmp_path)
     assert [step_of(path) for path in complete(tmp_path)] == [4, 6]
+
+
+@pytest.mark.parametrize("interval", ["auto", 2])
+def test_steps_that_are_listed_are_saved_and_kept(interval: int | Literal["auto"], tmp_path: Path) -> None:
+    with one_rank():
+        run_job(automatic(6, Layout(), interval=interval, at=[1, 3], keep=1), tmp_path)
+    assert [step_of(path) for path in complete(tmp_path)] == [1, 3, 6]
 
 
 def _steps_saved(folder: str, config: Config) -> list[int]:

@@ -22,6 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.cli import main
 from megalite.config.load import load
 from megalite.data.store import StoreWriter
+from megalite.dist.ranks import RankInfo
+from megalite.train import command as train_command
 from megalite.train.lock import Lock
 
 VOCABULARY = 16
@@ -409,3 +411,17 @@ def test_bad_data_is_told_before_ranks_start(work: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
     assert main(["train", "toy.yaml", "run.name=short", "model.sequence_length=2001"]) == 2
     assert not Path("runs/short").exists()
+
+
+@pytest.mark.parametrize(("left", "code"), [("lock", 5), ("starts", 5), ("logs", 4)])
+def test_a_run_whose_folder_was_removed_is_not_to_be_tried_again(
+    left: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher would begin anew. The logs may be there again: whoever writes one makes their folder."""
+    (tmp_path / left).mkdir()
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    train_command._end(RankInfo(0, 1, 0), tmp_path, "the lock of this run was removed")
+    assert ended == [code]
+    told = "the run folder was removed" if code == 4 else "the lock of this run was removed"
+    assert told in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Log, Parallel, Run, Train
 from megalite.train.records import mend, read_lines, read_records
-from megalite.train.report import SHOWN, Report, duration, scaled
+from megalite.train.report import SHOWN, Report, duration
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
 RECORDS = {
@@ -93,14 +93,6 @@ def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFix
     assert first == "step  5/20  loss  2.5000  norm  0.750  lr 3.0e-04   312 ms  12.3 ktok/s  MFU 43.8%  2.50 GB"
     assert "100 ktok/s  500 GFLOP/s" in second.replace("   ", "  ")
     assert third == "step 15/20  valid loss 2.0000  perplexity 7.389"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0.00 B"), (999.4, "999 B"), (999.7e3, "1.00 MB"), (4.26e7, "42.6 MB"), (3.12e14, "312 TB")],
-)
-def test_numbers_get_a_unit_that_fits(value: float, text: str) -> None:
-    assert scaled(value, "B") == text
 
 
 def test_durations_are_readable() -> None:

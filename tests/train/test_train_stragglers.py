@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,31 @@ def test_waiting_for_others_is_not_counted() -> None:
     with clock.timed("forward"):
         pass
     assert clock.stepped() == {}, "it does not run"
+
+
+def test_collectives_of_compiled_layers_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(torch.device("cpu"))
+    wait = dist.Work.wait
+    monkeypatch.setattr(dist.Work, "wait", lambda *args: (time.sleep(0.3), wait(*args))[1])
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        summed = x + 1
+        dist.all_reduce(summed, async_op=True).wait()
+        return summed * 2
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compiled = torch.compile(layer, backend="eager")
+        with warnings.catch_warnings(), clock.running():
+            warnings.simplefilter("error", UserWarning)
+            for _ in range(2):  # the first compiles
+                clock.stepped()
+                with clock.timed("forward"):
+                    time.sleep(0.1)
+                    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+    finally:
+        dist.destroy_process_group()
+    assert 0.1 <= clock.stepped()["forward"] < 0.25
 
 
 def test_a_slow_rank_of_a_run_is_named_by_its_node_and_section(tmp_path: Path) -> None:

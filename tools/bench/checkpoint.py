@@ -42,10 +42,11 @@ from megalite.dist.ranks import RankInfo
 from megalite.optim.build import build_optimizer
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
-from megalite_tools.bench.local_tier import measure_tiers
+from megalite_tools.bench.local_tier import Rhythm, measure_standstill, measure_tiers
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-checkpoint"
+OWN, LOCAL = "MEGALITE_BENCH_FOLDER", "MEGALITE_BENCH_LOCAL"  # environment of ranks: new folders on both disks
 KEPT_STAGER = not torch.__version__.startswith("2.11.")  # whether a stager of DCP can take DTensors more than once
 WORK = 40  # matrix products that stand for training during an asynchronous save
 Timing = dict[str, list[float]]
@@ -53,12 +54,26 @@ Timing = dict[str, list[float]]
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark or, as one of its ranks, measures. Returns the exit code."""
-    return run_on_ranks("megalite_tools.bench.checkpoint", _parser(), argv, _ranks, _measure)
+    return run_on_ranks("megalite_tools.bench.checkpoint", _parser(), argv, _ranks, _measure, around=_folders)
+
+
+@contextmanager
+def _folders(options: argparse.Namespace) -> Iterator[None]:
+    """New folders on both disks, which the ranks find in their environment."""
+    with (
+        TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own,
+        TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.local) as local,
+    ):
+        os.environ[OWN], os.environ[LOCAL] = os.path.abspath(own), os.path.abspath(local)
+        yield
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    if min(options.ranks, options.rounds, options.layers, options.width) < 1 or options.width % 64:
-        raise InputError("--ranks, --rounds and --layers must be at least 1, --width a multiple of 64")
+    counts = (options.ranks, options.rounds, options.layers, options.width, options.saves, options.every)
+    if min(counts) < 1 or options.width % 64:
+        raise InputError("--ranks, --rounds, --layers, --saves, --every must be at least 1, --width a multiple of 64")
+    if not 0 < options.pause < 3600:
+        raise InputError(f"--pause {options.pause}: must be seconds, above 0")
     for option in ("folder", "local"):
         if not is_folder(path := getattr(options, option)):
             raise InputError(f"--{option} {path}: no such folder")
@@ -83,10 +98,20 @@ def _parser() -> argparse.ArgumentParser:
         "--local", default="/dev/shm", help="a folder in memory, for local checkpoints (default: %(default)s)"
     )
     parser.add_argument(
+        "--tiers",
+        action="store_true",
+        help="local checkpoints beside shared ones alone, and how long training stands still for both",
+    )
+    for name, default, text in (
+        ("pause", 1.0, "with --tiers: seconds of work between two saves"),
+        ("saves", 30, "with --tiers: how many saves"),
+        ("every", 10, "with --tiers: of how many local saves one is copied to --folder"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument(
         "--out",
         metavar="JSON",
-        default="docs/benchmarks/checkpoint_cpu.json",
-        help="result to write (default: %(default)s)",
+        help="result to write (default: checkpoint_cpu.json in docs/benchmarks; with --tiers local_tier_cpu.json)",
     )
     return parser
 
@@ -101,7 +126,7 @@ class Bench:
         mesh = Mesh.build(self.config.parallel.layout, CPU)
         assert mesh is not None
         stages = {0: build_stage(resolve(self.config), mesh, 0)}
-        self.state = State(stages, build_optimizer(stages.values(), self.config.optim))
+        self.state = State(stages, build_optimizer(stages.values(), self.config.model, self.config.optim))
         self.folder, self.group = folder, HostGroup()
         self.tensors = self.state.tensors()
         self.names = count(1)
@@ -260,38 +285,40 @@ def _work() -> None:
 
 
 def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:
-    told: list[Any] = [None]
-    with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own:
-        told = [own]
-        dist.broadcast_object_list(told)  # all ranks write into the folder of the first
-        bench = Bench(options.ranks, options.layers, options.width, Path(told[0]))
-        saves: Timing = {"megalite": [], "dcp": [], "torch.save": []}
-        loads: Timing = {way: [] for way in saves}
-        for _ in range(options.rounds + 1):
-            save_and_load(bench, saves, loads)
-        for timing in (*saves.values(), *loads.values()):
-            del timing[0]  # it warmed up
-        report = {
-            **header,
-            "ranks": options.ranks,
-            "bytes": bench.bytes,
-            "save_seconds": saves,
-            "load_seconds": loads,
-            "load_peak_bytes": load_memory(bench),
-            "largest_part_bytes": max(part.nbytes for part in bench.local().values()),
-            "asynchronous": stalls(bench, options.rounds),
-            "tiers": measure_tiers(bench.state, bench.config, bench.folder, Path(options.local), options.rounds),
-        }
-        dist.barrier()
+    bench = Bench(options.ranks, options.layers, options.width, Path(os.environ[OWN]))
+    local = Path(os.environ[LOCAL])
+    report = {**header, "ranks": options.ranks, "bytes": bench.bytes}
+    if not options.tiers:
+        report |= _measure_saves(bench, options.rounds)
+    report["tiers"] = measure_tiers(bench.state, bench.config, bench.folder, local, options.rounds)
+    if options.tiers:
+        rhythm = Rhythm(options.pause, options.saves, options.every)
+        report["standstill"] = measure_standstill(bench.state, bench.config, bench.folder, local, rhythm)
+    dist.barrier()
     if rank_info.rank == 0:
         _show(report)
-        write_object(Path(options.out), report)
+        name = "local_tier_cpu.json" if options.tiers else "checkpoint_cpu.json"
+        write_object(Path(options.out or f"docs/benchmarks/{name}"), report)
 
 
-def _show(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+def _measure_saves(bench: Bench, rounds: int) -> dict[str, Any]:
+    saves: Timing = {"megalite": [], "dcp": [], "torch.save": []}
+    loads: Timing = {way: [] for way in saves}
+    for _ in range(rounds + 1):
+        save_and_load(bench, saves, loads)
+    for timing in (*saves.values(), *loads.values()):
+        del timing[0]  # it warmed up
+    return {
+        "save_seconds": saves,
+        "load_seconds": loads,
+        "load_peak_bytes": load_memory(bench),
+        "largest_part_bytes": max(part.nbytes for part in bench.local().values()),
+        "asynchronous": stalls(bench, rounds),
+    }
+
+
+def _show_saves(console: Console, report: dict[str, Any]) -> None:
     size = report["bytes"]
-    console.print(f"{size / 2**30:.2f} GiB of weights and moments on {report['ranks']} ranks; medians:", markup=False)
     shown = Table()
     shown.add_column("")
     for column in ("GiB/s", "throughput / dcp", "range"):
@@ -315,6 +342,14 @@ def _show(report: dict[str, Any]) -> None:
         cells = (statistics.median(found["stall"]), max(found["stall"]), statistics.median(found["lost"]))
         shown.add_row(way, *(f"{1e3 * seconds:.0f}" for seconds in cells))
     console.print(shown)
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    size = report["bytes"]
+    console.print(f"{size / 2**30:.2f} GiB of weights and moments on {report['ranks']} ranks; medians:", markup=False)
+    if "save_seconds" in report:
+        _show_saves(console, report)
     shown = Table()
     columns = ("stall", "complete", "durable", "back")
     for column in ("checkpoints, median ms", *columns):
@@ -323,6 +358,15 @@ def _show(report: dict[str, Any]) -> None:
         medians = {name: f"{1e3 * statistics.median(times):.0f}" for name, times in seconds.items()}
         shown.add_row(way, *(medians.get(column, "") for column in columns))
     console.print(shown)
+    for way, found in report.get("standstill", {}).items():
+        stood = found["stood_still"]
+        share = sum(stood) / found["seconds"]
+        console.print(
+            f"{way}: {len(stood)} saves in {found['seconds']:.0f} s, of which training stood still for "
+            f"{sum(stood):.1f} s ({share:.0%}), at most {max(stood):.1f} s; {found['lost']:.1f} s of work are lost "
+            "in a crash, on average",
+            soft_wrap=True,
+        )
 
 
 if __name__ == "__main__":

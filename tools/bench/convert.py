@@ -29,7 +29,8 @@ from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
 from megalite.plan.size import model_parameters
 from megalite.plan.weights import weights
-from megalite.terminal import memory, scaled
+from megalite.terminal import memory
+from megalite_launch.words import scaled
 
 COMMAND = "megalite-bench-convert"
 SHARD = "1GB"

@@ -3,10 +3,12 @@
 Each rank acts as if on a node of its own, with a folder in memory; copies on the next node go over the loopback device.
 """
 
+import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +23,7 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Checkpoint, Config, LocalCheckpoint
 
 Seconds = dict[str, list[float]]
+LOOKS = 20  # between two saves
 
 
 def measure_tiers(state: State, config: Config, folder: Path, local: Path, rounds: int) -> dict[str, Seconds]:
@@ -33,21 +36,93 @@ def measure_tiers(state: State, config: Config, folder: Path, local: Path, round
         "shared": {"stall": [], "durable": []},
         "local": {"stall": [], "complete": [], "durable": [], "back": []},
     }
-    with TemporaryDirectory(prefix="megalite-bench-", dir=local) as own:
-        checkpoint = Checkpoint(keep=1, local=LocalCheckpoint(f"{own}/{dist.get_rank()}"))
-        with_local = replace(config, checkpoint=checkpoint)
-        for way, seconds in found.items():
-            group = HostGroup()
-            here = with_local if way == "local" else replace(config, checkpoint=replace(checkpoint, local=None))
-            tier = Tier(here, folder / way, group, node=f"node-{dist.get_rank()}") if way == "local" else None
-            with Saver(state, here, (), folder / way, group, tier=tier) as saver:
-                for step in range(1, rounds + 2):
-                    _save(saver, step, seconds)
-                if tier is not None:
-                    _go_back(saver, Restorer(state, here, (), group, tier=tier), folder / way, seconds["back"], rounds)
-            for times in seconds.values():
-                del times[0]
+    for way, seconds in found.items():
+        group = HostGroup()
+        here = _configured(config, local if way == "local" else None)
+        tier = _tier(here, folder / way, group)
+        with Saver(state, here, (), folder / way, group, tier=tier) as saver:
+            for step in range(1, rounds + 2):
+                _save(saver, step, seconds)
+            if tier is not None:
+                _go_back(saver, Restorer(state, here, (), group, tier=tier), folder / way, seconds["back"], rounds)
+        for times in seconds.values():
+            del times[0]
     return found
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How training is interrupted by saves."""
+
+    pause: float  # seconds of work between two saves
+    saves: int
+    every: int  # of so many saves one is copied to the shared folder, or is made at all if that is done rarely
+
+
+def measure_standstill(
+    state: State, config: Config, folder: Path, local: Path, rhythm: Rhythm
+) -> dict[str, dict[str, Any]]:
+    """By way: what saves while work goes on cost. A save waits until the one before is written.
+
+    stood_still: the seconds of every save. seconds: of all. lost: of work, on average, in a crash at any moment, until
+    what was complete before it. durable: how many saves have reached the shared folder.
+    """
+    found = {}
+    ways = {
+        "shared": replace(rhythm, every=1),
+        "shared, rarely": replace(rhythm, pause=rhythm.pause * rhythm.every, saves=-(-rhythm.saves // rhythm.every)),
+        "local": rhythm,
+    }
+    for way, own in ways.items():
+        group, path = HostGroup(), folder / f"standstill-{len(found)}"
+        here = _configured(config, local if way == "local" else None)
+        with Saver(state, here, (), path, group, tier=_tier(here, path, group)) as saver:
+            saver.save(Progress(step=1))  # it allocates memory
+            saver.wait()
+            saver.news()
+            found[way] = _train(saver, own, way == "local")
+        group.everywhere(partial(_remove, path))
+    return found
+
+
+def _train(saver: Saver, rhythm: Rhythm, locally: bool) -> dict[str, Any]:
+    """Saves while work goes on, which is the passing of time here."""
+    dist.barrier()
+    began, stood_still, durable = time.perf_counter(), [], 0
+    worked, complete, lost = 0.0, 0.0, 0.0  # seconds of work: done, safe from a crash, and lost if one came, summed up
+    at: dict[int, float] = {}  # by step: the work that was done by then
+    for step in range(2, rhythm.saves + 2):
+        for _ in range(LOOKS):
+            time.sleep(rhythm.pause / LOOKS)
+            worked += rhythm.pause / LOOKS
+            for item in saver.news():
+                durable += isinstance(item, Saved)
+                if isinstance(item, SavedLocally if locally else Saved):
+                    complete = max(complete, at[item.step])
+                elif not isinstance(item, Saved):
+                    raise InputError(f"--folder: {item.error}")
+            lost += (worked - complete) / LOOKS
+        at[step] = worked
+        before = time.perf_counter()
+        saver.save(Progress(step=step), shared=not locally or step % rhythm.every == 0)
+        stood_still.append(time.perf_counter() - before)
+    seconds = time.perf_counter() - began
+    saver.wait()
+    durable += sum(isinstance(item, Saved) for item in saver.news())
+    return {"stood_still": stood_still, "seconds": seconds, "lost": lost / rhythm.saves, "durable": durable}
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _configured(config: Config, local: Path | None) -> Config:
+    tier = None if local is None else LocalCheckpoint(f"{local}/{dist.get_rank()}")
+    return replace(config, checkpoint=Checkpoint(keep=1, local=tier))
+
+
+def _tier(config: Config, folder: Path, group: HostGroup) -> Tier | None:
+    return Tier(config, folder, group, node=f"node-{dist.get_rank()}") if config.checkpoint.local else None
 
 
 def _save(saver: Saver, step: int, seconds: Seconds, shared: bool = True) -> None:

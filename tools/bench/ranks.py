@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
+from megalite.stop import listen, restore, stop
 from megalite_tools.bench.machine import cpu_name
 
 CPU = torch.device("cpu")
@@ -30,12 +32,14 @@ def run_on_ranks(
     ranks: Callable[[argparse.Namespace], int],
     measure: Callable[[RankInfo, argparse.Namespace, dict[str, Any]], None],
     judge: Callable[[argparse.Namespace], int] = lambda _: ExitCode.DONE,
+    around: Callable[[argparse.Namespace], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> int:
     """Run a benchmark. Returns the exit code of its ranks if that is not 0, else the one of `judge`.
 
     module: the module that is started for every rank. ranks: the number of ranks for given options; raises InputError
-    for bad options. measure: runs on every rank, in a process group, with one thread; its last argument is the header
-    of a report.
+    for bad options. around: entered while there are ranks, by the process that starts them, which ends well whatever
+    signal ends them; for folders that must not be left behind. measure: runs on every rank, in a process group, with
+    one thread; its last argument is the header of a report.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
@@ -50,7 +54,14 @@ def run_on_ranks(
         if rank_info is not None:
             end_when_stopped(rank_info)
             return run_rank(lambda: as_rank(rank_info, options), rank_info)
-        return launch(module, arguments, ranks(options)) or judge(options)
+        count = ranks(options)
+        before = listen(stop)
+        try:
+            with around(options):
+                code = launch(module, arguments, count)
+        finally:
+            restore(before)
+        return code or judge(options)
 
     return exit_code(parser.prog, run)
 

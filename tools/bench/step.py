@@ -31,6 +31,7 @@ from megalite.config.errors import InputError
 from megalite.config.files import write_object
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
+from megalite.config.parametrization import Multipliers, multipliers
 from megalite.config.schema import Attention, Config
 from megalite.config.validate import check
 from megalite.data.loader import Micros
@@ -119,10 +120,11 @@ def _config(options: argparse.Namespace) -> Config:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     model = config.model
     another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling
+    another = another or model.parametrization != "standard" or multipliers(model) != Multipliers()
     if another or model.attention != Attention():
         raise InputError(
-            "model.norm must be pre, and model.qk_norm, model.qkv_bias, model.rope_scaling and what is in "
-            "model.attention must be off, as in transformers' Llama"
+            "model.norm must be pre, model.parametrization standard without multipliers, and model.qk_norm, "
+            "model.qkv_bias, model.rope_scaling and what is in model.attention must be off, as in transformers' Llama"
         )
     if config.train.precision != "fp32" or config.optim.clip_norm == 0:
         raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")

@@ -23,7 +23,7 @@ from megalite.config.load import load
 from megalite.config.sources import KINDS, split_kind
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
-from megalite.terminal import scaled
+from megalite_launch.words import scaled
 from megalite_tools.checkpoint.compare_weights import TOKENS, difference_of_logits, unequal_tensors
 from megalite_tools.terminal import Terminal, bar
 
@@ -73,6 +73,8 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
     model = None if options.config is None else load(options.config).model
     found = open_weights(options.source, model, options.optimizer)
+    if kind != "megalite":
+        found = found.folded()
     dtype = DTYPES[options.dtype]
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
@@ -113,11 +115,12 @@ def _check(
     _, path = split_kind(options.source)
     made = open_weights(target, states=options.optimizer)
     source = open_weights(f"{kind}:{path}", None if options.config is None else made.model, options.optimizer)
-    pairs = [(source, made, dtype)]
+    alike = source if made.kind == "megalite" else source.folded()
+    pairs = [(alike, made, dtype)]
     if (
         options.optimizer and made.kind != "megalite"
     ):  # what it updates is in float32, whatever the weights beside are in
-        pairs = [(source, made, "float32"), (source.without_states(), open_weights(target), dtype or source.dtype)]
+        pairs = [(alike, made, "float32"), (alike.without_states(), open_weights(target), dtype or source.dtype)]
     with bar("comparing", sum(other.bytes for _, other, _ in pairs)) as advanced:
         unequal = [name for one, other, kind in pairs for name in unequal_tensors(one, other, kind, advanced)]
     count = sum(len(other.index.tensors) for _, other, _ in pairs)

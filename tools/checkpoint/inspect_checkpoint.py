@@ -18,7 +18,7 @@ from megalite.checkpoint.retain import check_folder
 from megalite.config.files import as_json, write_object
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode, table
-from megalite.terminal import scaled
+from megalite_launch.words import scaled
 from megalite_tools.checkpoint.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.checkpoint.diff_checkpoints import diff
 from megalite_tools.checkpoint.index_checkpoint import index

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.checkpoint.disk import total_bytes
 from megalite.checkpoint.tensors import Checkpoint
-from megalite.terminal import scaled
+from megalite_launch.words import scaled
 from megalite_tools.checkpoint.checkpoints import choose, find, layout_of, saved_at
 from megalite_tools.checkpoint.values import Statistics, statistics
 from megalite_tools.terminal import Terminal, bar

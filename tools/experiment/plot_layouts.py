@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megalite.config.errors import InputError
 from megalite.entry import exit_code
+from megalite.report.pictures import need_matplotlib, plain, pyplot, save
 from megalite.train.records import read_records
-from megalite_tools.experiment.pictures import need_matplotlib, plain, pyplot, save
 
 COMMAND = "python -m megalite_tools.experiment.plot_layouts"
 Losses = dict[int, float]  # by step

@@ -13,8 +13,8 @@ import numpy
 
 from megalite.config.errors import printable
 from megalite.entry import exit_code
+from megalite.report.pictures import need_matplotlib, plain, pyplot, save, ticker
 from megalite.train.records import read_lines, read_records
-from megalite_tools.experiment.pictures import need_matplotlib, plain, pyplot, save, ticker
 
 COMMAND = "megalite-plot-metrics"
 CURVES = ("loss", "valid_loss", "grad_norm", "learning_rate", "tokens")

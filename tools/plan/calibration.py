@@ -15,7 +15,7 @@ from megalite.config.errors import InputError
 from megalite.plan.resolved import Plan, resolve
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import BEST
-from megalite.planner.predict import step_seconds
+from megalite.planner.predict import Trial
 from megalite.planner.stages import Timer
 from megalite_tools.plan.measured_runs import Run
 
@@ -51,7 +51,7 @@ class Runs:
     def predicted(self, cluster: Cluster) -> list[float]:
         """Seconds of a step of every run."""
         timer = Timer(cluster)
-        return [step_seconds(plan, timer) for plan in self._plans]
+        return [Trial(plan, timer).seconds for plan in self._plans]
 
     @cached_property
     def measured(self) -> numpy.ndarray:

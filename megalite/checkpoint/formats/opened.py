@@ -7,8 +7,10 @@ from pathlib import Path
 from megalite.checkpoint.disk import DamagedError, File
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.maps.folded import folded
 from megalite.checkpoint.maps.strips import PREFIX
 from megalite.checkpoint.progress import Training
+from megalite.config.errors import InputError
 from megalite.config.schema import Model
 
 SHOWN = 5  # names in a message
@@ -23,7 +25,7 @@ class Weights:
     other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
     there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
     trained: whether the files hold states of an optimizer too. training: the run that saved these, where the index has
-    them. manifest: of megalite's checkpoint.
+    them. manifest: of megalite's checkpoint. factors: what tensors are multiplied by when they are read, by our names.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Weights:
     training: Training | None = None
     manifest: Manifest | None = None
     hashes: Mapping[str, File] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -52,6 +55,20 @@ class Weights:
         """The same, but for an optimizer's states."""
         kept = {name: tensor for name, tensor in self.index.tensors.items() if name.startswith(PREFIX)}
         return replace(self, index=Index(self.index.files, kept), training=None)
+
+    def folded(self) -> "Weights":
+        """The same function as a model without multipliers, as other programs know it; see `maps.folded`.
+
+        Raises InputError if there are states of an optimizer, which belong to the weights as they are.
+        """
+        plain, factors = folded(self.model)
+        if factors and self.training is not None:
+            rule = "has factors that other programs lack; they go into the weights, which the optimizer's states then"
+            name = self.model.parametrization
+            raise InputError(
+                f"{self.path}: model.parametrization = {name}: {rule} do not belong to; leave --optimizer out"
+            )
+        return replace(self, model=plain, factors={PREFIX + name: factor for name, factor in factors.items()})
 
     @property
     def dtype(self) -> str:

@@ -77,6 +77,17 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
         found["model.attention.nope_every"] = (attention.nope_every > layers, why, fix)
         why = "with model.attention.nope_every = 1: no layer has rotary positions"
         found["model.rope_theta"] = (attention.nope_every == 1, why, "use a larger nope_every, or null")
+    kind = config.model.parametrization
+    if config.model.base is not None and kind != "completep":
+        scaled = () if kind == "standard" else ("width", "head_width")
+        why = f"with model.parametrization = {kind}"
+        found |= {
+            f"model.base.{name}": (True, why, "set model.parametrization=completep")
+            if name == "layers"
+            else (True, why, "set model.parametrization=mup")
+            for name in vars(config.model.base)
+            if name not in scaled
+        }
     if config.optim.name != "muon":
         why, fix = f"with optim.name = {config.optim.name}", "set optim.name=muon"
         found |= {f"optim.muon.{name}": (True, why, fix) for name in vars(config.optim.muon)}

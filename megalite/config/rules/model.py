@@ -29,8 +29,20 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.attention.full_every", rule, "set model.attention.window, or use null", attention.full_every
         )
+    yield from _base(model)
     if model.rope_scaling is not None:
         yield from _rope_scaling(model.rope_scaling, model.rope_theta)
+
+
+def _base(model: Model) -> Iterator[Problem]:
+    """The sizes that a parametrization compares the model's with."""
+    name, base = model.parametrization, model.base
+    if name != "standard" and (base is None or base.width is None):
+        rule = f"is needed for model.parametrization = {name}, which scales with the width over that of a base"
+        yield Problem("model.base.width", rule, "give the width at which optim.lr was chosen", None)
+    if name == "completep" and (base is None or base.layers is None):
+        rule = "is needed for model.parametrization = completep, which scales with the depth over that of a base"
+        yield Problem("model.base.layers", rule, "give the layers of the model at which optim.lr was chosen", None)
 
 
 def _rope_scaling(scaling: RopeScaling, theta: float) -> Iterator[Problem]:

@@ -36,7 +36,8 @@ def divisors(value: int, near: int, unit: int = 1) -> list[int]:
 
 
 @cache
-def every_divisor(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+def every_divisor(number: int, most: int | None = None) -> list[int]:
+    """All divisors up to `most`, ascending. It takes min(most, √number) steps."""
+    bound = number if most is None else most
+    small = [divisor for divisor in range(1, min(isqrt(number), bound) + 1) if number % divisor == 0]
+    return sorted(divisor for divisor in {*small, *(number // divisor for divisor in small)} if divisor <= bound)

@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 
 from megalite.config.errors import Problem
+from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Config, LearningRate
 
 MOST_BETA = 0.999999
 LEAST_NORM = 1e-12
+LEAST_SCALED = 1e-30  # closer to 0, float32 loses it
 
 
 def optim_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the optim, kernels and schedule sections."""
     yield from _betas(config.optim.betas)
+    yield from _scaled(config)
     yield from _kernels(config)
     yield from _schedule(config.schedule, config.train.steps)
     if config.optim.offload and config.optim.name == "muon":
@@ -26,6 +29,16 @@ def _betas(betas: list[float]) -> Iterator[Problem]:
     if len(betas) != 2 or not all(0 <= beta <= MOST_BETA for beta in betas):
         rule = f"must be two numbers from 0 to {MOST_BETA}: closer to 1, float32 loses what a step adds"
         yield Problem("optim.betas", rule, "[0.9, 0.95] is usual", betas)
+
+
+def _scaled(config: Config) -> Iterator[Problem]:
+    """Numbers that a parametrization divides, which must not be lost in float32 then."""
+    width, depth = width_ratio(config.model), depth_ratio(config.model)
+    for key, value, divisor in (("lr", config.optim.lr, width), ("eps", config.optim.eps, width * depth)):
+        if LEAST_SCALED <= value < LEAST_SCALED * divisor:
+            rule = f"must be at least {LEAST_SCALED:g} when divided by {divisor:g}, as model.parametrization = "
+            rule += f"{config.model.parametrization} does"
+            yield Problem(f"optim.{key}", rule, "use a larger one, or a larger base", value)
 
 
 def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:

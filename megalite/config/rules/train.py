@@ -15,6 +15,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _rollback(config)
     yield from _deterministic(config)
     yield from _export(config)
+    yield from _at(config)
     yield from _local(config)
     tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
     if tokens > TOKENS:
@@ -56,6 +57,13 @@ def _export(config: Config) -> Iterator[Problem]:
     if every and interval != "auto" and (interval == 0 or every % interval):
         rule = f"must be a multiple of checkpoint.interval = {interval}, since checkpoints are what is exported"
         yield Problem("checkpoint.export_every", rule, "change one of them, or use 0, only at the end", every)
+
+
+def _at(config: Config) -> Iterator[Problem]:
+    for index, step in enumerate(config.checkpoint.at):
+        if not 1 <= step <= config.train.steps:
+            rule = f"must be a step of the run: from 1 to train.steps = {config.train.steps}"
+            yield Problem(f"checkpoint.at[{index}]", rule, "leave it out", step)
 
 
 def _local(config: Config) -> Iterator[Problem]:

@@ -18,8 +18,9 @@ from fake_smi import FakeSmi
 
 import megalite_launch
 from megalite.planner.hardware import load_cluster
+from megalite_launch.commands import run as run_program
 from megalite_launch.preflight import kernel_log
-from megalite_launch.preflight.main import CODES, main
+from megalite_launch.preflight.main import CODES
 
 Preflight = Callable[..., Result]
 ANSWER = {
@@ -78,7 +79,7 @@ esac
 def preflight(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Preflight:
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setattr(kernel_log, "COMMANDS", ())
-    return in_process(main, capsys)
+    return in_process(lambda arguments: run_program("preflight", arguments), capsys)
 
 
 def results(report: Path) -> dict[str, str]:
@@ -171,7 +172,7 @@ def nodes_together(names: list[str], *words: object, late: float = 0.0) -> list[
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "megalite_launch.preflight.main", "--nodes", ",".join(names), "--port", str(port)]
+    command = [sys.executable, "-m", "megalite_launch", "preflight", "--nodes", ",".join(names), "--port", str(port)]
     running = []
     for name in names:
         own = [*command, "--node", name, *map(str, words)]
@@ -221,7 +222,7 @@ def handles(process: subprocess.Popen[bytes], number: int) -> bool:
 
 def test_a_node_that_waits_for_another_one_ends_on_a_signal(run: Path, python: str) -> None:
     words = ("--node", "127.0.0.2", "--nodes", "127.0.0.1,127.0.0.2", "--port", "1", "--gpus", "0", "--run", str(run))
-    alone = [sys.executable, "-m", "megalite_launch.preflight.main", *words, "--python", python]
+    alone = [sys.executable, "-m", "megalite_launch", "preflight", *words, "--python", python]
     process = subprocess.Popen(alone, stdout=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 60
@@ -319,7 +320,7 @@ print(sorted(found - sys.stdlib_module_names - {"megalite_launch"}))
 def test_the_python_of_an_old_login_node_is_enough(run: Path, python: str, tmp_path: Path) -> None:
     (tmp_path / "megalite_launch").symlink_to(Path(megalite_launch.__file__).parent)
     words = ["--gpus", "0", "--run", str(run), "--python", python]
-    command = ["python3.9", "-m", "megalite_launch.preflight.main", *words]
+    command = ["python3.9", "-m", "megalite_launch", "preflight", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 

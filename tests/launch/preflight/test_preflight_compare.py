@@ -270,8 +270,8 @@ def test_tables_are_aligned_and_name_what_is_wrong() -> None:
     sheet.add("write", "fail", None, "", "disk \x1b[31m " + "is full " * 20)
     lines = sheet_text(sheet).splitlines()
     assert lines[0] == "n1 · cpu · light"
-    assert lines[2].startswith("write  FAIL    disk ?[31m is full")
+    assert lines[2].startswith("write  FAIL    disk \\x1b[31m is full")
     assert lines[3][:15].isspace()
     assert lines[3][15:].startswith(("is ", "full "))
     assert lines[-2] == "1 failed, 0 warned, 0 not checked"
-    assert lines[-1].startswith("FAILED: write: disk ?[31m is full is full")
+    assert lines[-1].startswith("FAILED: write: disk \\x1b[31m is full is full")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megalite.planner.hardware import known_clusters
 from megalite_launch.errors import UserError
 from megalite_launch.preflight.smi import Broken, SmiError, count, flag, link_errors, links, table
-from megalite_launch.preflight.thresholds import OURS, load_thresholds, parse_sections, read_sections
+from megalite_launch.preflight.thresholds import OURS, Limits, load_thresholds, parse_sections, read_sections
 
 CELLS = st.text(st.characters(exclude_characters=",\n\r", codec="utf-8", exclude_categories=["Z", "C"]), min_size=1)
 COLUMNS = ("a", "b", "c")
@@ -213,5 +213,5 @@ def test_a_site_replaces_single_keys_and_adds_kinds(tmp_path: Path) -> None:
     assert found.of("NVIDIA H200").number("nvlink_gb") == 26.5
     assert found.of("NVIDIA H200").number("inodes") == 5
     assert found.of("NVIDIA L4").number("nvlinks") == 4
-    assert found.of("NVIDIA L40").kind == "all"
+    assert found.of("NVIDIA L40") == Limits(found.sections["all"])  # of no kind that is known
     assert found.of("NVIDIA H100 80GB HBM3").numbers("xid_warn") == [63, 94]

@@ -111,7 +111,7 @@ def test_a_file_that_is_seen_late_is_a_warning_and_one_never_seen_a_failure(
     hidden = tmp_path / "hidden"
     written.path.rename(hidden)
     threading.Timer(0.2, lambda: hidden.rename(written.path)).start()
-    quick = type(LIMITS)(LIMITS.kind, {**LIMITS.values, "visible_seconds": 0.1})
+    quick = type(LIMITS)({**LIMITS.values, "visible_seconds": 0.1})
     read_back(sheet, "n2", written.note(), 5.0, quick)
     assert the(sheet, "read back").result == "warn"
     assert 0.1 < sheet.measured["read_back"]["visible_seconds"] < 2

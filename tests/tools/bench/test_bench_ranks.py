@@ -1,6 +1,9 @@
 """The benchmarks that start ranks of their own, small enough for a test."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,32 @@ def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
     assert {way: set(seconds) for way, seconds in report["tiers"].items()} == tiers
     assert all(len(times) == 1 for seconds in report["tiers"].values() for times in seconds.values())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "nothing else is left"
+
+
+def test_how_long_training_stands_still_for_both_tiers(tmp_path: Path) -> None:
+    """It runs as a program here, and a second one is ended by a signal: neither leaves anything."""
+    folder, local, out = tmp_path / "shared", tmp_path / "local", tmp_path / "tiers.json"
+    folder.mkdir()
+    local.mkdir()
+    command = [sys.executable, "-m", "megalite_tools.bench.checkpoint", "--tiers", "--ranks", "2", "--layers", "1"]
+    command += ["--width", "64", "--rounds", "1", "--every", "2", "--folder", str(folder), "--local", str(local)]
+    short = [*command, "--saves", "4", "--pause", "0.1", "--out", str(out)]
+    endless = [*command, "--saves", "1000000", "--pause", "0.1", "--out", str(tmp_path / "never.json")]
+    done = subprocess.run(short, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["standstill"]
+    assert {way: len(each["stood_still"]) for way, each in found.items()} == {
+        "shared": 4, "shared, rarely": 2, "local": 4,
+    }  # fmt: skip
+    assert all(0 < each["durable"] <= 4 and each["lost"] > 0 for each in found.values())
+    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not any(local.glob("*/*")) and time.monotonic() < deadline:  # a rank has saved
+            time.sleep(0.05)
+        process.terminate()
+        _, told = process.communicate(timeout=60)
+    assert (process.returncode, "SIGTERM" in told) == (3, True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["local", "shared", "tiers.json"]
 
 
 @pytest.mark.parametrize(

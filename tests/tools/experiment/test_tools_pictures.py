@@ -39,6 +39,6 @@ def test_a_picture_that_cannot_be_written_exits_with_2(
 def test_matplotlib_is_asked_for_where_it_is_missing(
     main: Main, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite_tools.experiment.pictures.pyplot", None)
+    monkeypatch.setattr("megalite.report.pictures.pyplot", None)
     assert main([run, "--out", str(tmp_path / "x.png")]) == 2
     assert "pip install 'megalite[plot]'" in capsys.readouterr().err

@@ -61,9 +61,9 @@ class Tail:
 
 
 def parsed(line: bytes) -> Optional[dict[str, Any]]:
-    """The object that a line holds; None if it holds none."""
+    """The object that a line holds, with what is no UTF-8 replaced; None if it holds none."""
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -1,0 +1,48 @@
+"""Types of arguments for argparse: each refuses what is wrong with the value and the rule."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+
+DIGITS = 12  # of a whole number, at most
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        found = int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else -1
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"{text:.60}: must be a whole number from {least} to {most}")
+        return found
+
+    return read
+
+
+natural = _whole(0, 10**9)
+count = _whole(1, 10**6)
+port = _whole(1, 65535)
+
+
+def seconds(text: str) -> float:
+    """Seconds, at least 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1e9:
+        raise argparse.ArgumentTypeError(f"{text:.60}: must be seconds, at least 0")
+    return found
+
+
+def words(text: str) -> list[str]:
+    """A command in one argument, quoted as for a shell, though none ever sees it."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text:.60}: {error}") from None
+    if not found:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return found

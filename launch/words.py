@@ -1,0 +1,89 @@
+"""Times, numbers and tables as people read them. What comes from files is made printable first."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+import unicodedata
+from collections.abc import Sequence
+from typing import Optional
+
+DAY, HOUR, MINUTE = 86_400, 3600, 60
+LEAST_WIDTH = 30  # of a column that is wrapped
+DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+BINARY = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
+Prefixes = tuple[tuple[float, str], ...]
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # categories that could disturb a terminal or mislead a reader
+
+
+def printable(text: object, longest: int = 2000) -> str:
+    """A text on one line, without what could disturb a terminal: such characters are written as their codes."""
+    found = str(text)[: longest + 1]
+    shown = "".join(
+        character.encode("unicode_escape").decode() if unicodedata.category(character) in HIDDEN else character
+        for character in found.replace("\t", "    ")
+    )
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def lasting(seconds: float) -> str:
+    """How long something takes: `350 ms`, `2.50 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
+    if seconds < 0.9995:
+        return f"{max(seconds, 0.0) * 1e3:.3g} ms"
+    if seconds < MINUTE - 0.05:
+        return f"{seconds:.3g} s"
+    for unit, size, lower, part in ((MINUTE, "min", 1, "s"), (HOUR, "h", MINUTE, "min"), (DAY, "d", HOUR, "h")):
+        whole, rest = divmod(round(seconds / lower), unit // lower)
+        if seconds < {MINUTE: HOUR, HOUR: DAY, DAY: float("inf")}[unit] - lower / 2:
+            return f"{whole:,} {size} {rest} {part}" if rest else f"{whole:,} {size}"
+    raise AssertionError("days have no end")
+
+
+def scaled(value: float, unit: str, prefixes: Prefixes = DECIMAL) -> str:
+    """A number of units to three digits, with a prefix: `42.6 MFLOP/s`, or with BINARY ones `51.2 GiB`."""
+    size, prefix = next(((size, prefix) for size, prefix in prefixes if value >= 0.9995 * size), (1.0, ""))
+    number = value / size
+    if number >= 999.5 or (isinstance(value, int) and not prefix):
+        return f"{number:,.0f} {prefix}{unit}"
+    return f"{number:#.3g}".rstrip(".") + f" {prefix}{unit}"
+
+
+def clock(moment: float) -> str:
+    """The local time of a moment, which is seconds since 1970."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def share(value: object) -> str:
+    """A part of a whole: `98.6%`."""
+    return f"{value:.1%}" if isinstance(value, float) else "not known"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int] = (0,), width: Optional[int] = None
+) -> str:
+    """A table, which does not end in a line end.
+
+    text: columns that are aligned left; the others hold numbers. width: of all; to fit in, the last column is wrapped.
+    """
+    lines = [header, *rows] if any(header) else list(rows)
+    widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
+    if width is not None:
+        widths[-1] = min(widths[-1], max(LEAST_WIDTH, width - sum(widths[:-1]) - 2 * len(widths[:-1])))
+
+    def one(line: Sequence[str]) -> list[str]:
+        ends = [line[-1]] if width is None else textwrap.wrap(line[-1], widths[-1]) or [""]
+        starts = [line[:-1], *[[""] * (len(line) - 1)] * (len(ends) - 1)]
+        return [
+            "  ".join(
+                cell.ljust(size) if at in text else cell.rjust(size)
+                for at, (cell, size) in enumerate(zip([*start, end], widths))
+            ).rstrip()
+            for start, end in zip(starts, ends)
+        ]
+
+    return "\n".join(part for line in lines for part in one(line))

@@ -1,0 +1,34 @@
+"""The same function with plain layers: what other programs do not multiply is folded into weights. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megalite.config.parametrization import multipliers
+from megalite.config.schema import Model
+
+
+def folded(model: Model) -> tuple[Model, dict[str, float]]:
+    """A model without multipliers, and what its weights are those of `model` times, by name; others stay.
+
+    Its logits are those of `model`. It is not trained as `model` is: its learning rates and initial weights would have
+    to differ.
+    """
+    plain = replace(model, parametrization="standard", base=None, embedding_multiplier=1.0, logits_multiplier=1.0)
+    return plain, {name: factor for name, factor in _factors(model) if factor != 1}
+
+
+def _factors(model: Model) -> Iterator[tuple[str, float]]:
+    found = multipliers(model)
+    yield "embed.weight", found.embedding
+    # The norm, since tied embeddings are the head's weight too; there, it also undoes the embedding's factor.
+    yield "head.norm.weight", found.logits / (found.embedding if model.tie_embeddings else 1)
+    scores = 1.0 if found.scores is None else found.scores * math.sqrt(model.head_size)
+    # A norm of queries undoes what is before it, and RoPE turns what comes after it.
+    queries = ("q_norm.weight",) if model.qk_norm else ("q.weight", *(("q.bias",) if model.qkv_bias else ()))
+    last = ("attention_norm", "mlp_norm") if model.norm == "post" else ("attention.o", "mlp.down")
+    for number in range(model.layers):
+        for name in queries:
+            yield f"layers.{number}.attention.{name}", scores
+        for name in last:
+            yield f"layers.{number}.{name}.weight", found.branch

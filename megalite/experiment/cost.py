@@ -1,0 +1,214 @@
+"""What an experiment costs before it runs: seconds and GPU-hours of every run, and where the estimate comes from."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from statistics import median
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Config
+from megalite.experiment.cell import Cell
+from megalite.experiment.expand import Expanded
+from megalite.plan.fit import FOR_TENSORS
+from megalite.plan.size import flops_per_token, model_parameters
+from megalite.planner.hardware import Cluster, load_cluster
+from megalite.planner.predict import predict
+from megalite.planner.search import fullest_rank
+from megalite.planner.stages import Timer
+
+SAVED = 12  # bytes of a parameter with AdamW's moments
+WRITTEN, COPIED = 1e9, 10e9  # bytes/s of a rank: to the disk, and of the copy that training waits for
+FORWARD = 1 / 3  # of a step: what an evaluation of a batch takes
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The speed of a run that is done: tokens/s of a rank."""
+
+    flops_per_token: int
+    gpus: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run.
+
+    source: where the time of a step comes from. steps: those that it makes itself. fits: False where the planner tells
+    that the run needs more memory than a GPU of the cluster has.
+    """
+
+    cell: Cell
+    steps: int
+    seconds: float
+    source: str
+    fits: bool = True
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds * self.cell.gpus / HOUR
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of an experiment. unknown: runs for which there is no estimate. later: GPU-hours of rounds not known yet."""
+
+    costs: tuple[Cost, ...]
+    unknown: tuple[Cell, ...] = ()
+    later: float = 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        return sum(cost.gpu_hours for cost in self.costs) + self.later
+
+    @property
+    def seconds(self) -> float:
+        """Of all runs, one after another."""
+        return sum(cost.seconds for cost in self.costs)
+
+
+class Estimator:
+    """Estimates the time of a step.
+
+    What was measured on the same model and number of ranks counts first, then `launch.flops_per_second`, then the
+    planner's prediction for a cluster, and at last what was measured on the nearest model.
+    """
+
+    def __init__(self, expanded: Expanded, measured: Iterable[Measured] = ()) -> None:
+        launch = expanded.setup.experiment.launch
+        self.launch, self.measured = launch, list(measured)
+        name = launch.cluster or expanded.setup.base["run"].get("cluster")
+        self.cluster: Cluster | None = None if name is None else load_cluster(str(name), "run.cluster = ")
+        self.timer = None if self.cluster is None else Timer(self.cluster)
+        self._known: dict[str, tuple[float, str] | None] = {}
+        self._fitting: dict[str, bool] = {}
+
+    def cost(self, cell: Cell) -> Cost | None:
+        """None where nothing tells how long a step takes."""
+        found = self.step(cell)
+        if found is None:
+            return None
+        step, source = found
+        steps = cell.steps - cell.start
+        seconds = self.launch.startup + steps * step + _evaluations(cell) * FORWARD * step + _saves(cell)
+        return Cost(cell, steps, seconds, source, self._fits(cell))
+
+    def _fits(self, cell: Cell) -> bool:
+        if self.cluster is None:
+            return True
+        key = _timed_by(cell)
+        if key not in self._fitting:
+            self._fitting[key] = fullest_rank(_numbered(cell.config)).total <= FOR_TENSORS * self.cluster.gpu.memory
+        return self._fitting[key]
+
+    def step(self, cell: Cell) -> tuple[float, str] | None:
+        """Seconds of a step, and where they come from."""
+        key = _timed_by(cell)
+        if key not in self._known:
+            self._known[key] = self._step(cell)
+        return self._known[key]
+
+    def _step(self, cell: Cell) -> tuple[float, str] | None:
+        each, tokens = flops_per_token(cell.config.model), cell.step_tokens / cell.gpus
+        same = [run for run in self.measured if (run.flops_per_token, run.gpus) == (each, cell.gpus)]
+        if same:
+            return tokens / median(run.tokens_per_second for run in same), "measured"
+        if self.launch.flops_per_second is not None:
+            return tokens * each / self.launch.flops_per_second, "launch.flops_per_second"
+        if self.cluster is not None:
+            return predict(_numbered(cell.config), self.cluster, self.timer).seconds, f"planner, {self.cluster.name}"
+        if self.measured:
+            nearest = min(self.measured, key=lambda run: abs(log(run.flops_per_token / each)))
+            rate = nearest.tokens_per_second * nearest.flops_per_token
+            return tokens * each / rate, "measured on another size"
+        return None
+
+
+def _timed_by(cell: Cell) -> str:
+    """All that the time and the memory of a step follow from."""
+    config = cell.config
+    return repr((config.model, config.parallel, config.batch, replace(config.train, steps=1), config.optim, cell.gpus))
+
+
+def estimate(expanded: Expanded, cells: Sequence[Cell], measured: Iterable[Measured] = ()) -> Costs:
+    """The cost of `cells`, which may be some of an experiment's. Raises InputError for a cluster that is not known."""
+    estimator = Estimator(expanded, measured)
+    found = [(cell, estimator.cost(cell)) for cell in cells]
+    costs = tuple(cost for _, cost in found if cost is not None)
+    later = _later(expanded, costs) if expanded.later else 0.0
+    return Costs(costs, tuple(cell for cell, cost in found if cost is None), later)
+
+
+def _later(expanded: Expanded, costs: Sequence[Cost]) -> float:
+    """GPU-hours of the rounds of successive halving that are not known yet: of mean runs, by their steps."""
+    halving = expanded.setup.experiment.halving
+    if halving is None or not costs:
+        return 0.0
+    latest = max(cell.round for cell in expanded.cells)
+    rounds = [cost for cost in costs if cost.cell.round == latest]
+    if not rounds:
+        return 0.0
+    mean, hours = sum(cost.gpu_hours for cost in rounds) / len(rounds), 0.0
+    count = sum(cell.round == latest for cell in expanded.cells)
+    for steps in halving.steps[latest + 1 :]:
+        count = -(-count // halving.factor)
+        hours += count * mean * steps / halving.steps[latest]
+    return hours
+
+
+def _evaluations(cell: Cell) -> int:
+    """Batches that a run evaluates."""
+    section = cell.config.eval
+    if not cell.evaluates:
+        return 0
+    times = (cell.start == 0) + (cell.steps - cell.start) // section.interval if section.interval else cell.start == 0
+    ends = not section.interval or cell.steps % section.interval != 0
+    return section.steps * (int(times) + int(ends))
+
+
+def _saves(cell: Cell) -> float:
+    """Seconds that training stands still for checkpoints; the last one is waited for."""
+    checkpoint, steps = cell.config.checkpoint, cell.steps - cell.start
+    size = SAVED * model_parameters(cell.config.model).total / cell.gpus
+    interval = checkpoint.interval if isinstance(checkpoint.interval, int) else 0
+    times = len(checkpoint.at) + (steps // interval if interval else 0)
+    return size / WRITTEN + times * size / (COPIED if checkpoint.async_ else WRITTEN)
+
+
+def _numbered(config: Config) -> Config:
+    """With a number as batch.micro: where it is found at the start, 1 is a careful guess."""
+    return config if config.batch.micro != "auto" else replace(config, batch=replace(config.batch, micro=1))
+
+
+def check_budget(costs: Costs, expanded: Expanded, spent: float = 0.0) -> None:
+    """Raises InputError if the runs would take more than `launch.max_gpu_hours`, or if nobody can tell.
+
+    spent: GPU-hours that the experiment has taken already.
+    """
+    launch = expanded.setup.experiment.launch
+    most = launch.max_gpu_hours
+    if most is None:
+        if launch.kind == "slurm":
+            raise InputError(
+                f"launch.max_gpu_hours: is needed on a cluster, so that an experiment cannot take more than was meant; "
+                f"{_told(costs)}: set it to the most that these runs may take"
+            )
+        return
+    if costs.unknown:
+        raise InputError(
+            f"launch.max_gpu_hours = {most:g}: cannot be held, as nothing tells how long a step takes: set "
+            "launch.cluster, or launch.flops_per_second as one rank has reached it"
+        )
+    if spent + costs.gpu_hours > most:
+        already = f", {spent:,.1f} being spent" if spent else ""
+        raise InputError(
+            f"launch.max_gpu_hours = {most:g}: these {len(costs.costs):,} runs take {costs.gpu_hours:,.1f} "
+            f"GPU-hours{already}; raise it, or ask for fewer or shorter runs"
+        )
+
+
+def _told(costs: Costs) -> str:
+    if costs.unknown:
+        return "nothing tells how long a step takes (launch.cluster does)"
+    return f"these {len(costs.costs):,} runs take about {costs.gpu_hours:,.1f} GPU-hours"

@@ -1,0 +1,105 @@
+"""Every key of an experiment file: its type, its default and what it means. Rules between keys are in `read`."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["sweep", "ladder", "systems"]
+Size = Literal["total", "with_head", "non_embedding"]
+
+
+@dataclass
+class About:
+    name: str = "???"
+    kind: Kind = "sweep"
+    base: str | list[str] = "???"  # run configurations that every run starts from, relative to the experiment file
+    dir: str = "experiments"  # the folder of the experiment is made inside: {dir}/{name}
+    seeds: list[int] = field(default_factory=lambda: [0])  # run.seed; every setting is run with each
+
+
+@dataclass
+class Random:
+    """Settings drawn at random."""
+
+    over: dict[str, Any] = field(default_factory=dict)  # a list to choose from, {log2: [a, b]} or {uniform: [a, b]}
+    count: int = 10
+    seed: int = 0
+
+
+@dataclass
+class Halving:
+    """Successive halving: all settings train for few steps, the best share of them for more, and so on."""
+
+    steps: list[int] = field(default_factory=list)  # train.steps of each round, ascending
+    factor: int = 3  # one of so many goes on to the next round
+    metric: Literal["loss_valid", "loss_train"] = "loss_valid"
+
+
+@dataclass
+class Sizes:
+    """Which of the three numbers of parameters is meant by N."""
+
+    fit: Size = "with_head"  # in fits, in tokens_per_parameter and in expressions
+    report: list[Size] = field(default_factory=lambda: ["total", "non_embedding"])  # fitted beside it
+
+
+@dataclass
+class Trunk:
+    """Budgets of one rung share a run: the longest one, from which the others branch off to decay."""
+
+    schedule: Literal["wsd"] = "wsd"
+    decay: float = 0.2  # share of the steps of a budget in which its rate decays
+
+
+@dataclass
+class Measure:
+    """Of systems: what is timed."""
+
+    warmup: int = 5  # steps that tell no speed
+    steps: int = 20
+    repeats: int = 3  # runs of the same layout, which differ in run.seed
+
+
+@dataclass
+class Launch:
+    kind: Literal["local", "slurm"] = "local"
+    parallel: int = 1  # runs at a time; under Slurm, tasks of an array at a time
+    gpus: int | None = None  # ranks of a run; null: as the layout says. Systems have their own list
+    max_gpu_hours: float | None = None  # more is refused; needed under Slurm
+    cluster: str | None = None  # whose step time is predicted: a name or file; null: run.cluster of the base
+    flops_per_second: float | None = None  # model FLOP/s that one rank reaches, where no cluster file describes it
+    startup: float = 60.0  # seconds from the start of a run to its first step
+    minutes: float | None = None  # of a run, after which it saves and stops; null: no limit
+    attempts: int = 3  # starts of a run in a row that save nothing new, after which it has failed
+    discard: bool = False  # delete the checkpoints of runs that are done
+    cores: int | None = None  # local: of the pool; null: all that this process may use
+    devices: list[int] | None = None  # local: GPUs of the pool; null: all that there are
+    gpus_per_node: int = 8  # slurm
+    cpus_only: bool = False  # slurm: ask for no GPUs
+    cpus_per_task: int | None = None  # slurm: cores of a rank
+    sbatch: dict[str, Any] = field(default_factory=dict)  # slurm: further options, such as partition: NAME
+    srun: list[str] = field(default_factory=list)  # slurm: further options of srun, such as a container's
+
+
+@dataclass
+class Experiment:
+    experiment: About = field(default_factory=About)
+    set: dict[str, Any] = field(default_factory=dict)  # changes to the base in every run
+    grid: dict[str, Any] = field(default_factory=dict)  # key -> values, all of which are combined
+    zip: list[dict[str, Any]] = field(default_factory=list)  # keys whose values go together, one by one
+    random: Random | None = None
+    exclude: list[str] = field(default_factory=list)  # conditions; a run for which one holds is left out
+    derive: dict[str, Any] = field(default_factory=dict)  # key -> expression
+    halving: Halving | None = None  # of a sweep
+    rungs: dict[str, Any] = field(default_factory=dict)  # of a ladder: name -> settings of a size of the model
+    tokens_per_parameter: list[float] | None = None  # budgets of a ladder: one of these three
+    tokens: list[float] | None = None
+    flops: list[float] | None = None
+    trunk: Trunk | None = None
+    parameters: Sizes = field(default_factory=Sizes)
+    holdout: dict[str, Any] = field(default_factory=dict)  # what a fit does not see, such as rungs: [NAME]
+    fit: dict[str, Any] = field(default_factory=dict)  # settings of the fit
+    gpus: list[int] | None = None  # of systems
+    scaling: Literal["weak", "strong"] | None = None  # weak: sequences of a DP rank stay; strong: batch.global does
+    layouts: dict[str, Any] | list[dict[str, Any]] | None = None  # {plan: n}, a list, or a grid over parallel.*
+    measure: Measure | None = None
+    launch: Launch = field(default_factory=Launch)

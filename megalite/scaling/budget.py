@@ -1,0 +1,251 @@
+"""What a budget buys: a model of the ladder's shape, tokens, steps, batch, rate and layout, and the loss to expect."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megalite.config.errors import InputError, counted
+from megalite.config.files import is_file
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.plan.fit import FOR_TENSORS
+from megalite.planner.goodput import HOUR, Run, run_of
+from megalite.planner.hardware import Cluster
+from megalite.planner.search import Result, search
+from megalite.planner.stages import Timer
+from megalite.scaling.bootstrap import Interval, interval
+from megalite.scaling.forms import Array
+from megalite.scaling.law import FLOPS
+from megalite.scaling.methods import AnyLaw
+from megalite.scaling.rates import BATCH, RATE
+from megalite.scaling.shapes import Rule, size_of
+from megalite.scaling.stored import Stored
+from megalite.scaling.table import Results
+
+FIRST_MFU, ROUNDS, SETTLED = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
+FAR = 100.0  # times the largest budget: beyond, a prediction is a guess
+
+
+@dataclass(frozen=True)
+class Bought:
+    """size, tokens, loss: of the model chosen, by the law; best: N and D that the law would have. times: how far it is.
+
+    layout, run: on the cluster, where one was named. told: what to mind.
+    """
+
+    config: Config
+    flops: float
+    size: float
+    tokens: float
+    loss: Interval
+    best: tuple[Interval, Interval]
+    times: Mapping[str, float]
+    layout: Result | None
+    run: Run | None
+    told: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster and how many of its GPUs."""
+
+    cluster: Cluster
+    gpus: int
+
+
+def rung_configs(stored: Stored, results: Results) -> list[Config]:
+    """The configurations of fitted runs, one for each model, the smallest first."""
+    some, found = set(stored.fit["data"]["used"]), dict[tuple[int, int, int], Config]()
+    for run in results.runs:
+        path = stored.folder / "runs" / run.name / "config.yaml"
+        if run.id in some and is_file(path):
+            config = load([str(path)])
+            found.setdefault((config.model.width, config.model.layers, config.model.ffn), config)
+    if not found:
+        raise InputError(
+            f"{stored.folder / 'runs'}: no fitted run has its config.yaml there, so there is no shape to follow; keep "
+            "the run folders, or copy their config.yaml back"
+        )
+    return sorted(found.values(), key=lambda config: size_of(config.model, stored.settings.parameters))
+
+
+def buy(
+    stored: Stored,
+    results: Results,
+    rates: Stored | None,
+    *,
+    flops: float | None = None,
+    gpu_hours: float | None = None,
+    machine: Machine | None = None,
+) -> Bought:
+    """For `flops` = 6·N·D, or for GPU-hours on a machine. rates: an experiment with laws of rate and batch.
+
+    Raises InputError where there is no law, no shape, or no layout that fits.
+    """
+    if stored.best is None:
+        raise InputError(f"{stored.folder}: has no fitted law; run megalite-sweep fit on a ladder first")
+    configs = rung_configs(stored, results)
+    rule = Rule.of([config.model for config in configs], stored.settings.parameters)
+    base = configs[-1]
+    if flops is not None:
+        return _for_flops(stored, rule, base, rates, flops, machine)
+    if gpu_hours is None or machine is None:
+        raise InputError("--gpu-hours: needs --cluster and --gpus, which say what an hour computes")
+    peak = machine.cluster.gpu.peak
+    budget = gpu_hours * HOUR * peak.get(base.train.precision, peak["bf16"]) * FIRST_MFU
+    for _ in range(ROUNDS):
+        found = _for_flops(stored, rule, base, rates, budget, machine)
+        taken = gpu_hours if found.run is None else found.run.gpu_hours
+        if abs(gpu_hours / taken - 1) < SETTLED:
+            return found
+        budget *= gpu_hours / taken
+    told = f"It takes {taken:,.1f} GPU-hours; sizes and layouts come in steps, and none is nearer."
+    return replace(found, told=(*found.told, told))
+
+
+def _for_flops(
+    stored: Stored, rule: Rule, base: Config, rates: Stored | None, flops: float, machine: Machine | None
+) -> Bought:
+    assert stored.best is not None
+    law, drawn = stored.best
+    wanted = float(np.asarray(law.optimum(flops)[0]))
+    if not np.isfinite(wanted) or wanted < 1:
+        raise InputError(f"{flops:.3g} FLOPs: the law has no best size there; fit more budgets")
+    model = rule.nearest(wanted)
+    size = float(size_of(model, stored.settings.parameters))
+    tokens = flops / FLOPS / size
+    runs, told = int(stored.fit["data"]["runs"]), list[str]()
+    config = _configured(stored, rates, base, replace(base, model=model), size, tokens, machine, told)
+    times = _distance(stored, flops, size, tokens, told)
+    layout, run = (None, None) if machine is None else _planned(config, tokens, machine)
+    config = config if layout is None else replace(layout.prediction.config, run=replace(config.run, device="cuda"))
+    best = [
+        interval(float(np.asarray(value)), _several(drawn, flops, at), runs, True)
+        for at, value in enumerate(law.optimum(flops))
+    ]
+    return Bought(
+        config,
+        flops,
+        size,
+        tokens,
+        _loss(stored, flops, size, tokens, runs),
+        (best[0], best[1]),
+        times,
+        layout,
+        run,
+        tuple(told),
+    )
+
+
+def _several(drawn: AnyLaw | None, flops: float, which: int) -> Array:
+    return np.empty(0) if drawn is None else np.asarray(drawn.optimum(flops)[which])
+
+
+def _loss(stored: Stored, flops: float, size: float, tokens: float, runs: int) -> Interval:
+    """Of this very N and D; of the budget's best, where no law tells the loss of any N and D."""
+    if stored.losses is not None:
+        law, drawn = stored.losses
+        several = np.empty(0) if drawn is None else np.asarray(drawn.loss(size, tokens))
+        return interval(float(np.asarray(law.loss(size, tokens))), several, runs)
+    assert stored.best is not None
+    best, again = stored.best
+    several = np.empty(0) if again is None else np.asarray(again.best_loss(flops))
+    return interval(float(np.asarray(best.best_loss(flops))), several, runs)
+
+
+def _distance(stored: Stored, flops: float, size: float, tokens: float, told: list[str]) -> dict[str, float]:
+    """How many times beyond the largest fitted run it is, by what."""
+    span = stored.fit["data"]["span"]
+    values = {"flops": flops, "parameters": size, "tokens": tokens}
+    times = {name: value / span[name][1] for name, value in values.items()}
+    if times["flops"] > FAR:
+        told.append(
+            f"The budget is {times['flops']:,.0f} times the largest that was fitted. The interval tells how the runs "
+            "scatter, not whether the law holds that far."
+        )
+    if (low := flops / span["flops"][0]) < 1:
+        told.append(f"The budget is below the smallest that was fitted, by a factor of {1 / low:.3g}.")
+    return times
+
+
+def _configured(
+    stored: Stored,
+    rates: Stored | None,
+    base: Config,
+    config: Config,
+    size: float,
+    tokens: float,
+    machine: Machine | None,
+    told: list[str],
+) -> Config:
+    """With batch, rate and steps, as far as laws tell them; the rest is the largest rung's."""
+    laws = {scan["key"]: scan["law"] for each in (stored, rates) if each for scan in each.fit["rates"] if scan["law"]}
+    known = {"N": size, "D": tokens}
+    if BATCH in laws:
+        batch = _rounded(_at(laws[BATCH], known, BATCH, told), machine.gpus if machine else 1)
+    else:
+        batch = _rounded(base.batch.global_, machine.gpus if machine else 1)
+        told.append(f"No law of {BATCH} was fitted: {batch:,} is the largest rung's, as far as the GPUs divide it.")
+    if RATE in laws:
+        rate = float(f"{_at(laws[RATE], known | {'batch': float(batch)}, RATE, told):.4g}")
+    else:
+        rate = base.optim.lr
+        told.append(
+            f"No law of {RATE} was fitted: {rate:g} is the largest rung's. Rates seldom stay best at other sizes."
+        )
+    steps = max(round(tokens / batch / config.model.sequence_length), 1)
+    share = steps / base.train.steps
+    decay = base.schedule.decay
+    schedule = replace(
+        base.schedule,
+        warmup=round(base.schedule.warmup * share),
+        decay=None if decay is None else max(round(decay * share), 1),
+    )
+    if base.train.precision != "bf16" and machine:
+        told.append(f"train.precision = {base.train.precision}, as in the ladder; bf16 takes less time on GPUs.")
+    return replace(
+        config,
+        run=replace(base.run, name=f"{stored.settings.name or 'predicted'}-{size:.3g}".replace("+", ""), dir="runs"),
+        batch=replace(base.batch, global_=batch, micro=1, memory=None, rampup=None, curriculum=None),
+        train=replace(base.train, steps=steps),
+        optim=replace(base.optim, lr=rate),
+        schedule=schedule,
+        checkpoint=replace(base.checkpoint, resume="auto", weights=None),
+    )
+
+
+def _at(law: Mapping[str, Any], known: Mapping[str, float], key: str, told: list[str]) -> float:
+    logs = law["constant"][0]
+    for name, (exponent, _, _) in law["exponents"].items():
+        logs += exponent * np.log(known[name])
+        low, high = law["spans"][name]
+        beyond = max(known[name] / high, low / known[name])
+        if beyond > 1.05:
+            told.append(f"The law of {key} is used {beyond:.3g} times beyond the {name} that it was fitted to.")
+    return float(np.exp(logs))
+
+
+def _rounded(batch: float, gpus: int) -> int:
+    """The nearest power of two, times what of `gpus` is odd, so that many layouts divide it."""
+    odd = gpus // (gpus & -gpus)
+    return int(odd * 2 ** max(round(np.log2(max(batch / odd, 1))), 0))
+
+
+def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, Run]:
+    cluster = machine.cluster
+    asked = replace(config, run=replace(config.run, device="cuda"))
+    found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * FOR_TENSORS, wanted=1)
+    if not found.results:
+        shape = config.model
+        why = "none divides the batch and the model"
+        if found.tightest is not None:
+            why = f"the nearest needs {found.tightest[0] / 2**30:.1f} GiB"
+        raise InputError(
+            f"--gpus {machine.gpus}: no layout of {counted(shape.layers, 'layer')} of width {shape.width:,} with "
+            f"{config.batch.global_:,} sequences a step fits {cluster.gpu.name}: {why}; use more GPUs, or a number "
+            f"that {config.batch.global_:,} is a multiple of"
+        )
+    result = found.results[0]
+    return result, run_of(result.prediction, tokens)

@@ -1,0 +1,252 @@
+"""The best learning rate and batch of every cell of a sweep, and power laws through them.
+
+A cell holds runs that differ in the scanned key, and perhaps in the seed. Its optimum is the vertex of a parabola of
+ln(loss) over the logarithm of the key, through the lowest point and up to two different ones on each side. Only a
+vertex between measured points counts, with a higher loss on both sides. The raw minimum of a grid leads to
+other laws: on the runs of Step Law (arXiv 2503.04715), N^-.82 instead of N^-.71.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.config.errors import counted
+from megalite.scaling.approach2 import budgets_of
+from megalite.scaling.bootstrap import draws
+from megalite.scaling.forms import Array
+from megalite.scaling.parabola import FEWEST, Parabola, parabola
+from megalite.scaling.table import Results, Run
+
+RATE, BATCH = "optim.lr", "batch.global"
+BESIDE = 2  # different values on each side of the lowest
+ESTIMATOR = "vertex of ln(loss) as a parabola of the logarithm, through the lowest point and up to two on each side"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """n values of a key, each with the ln(loss) that it led to.
+
+    settings: the other axes. size, tokens, batch: of the model and its training. weights: `[g, n]`, how often each
+    counts in g draws. drawn: ln(loss) `[g, n]` in draws, where they differ.
+    """
+
+    names: tuple[str, ...]
+    settings: tuple[Mapping[str, float | str], ...]
+    values: Array
+    losses: Array
+    size: Array
+    tokens: Array
+    batch: Array
+    weights: Array
+    drawn: Array | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What differs in one key only. label: the other axes in words, `setting` those that cells differ in.
+
+    places: in what was seen. near: those that the parabola goes through. why: there is no optimum between them.
+    """
+
+    label: str
+    setting: Mapping[str, float | str]
+    size: float
+    tokens: float
+    batch: float
+    places: Array
+    near: Array
+    curve: Parabola | None
+    why: str = ""
+
+    @property
+    def best(self) -> float:
+        return float(np.exp(self.curve.vertex[0])) if self.curve else np.nan
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """best = exp(constant) · Π regressor^exponent, through as many `cells`.
+
+    coefficients: the constant and the exponents. drawn: `[g, 1 + regressors]`, the same of draws.
+    rms: of ln(best), where there are more cells than unknowns. spans: of each regressor.
+    """
+
+    key: str
+    regressors: tuple[str, ...]
+    coefficients: Array
+    drawn: Array
+    cells: int
+    rms: float | None
+    spans: Mapping[str, tuple[float, float]]
+
+    def at(self, values: Mapping[str, float]) -> float:
+        """The best value of the key for values of the regressors."""
+        logs = [1.0, *(np.log(values[name]) for name in self.regressors)]
+        return float(np.exp(np.dot(self.coefficients, logs)))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A key that was scanned: what was seen, its cells, and the law, or why there is none."""
+
+    key: str
+    seen: Seen
+    cells: tuple[Cell, ...]
+    law: PowerLaw | None
+    why: str = ""
+
+
+def scans(results: Results, which: str, definition: str, samples: int) -> list[Scan]:
+    """The optima of the learning rate and of the batch, as far as a sweep varies them inside of cells.
+
+    Where both were varied, the best batch is that of the losses at the best rate of each batch.
+    """
+    found = []
+    rate = _scan(RATE, _seen(results, RATE, which, definition, samples))
+    if rate is not None:
+        found.append(rate)
+    best = [cell for cell in rate.cells if cell.curve is not None] if rate else []
+    given = _at_best_rate(rate, best) if rate and best else _seen(results, BATCH, which, definition, samples)
+    batch = _scan(BATCH, given)
+    return [*found, batch] if batch is not None else found
+
+
+def _seen(results: Results, key: str, which: str, definition: str, samples: int) -> Seen | None:
+    """The finished runs of a sweep that varies `key`."""
+    if key not in results.axes:
+        return None
+    runs = [run for run in results.done() if _usable(run, key, which, definition)]
+    if not runs:
+        return None
+
+    def column(name: str) -> Array:
+        return np.array([run.number(name) for run in runs])
+
+    tokens = column("tokens")
+    for places in budgets_of(tokens):  # rounds of a sweep may differ in length alone
+        tokens[places] = tokens[places[0]]
+    return Seen(
+        tuple(run.name for run in runs),
+        tuple(
+            {**{name: run.axes[name] for name in results.axes if name != key}, "tokens": float(tokens[at])}
+            for at, run in enumerate(runs)
+        ),
+        np.array([run.axes[key] for run in runs], float),
+        np.log(column(which)),
+        column(f"n_{definition}"),
+        column("tokens"),
+        column("batch_global"),
+        draws(len(runs), samples) if samples else np.empty((0, len(runs))),
+    )
+
+
+def _usable(run: Run, key: str, which: str, definition: str) -> bool:
+    value = run.axes[key]
+    known = run.number(which) > 0 and run.number("tokens") > 0 and run.number(f"n_{definition}") > 0
+    return known and isinstance(value, float) and value > 0
+
+
+def _at_best_rate(rate: Scan, best: Sequence[Cell]) -> Seen | None:
+    """Each batch with the loss at its best rate."""
+    if any(not isinstance(cell.setting.get(BATCH), float) for cell in best):
+        return None
+    again = [_redrawn(rate.seen, cell) for cell in best]
+    inside = np.stack([curve.inside for curve in again], axis=1)
+    return Seen(
+        tuple(cell.label for cell in best),
+        tuple({name: value for name, value in cell.setting.items() if name != BATCH} for cell in best),
+        np.array([cell.setting[BATCH] for cell in best], float),
+        np.array([cell.curve.lowest[0] for cell in best if cell.curve]),
+        np.array([cell.size for cell in best]),
+        np.array([cell.tokens for cell in best]),
+        np.array([cell.batch for cell in best]),
+        inside.astype(float),
+        np.stack([curve.lowest for curve in again], axis=1),
+    )
+
+
+def _redrawn(seen: Seen, cell: Cell) -> Parabola:
+    losses = seen.losses[cell.near] if seen.drawn is None else seen.drawn[:, cell.near]
+    return parabola(np.log(seen.values[cell.near]), losses, seen.weights[:, cell.near])
+
+
+def _scan(key: str, seen: Seen | None) -> Scan | None:
+    """None where no cell has two values of the key."""
+    if seen is None:
+        return None
+    groups: dict[tuple[float | str, ...], list[int]] = {}
+    for at, setting in enumerate(seen.settings):
+        groups.setdefault(tuple(setting.values()), []).append(at)
+    if all(len(np.unique(seen.values[places])) < 2 for places in groups.values()):
+        return None
+    names = list(seen.settings[0])
+    shown = [at for at in range(len(names)) if len({other[at] for other in groups}) > 1]
+    cells = []
+    for given, places in groups.items():
+        label = ", ".join(f"{names[at]} {_word(given[at])}" for at in shown) or "all runs"
+        cells.append(_cell(label, dict(zip(names, given, strict=True)), seen, np.array(places)))
+    law, why = _law(key, cells, seen)
+    return Scan(key, seen, tuple(cells), law, why)
+
+
+def _word(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _cell(label: str, setting: Mapping[str, float | str], seen: Seen, places: Array) -> Cell:
+    values, losses = seen.values[places], seen.losses[places]
+    facts = [float(np.exp(np.mean(np.log(each[places])))) for each in (seen.size, seen.tokens, seen.batch)]
+    different = np.unique(values)
+
+    def none(why: str, near: Array = places) -> Cell:
+        return Cell(label, setting, facts[0], facts[1], facts[2], places, near, None, why)
+
+    if len(different) < FEWEST:
+        return none(f"{counted(len(different), 'value')} with a loss, and {FEWEST} are needed")
+    means = np.array([losses[values == value].mean() for value in different])
+    lowest = int(np.argmin(means))
+    if lowest in (0, len(different) - 1):
+        return none(f"the {'largest' if lowest else 'smallest'} value with a loss has the lowest one")
+    window = different[max(lowest - BESIDE, 0) : lowest + BESIDE + 1]
+    near = places[np.isin(values, window)]
+    curve = parabola(np.log(seen.values[near]), seen.losses[near])
+    if not curve.inside[0]:
+        return none("the parabola has no minimum between measured values", near)
+    return Cell(label, setting, facts[0], facts[1], facts[2], places, near, curve)
+
+
+def _law(key: str, cells: Sequence[Cell], seen: Seen) -> tuple[PowerLaw | None, str]:
+    used = [cell for cell in cells if cell.curve is not None]
+    known = {"N": [cell.size for cell in used], "D": [cell.tokens for cell in used]}
+    if key != BATCH:
+        known["batch"] = [cell.batch for cell in used]
+    design, names = np.ones((len(used), 1)), list[str]()
+    for name, column in known.items():
+        wider = np.column_stack([design, np.log(column)])
+        told = np.isfinite(wider).all() and np.linalg.matrix_rank(wider / np.abs(wider).max(axis=0, initial=1e-9), 1e-6)
+        if len(used) and told == wider.shape[1]:
+            design = wider
+            names.append(name)
+    if not names or len(used) < design.shape[1]:
+        have = f"{counted(len(used), 'cell')} of {len(cells)} {'has' if len(used) == 1 else 'have'}"
+        return None, f"{have} an optimum between measured values; a power law needs some that differ in N, D or batch"
+    best = np.log([cell.best for cell in used])
+    coefficients: Array = np.asarray(np.linalg.lstsq(design, best, rcond=None)[0], np.float64)
+    spare = len(used) - design.shape[1]
+    rms = float(np.sqrt(np.sum((best - design @ coefficients) ** 2) / spare)) if spare else None
+    spans = {name: (min(known[name]), max(known[name])) for name in names}
+    return PowerLaw(key, tuple(names), coefficients, _drawn(used, design, seen), len(used), rms, spans), ""
+
+
+def _drawn(used: Sequence[Cell], design: Array, seen: Seen) -> Array:
+    """The coefficients of every draw; nan where too few cells keep an optimum."""
+    again = [_redrawn(seen, cell) for cell in used]
+    inside = np.stack([curve.inside for curve in again], axis=1)
+    best = np.stack([curve.vertex for curve in again], axis=1)
+    found = np.full((len(inside), design.shape[1]), np.nan)
+    for number, mask in enumerate(inside):
+        some = design[mask]
+        if len(some) >= design.shape[1] and np.linalg.matrix_rank(some) == design.shape[1]:
+            found[number] = np.linalg.lstsq(some, best[number][mask], rcond=None)[0]
+    return found

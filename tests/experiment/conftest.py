@@ -1,0 +1,1 @@
+from expanding import expanded  # noqa: F401

@@ -38,6 +38,7 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=10
+UnkillableStepTimeout=600
 SlurmdTimeout=10
 ReturnToService=2
 SchedulerParameters=sched_interval=2,sched_min_interval=0
@@ -96,8 +97,13 @@ class Cluster:
         deadline = time.monotonic() + timeout
         while not done():
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons.values()):
-                raise TimeoutError(f"never saw {what}{self._logs()}")
+                nodes = self.run("sinfo", "-h", "-N", "-o", "%N %T %E", check=False)
+                raise TimeoutError(f"never saw {what}; nodes: {nodes}{self._logs()}")
             time.sleep(0.1)
+
+    def idle(self) -> bool:
+        """Whether both nodes are there and have nothing to do."""
+        return self.run("sinfo", "-h", "-o", "%T %D", check=False) == f"idle {len(NODES)}"
 
     def job(self, job: str) -> dict[str, str]:
         """The properties of a job, such as JobState and ExitCode."""
@@ -158,7 +164,7 @@ class Cluster:
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             self._daemon(node, "slurmd", "-D", "-N", node)
-        self.until(lambda: self.run("sinfo", "-h", "-o", "%T %D", check=False) == "idle 2", "two idle nodes", 30)
+        self.until(self.idle, "two idle nodes", 60)
 
     def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:

@@ -106,12 +106,10 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
         step = newest(run)
         case = submit("third", f"train.steps={step + 4}")
         assert case.ended(90)[:2] == ("COMPLETED", "0:0"), (folder / "third.log").read_text()
-        undisturbed = ("megalite", "train", *CONFIG, "run.name=undisturbed", f"train.steps={step + 4}")
+        undisturbed = ("megalite", "train", *CONFIG, f"run.dir={folder}", f"train.steps={step + 4}")
         done = work.run(*undisturbed, "parallel.dp_shard=2")
         assert done.returncode == 0, done.stderr
-    expected = {
-        record["step"]: record["loss"] for record in read_records(work.folder / "runs/undisturbed/metrics.jsonl")
-    }
+    expected = {record["step"]: record["loss"] for record in read_records(folder / "run/metrics.jsonl")}
     found = {record["step"]: record["loss"] for record in read_records(run / "metrics.jsonl")}
     assert len(found) > 8
     assert found == {step: expected[step] for step in found}  # some reports had no room

@@ -272,19 +272,21 @@ def test_a_frozen_node_is_left_behind(submit: Submit, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("dead", [True, False], ids=["dead", "frozen"])
 def test_the_guard_requeues_a_job_without_its_batch_host(submit: Submit, cluster: Cluster, dead: bool) -> None:
-    idle = lambda: cluster.run("sinfo", "-h", "-o", "%T %D") == "idle 2"  # noqa: E731
-    cluster.until(idle, "two idle nodes")
+    cluster.until(cluster.idle, "two idle nodes")
     case = submit(f"host-{dead}", *ENDLESS, supervisor=("--guard-seconds", "6"))
     case.trains()
     processes = [] if dead else cluster.freeze(NODES[0])
     if dead:
         cluster.crash(NODES[0])
-    case.until(lambda: bool(case.all("guard")), "the guard's decision", 30)
-    if dead:
-        case.until(lambda: cluster.job(case.job)["Restarts"] == "1", "the job requeued", 60)
-        cluster.revive(NODES[0])
-    time.sleep(1)
-    cluster.thaw(processes)  # the supervisor too, which finds that the job has gone on without it
+    try:
+        case.until(lambda: bool(case.all("guard")), "the guard's decision")
+        if dead:
+            case.until(lambda: cluster.job(case.job)["Restarts"] == "1", "the job requeued")
+    finally:  # so that the tests after this one have both nodes
+        if dead:
+            cluster.revive(NODES[0])
+        time.sleep(1)
+        cluster.thaw(processes)  # the supervisor too, which finds that the job has gone on without it
     case.restarted()
     cluster.run("scancel", case.job)
     assert case.ended()[::2] == ("CANCELLED", "1"), case.log

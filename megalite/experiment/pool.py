@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megalite.config.errors import InputError, counted, printable
 from megalite.exit_codes import ExitCode
-from megalite.experiment.folder import ExperimentFolder, Status, read_status
+from megalite.experiment.folder import ExperimentFolder, read_status
 from megalite.stop import listen, restore
 from megalite_launch.processes import prepared
 
@@ -114,7 +114,7 @@ class Pool:
                         each.process.send_signal(signal.SIGTERM)
                 progress.say("stopping: runs save and end; once more kills them" if not told else "killing runs")
                 told = self._asked
-            progress.show([name for each in self._running for name in each.task.names])
+            progress.show([each.task for each in self._running])
             for each in [each for each in self._running if each.process.poll() is not None]:
                 self._running.remove(each)
                 progress.ended(each.task)
@@ -177,6 +177,7 @@ class _Shown:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.bar = Progress(*columns, console=console, disable=not self.terminal)
         self.task = self.bar.add_task("", total=total)
+        self.told: set[str] = set()  # names of runs that have ended
 
     def __enter__(self) -> "_Shown":
         self.bar.start()
@@ -185,7 +186,11 @@ class _Shown:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def show(self, names: Sequence[str]) -> None:
+    def show(self, tasks: Sequence[Task]) -> None:
+        """Name the runs at work, and tell which of them are done: a trunk may be long before its branches."""
+        for task in tasks:
+            self._tell(task, ("done",))
+        names = [name for task in tasks for name in task.names if name not in self.told]
         more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
         self.bar.update(self.task, description=", ".join(names[:TOLD]) + more)
 
@@ -193,9 +198,16 @@ class _Shown:
         self.bar.console.print(f"megalite-sweep: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def ended(self, task: Task) -> None:
+        self._tell(task)
+        self.bar.advance(self.task, len(set(task.names) - self.told))
+        self.told.update(task.names)
+
+    def _tell(self, task: Task, states: Sequence[str] = ()) -> None:
+        """Tell how the runs of a task have ended; states: if given, only of runs in these."""
         for name in task.names:
-            status: Status | None = read_status(self.folder.run(name))
-            if status is not None:
+            status = None if name in self.told else read_status(self.folder.run(name))
+            if status is not None and (not states or status.state in states):
                 told = f": {printable(status.reason)}" if status.reason else f" after {status.seconds:.0f} s"
                 self.say(f"{status.state:<9} {name}{told}")
-        self.bar.advance(self.task, len(task.names))
+                self.told.add(name)
+                self.bar.advance(self.task)

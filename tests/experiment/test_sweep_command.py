@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -57,7 +58,9 @@ def test_a_trunk_its_branches_and_a_trunk_that_diverges(tmp_path: Path) -> None:
     sections = {"rungs": rungs, "tokens": [640, 1280, 2560], "trunk": {"decay": 0.25}}
     script = {"b-2.56kt": ["diverged"]}
     faked = Faked(tmp_path, script, experiment={"kind": "ladder"}, **sections, launch={"discard": True})
-    faked.sweep("launch", code=1)
+    told = re.findall(r"(done|diverged) +(\S+)-\w{10}", faked.sweep("launch", code=1).stderr)
+    budgets = ("1.28kt", "2.56kt", "640t")
+    assert sorted(told) == [("diverged", f"b-{each}") for each in budgets] + [("done", f"a-{each}") for each in budgets]
     assert faked.journal()[:6] == [(w, f"a-{b}") for b in ("2.56kt", "640t", "1.28kt") for w in ("start", "end")]
     assert set(faked.states().values()) == {"done", "diverged"}
     assert all(status["state"] == "diverged" for slug, status in faked.statuses().items() if slug.startswith("b"))

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +120,28 @@ def sweep(
     widths: Iterable[int] = (64, 128, 256),
     noise: float = 0.0,
     seed: int = 0,
+    parametrizations: Iterable[str] = (),
 ) -> Path:
-    """Rates × batches × widths. The best rate is .01 (width / 64)^-1 (batch / 32)^.5; the best batch is 32."""
+    """Rates × batches × widths. The best rate is .004 (width / 64)^-1 (batch / 32)^.5; the best batch is 32.
+
+    parametrizations: an axis of its own, with heads zipped to widths. Under `mup` the best rate has no width in it.
+    """
     generator, rows = np.random.default_rng(seed), []
-    for width in widths:
+    for name, width in product(tuple(parametrizations) or ("",), widths):
         of = model(width, 3)
         numbers = counts(of)
         for batch in batches:
             for rate in rates:
-                best = 0.004 * (64 / width) * (batch / 32) ** 0.5
+                best = 0.004 * (1 if name == "mup" else 64 / width) * (batch / 32) ** 0.5
                 loss = 1.5 + 20 / np.sqrt(numbers["n_with_head"])
                 loss = loss * np.exp(0.01 * np.log(rate / best) ** 2 + 0.02 * np.log(batch / 32) ** 2)
                 loss *= np.exp(noise * generator.standard_normal())
-                axes = {"model.width": width, "batch.global": batch, "optim.lr": float(rate)}
+                zipped = {"model.parametrization": name, "model.width": width, "model.heads": width // 32}
+                axes = (zipped if name else {"model.width": width}) | {"batch.global": batch, "optim.lr": float(rate)}
                 diverged = np.log(rate / best) > 2.5
                 rows.append(
                     row(
-                        f"w{width}-b{batch}-lr{rate:.2g}",
+                        f"{name}w{width}-b{batch}-lr{rate:.2g}",
                         "sweep",
                         axes,
                         **numbers,

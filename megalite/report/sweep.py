@@ -77,42 +77,41 @@ def _panels(cells: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]
 
 
 def _best(scan: Mapping[str, Any]) -> Picture:
-    cells = [cell for cell in scan["cells"] if cell["best"] is not None]
-    law, key = scan["law"], scan["key"]
-    names = law["regressors"] if law else ["N"]
-    axis = names[0]
-    others = [name for name in ("batch", "D", "N") if name in names and name != axis]
-    keys = sorted({tuple(round(np.log(cell[name]), 3) for name in others) for cell in cells})
+    cells, key = [cell for cell in scan["cells"] if cell["best"] is not None], scan["key"]
+    laws = {law["family"]: law for law in scan["laws"] if not law["why"]}
+    axis = next((law["regressors"][0] for law in laws.values()), "N")
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        others = _others(laws.get(cell["family"]), axis)
+        words = ", ".join([cell["family"]] * bool(cell["family"]) + [f"{name} {number(cell[name])}" for name in others])
+        groups.setdefault((cell["family"], words), []).append(cell)
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
-        named = in_legend(len(keys))
-        for at, (group, colour) in enumerate(zip(keys, colours(len(keys)), strict=True)):
-            some = [c for c in cells if tuple(round(np.log(c[name]), 3) for name in others) == group]
-            words = ", ".join(f"{name} {number(float(np.exp(v)))}" for name, v in zip(others, group, strict=True))
-            words = words or "vertices"
-            axes.plot(
-                [c[axis] for c in some],
-                [c["best"] for c in some],
-                "D",
-                color=colour,
-                label=words if at in named else None,
-            )
-            if law:
-                line = np.geomspace(min(c[axis] for c in cells), max(c[axis] for c in cells), FINE)
-                logs = law["constant"][0] + law["exponents"][axis][0] * np.log(line)
-                logs = logs + sum(law["exponents"][n][0] * v for n, v in zip(others, group, strict=True))
+        named = in_legend(len(groups))
+        for at, (((family, words), some), colour) in enumerate(zip(groups.items(), colours(len(groups)), strict=True)):
+            x = [cell[axis] for cell in some]
+            shown = label(words or "vertices") if at in named else None
+            axes.plot(x, [cell["best"] for cell in some], "D", color=colour, label=shown)
+            if law := laws.get(family):
+                line = np.geomspace(min(x), max(x), FINE)
+                logs = law["constant"][0] + law["exponents"].get(axis, [0.0])[0] * np.log(line)
+                for name in _others(law, axis):
+                    logs = logs + law["exponents"][name][0] * np.log(some[0][name])
                 axes.plot(line, np.exp(logs), color=colour, lw=1.1)
         logarithmic(axes, "x", {"N": "parameters N", "D": "tokens D", "batch": "batch, sequences"}[axis])
         logarithmic(axes, "y", f"best {key}", lambda value: f"{value:.3g}")
         beside(axes)
 
     rows = [[cell["label"], cell["N"], cell["D"], cell["batch"], cell["best"]] for cell in cells]
-    told = (
-        "Vertices of cells that have one; lines are the power law through them." if law else "Vertices; no power law."
-    )
+    told = "Vertices of cells that have one; lines are power laws through them." if laws else "Vertices; no power law."
     header = ["cell", "N", "D", "batch", "best"]
     return Picture(f"best_{KNOWN[key]}", f"Best {key}", told, header, rows, paint)
+
+
+def _others(law: Mapping[str, Any] | None, axis: str) -> list[str]:
+    """The regressors that are not on the x axis."""
+    return [name for name in ("batch", "D", "N") if law and name in law["regressors"] and name != axis]
 
 
 def downstream(found: Found) -> list[Picture]:

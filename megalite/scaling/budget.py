@@ -1,15 +1,17 @@
 """What a budget buys: a model of the ladder's shape, tokens, steps, batch, rate and layout, and the loss to expect."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from megalite.config.convert import to_plain
 from megalite.config.errors import InputError, counted
 from megalite.config.files import is_file
 from megalite.config.load import load
 from megalite.config.schema import Config
+from megalite.experiment.folder import cell_text
 from megalite.plan.fit import FOR_TENSORS
 from megalite.planner.goodput import HOUR, Run, run_of
 from megalite.planner.hardware import Cluster
@@ -22,7 +24,7 @@ from megalite.scaling.methods import AnyLaw
 from megalite.scaling.rates import BATCH, RATE
 from megalite.scaling.shapes import Rule, size_of
 from megalite.scaling.stored import Stored
-from megalite.scaling.table import Results
+from megalite.scaling.table import Results, cell_value
 
 FIRST_MFU, ROUNDS, SETTLED = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
 FAR = 100.0  # times the largest budget: beyond, a prediction is a guess
@@ -181,15 +183,15 @@ def _configured(
     told: list[str],
 ) -> Config:
     """With batch, rate and steps, as far as laws tell them; the rest is the largest rung's."""
-    laws = {scan["key"]: scan["law"] for each in (stored, rates) if each for scan in each.fit["rates"] if scan["law"]}
+    fitted = [each for each in (rates, stored) if each]
     known = {"N": size, "D": tokens}
-    if BATCH in laws:
-        batch = _rounded(_at(laws[BATCH], known, BATCH, told), machine.gpus if machine else 1)
+    if law := _law(BATCH, fitted, base, told):
+        batch = _rounded(_at(law, known, BATCH, told), machine.gpus if machine else 1)
     else:
         batch = _rounded(base.batch.global_, machine.gpus if machine else 1)
         told.append(f"No law of {BATCH} was fitted: {batch:,} is the largest rung's, as far as the GPUs divide it.")
-    if RATE in laws:
-        rate = float(f"{_at(laws[RATE], known | {'batch': float(batch)}, RATE, told):.4g}")
+    if law := _law(RATE, fitted, base, told):
+        rate = float(f"{_at(law, known | {'batch': float(batch)}, RATE, told):.4g}")
     else:
         rate = base.optim.lr
         told.append(
@@ -214,6 +216,27 @@ def _configured(
         schedule=schedule,
         checkpoint=replace(base.checkpoint, resume="auto", weights=None),
     )
+
+
+def _law(key: str, fitted: Sequence[Stored], config: Config, told: list[str]) -> Mapping[str, Any] | None:
+    """The power law of cells with the settings of `config`, of the first experiment that has one."""
+    plain = to_plain(config)
+    for each in fitted:
+        laws = [law for scan in each.fit["rates"] if scan["key"] == key for law in scan["laws"] if not law["why"]]
+        for law in laws:
+            if all(_axis(plain, name) == value for name, value in law["setting"].items()):
+                return law
+        if laws:
+            families = "; ".join(law["family"] for law in laws)
+            told.append(f"The laws of {key} were fitted for other settings than the ladder's: {families}.")
+    return None
+
+
+def _axis(plain: Any, name: str) -> float | str:
+    """The value of a dotted key as an axis of `results.csv` has it."""
+    for part in name.split("."):
+        plain = plain.get(part) if isinstance(plain, dict) else None
+    return cell_value(str(cell_text(plain)))
 
 
 def _at(law: Mapping[str, Any], known: Mapping[str, float], key: str, told: list[str]) -> float:

@@ -4,6 +4,9 @@ A cell holds runs that differ in the scanned key, and perhaps in the seed. Its o
 ln(loss) over the logarithm of the key, through the lowest point and up to two different ones on each side. Only a
 vertex between measured points counts, with a higher loss on both sides. The raw minimum of a grid leads to
 other laws: on the runs of Step Law (arXiv 2503.04715), N^-.82 instead of N^-.71.
+
+A power law goes through cells that differ in N, D and batch alone. Those of another parametrization or optimizer, for
+example, are another family and have a law of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +21,7 @@ from megalite.scaling.forms import Array
 from megalite.scaling.parabola import FEWEST, Parabola, parabola
 from megalite.scaling.table import Results, Run
 
+Setting = Mapping[str, float | str]
 RATE, BATCH = "optim.lr", "batch.global"
 BESIDE = 2  # different values on each side of the lowest
 ESTIMATOR = "vertex of ln(loss) as a parabola of the logarithm, through the lowest point and up to two on each side"
@@ -32,7 +36,7 @@ class Seen:
     """
 
     names: tuple[str, ...]
-    settings: tuple[Mapping[str, float | str], ...]
+    settings: tuple[Setting, ...]
     values: Array
     losses: Array
     size: Array
@@ -44,13 +48,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cell:
-    """What differs in one key only. label: the other axes in words, `setting` those that cells differ in.
+    """What differs in one key only. setting: the other axes; label: those that cells differ in, in words.
 
-    places: in what was seen. near: those that the parabola goes through. why: there is no optimum between them.
+    family: the axes among them that N, D and batch do not follow from. places: in what was seen. near: those that the
+    parabola goes through. why: there is no optimum between them.
     """
 
     label: str
-    setting: Mapping[str, float | str]
+    setting: Setting
+    family: Setting
     size: float
     tokens: float
     batch: float
@@ -87,14 +93,22 @@ class PowerLaw:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Cells with one setting of all axes but those of size, tokens and batch: their law, or why there is none."""
+
+    setting: Setting
+    law: PowerLaw | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Scan:
-    """A key that was scanned: what was seen, its cells, and the law, or why there is none."""
+    """A key that was scanned: what was seen, its cells, and the families that these are of."""
 
     key: str
     seen: Seen
     cells: tuple[Cell, ...]
-    law: PowerLaw | None
-    why: str = ""
+    families: tuple[Family, ...]
 
 
 def scans(results: Results, which: str, definition: str, samples: int) -> list[Scan]:
@@ -180,27 +194,79 @@ def _scan(key: str, seen: Seen | None) -> Scan | None:
         groups.setdefault(tuple(setting.values()), []).append(at)
     if all(len(np.unique(seen.values[places])) < 2 for places in groups.values()):
         return None
-    names = list(seen.settings[0])
-    shown = [at for at in range(len(names)) if len({other[at] for other in groups}) > 1]
-    cells = []
-    for given, places in groups.items():
-        label = ", ".join(f"{names[at]} {_word(given[at])}" for at in shown) or "all runs"
-        cells.append(_cell(label, dict(zip(names, given, strict=True)), seen, np.array(places)))
-    law, why = _law(key, cells, seen)
-    return Scan(key, seen, tuple(cells), law, why)
+    settings = [seen.settings[places[0]] for places in groups.values()]
+    shown = _telling(settings)
+    sizes = [_facts(seen, np.array(places)) for places in groups.values()]
+    apart = _apart(settings, shown, [each if key != BATCH else each[:2] for each in sizes])
+    cells = [
+        _cell(setting, shown, apart, facts, seen, np.array(places))
+        for setting, facts, places in zip(settings, sizes, groups.values(), strict=True)
+    ]
+    families = []
+    for family in dict.fromkeys(tuple(cell.family.items()) for cell in cells):
+        some = [cell for cell in cells if tuple(cell.family.items()) == family]
+        families.append(Family(dict(family), *_law(key, some, seen)))
+    return Scan(key, seen, tuple(cells), tuple(families))
+
+
+def _telling(settings: Sequence[Setting]) -> list[str]:
+    """The axes in which settings differ, without those that follow from one before them, as zipped ones do."""
+    found: list[str] = []
+    for name in settings[0]:
+        values = [setting[name] for setting in settings]
+        follows = any(
+            len({(s[first], s[name]) for s in settings}) == len({s[first] for s in settings}) for first in found
+        )
+        if len(set(values)) > 1 and not follows:
+            found.append(name)
+    return found
+
+
+def _facts(seen: Seen, places: Array) -> tuple[float, float, float]:
+    """The size, tokens and batch of a cell: geometric means."""
+    size, tokens, batch = (
+        float(np.exp(np.mean(np.log(each[places])))) for each in (seen.size, seen.tokens, seen.batch)
+    )
+    return size, tokens, batch
+
+
+def _apart(settings: Sequence[Setting], names: Sequence[str], facts: Sequence[Sequence[float]]) -> list[str]:
+    """The axes that make a difference where size, tokens and batch are the same."""
+    known = [tuple(np.round(np.log(each), 3)) for each in facts]
+    return [
+        name
+        for name in names
+        if len({(each, setting[name]) for each, setting in zip(known, settings, strict=True)}) > len(set(known))
+    ]
+
+
+def in_words(setting: Setting) -> str:
+    """Such as `model.parametrization mup, model.width 64`."""
+    return ", ".join(f"{name} {_word(value)}" for name, value in setting.items())
 
 
 def _word(value: float | str) -> str:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _cell(label: str, setting: Mapping[str, float | str], seen: Seen, places: Array) -> Cell:
+def _cell(
+    setting: Setting,
+    shown: Sequence[str],
+    apart: Sequence[str],
+    facts: tuple[float, float, float],
+    seen: Seen,
+    places: Array,
+) -> Cell:
     values, losses = seen.values[places], seen.losses[places]
-    facts = [float(np.exp(np.mean(np.log(each[places])))) for each in (seen.size, seen.tokens, seen.batch)]
+    label = in_words({name: setting[name] for name in shown}) or "all runs"
+    family = {name: setting[name] for name in apart}
     different = np.unique(values)
 
+    def made(near: Array, curve: Parabola | None, why: str = "") -> Cell:
+        return Cell(label, setting, family, *facts, places, near, curve, why)
+
     def none(why: str, near: Array = places) -> Cell:
-        return Cell(label, setting, facts[0], facts[1], facts[2], places, near, None, why)
+        return made(near, None, why)
 
     if len(different) < FEWEST:
         return none(f"{counted(len(different), 'value')} with a loss, and {FEWEST} are needed")
@@ -213,7 +279,7 @@ def _cell(label: str, setting: Mapping[str, float | str], seen: Seen, places: Ar
     curve = parabola(np.log(seen.values[near]), seen.losses[near])
     if not curve.inside[0]:
         return none("the parabola has no minimum between measured values", near)
-    return Cell(label, setting, facts[0], facts[1], facts[2], places, near, curve)
+    return made(near, curve)
 
 
 def _law(key: str, cells: Sequence[Cell], seen: Seen) -> tuple[PowerLaw | None, str]:

@@ -19,7 +19,7 @@ from megalite.scaling.kaplan import Kaplan
 from megalite.scaling.law import NAMES, Law
 from megalite.scaling.methods import AnyLaw, Fitted, fit_all, plain_law
 from megalite.scaling.points import Chosen, Points, choose, without_highest
-from megalite.scaling.rates import ESTIMATOR, Scan, scans
+from megalite.scaling.rates import ESTIMATOR, Family, Scan, in_words, scans
 from megalite.scaling.settings import Settings
 from megalite.scaling.table import Results
 
@@ -243,13 +243,13 @@ def _sensitivity(chosen: Chosen, settings: Settings) -> Plain:
 
 
 def _scan(scan: Scan) -> Plain:
-    law = scan.law
     return {
         "key": scan.key,
         "estimator": ESTIMATOR,
         "cells": [
             {
                 "label": cell.label,
+                "family": in_words(cell.family),
                 "N": cell.size,
                 "D": cell.tokens,
                 "batch": cell.batch if np.isfinite(cell.batch) else None,
@@ -262,20 +262,25 @@ def _scan(scan: Scan) -> Plain:
             }
             for cell in scan.cells
         ],
-        "law": None
-        if law is None
-        else {
-            "regressors": list(law.regressors),
-            "constant": interval(float(law.coefficients[0]), law.drawn[:, 0], len(scan.seen.values)).plain(),
-            "exponents": {
-                name: interval(float(law.coefficients[at]), law.drawn[:, at], len(scan.seen.values)).plain()
-                for at, name in enumerate(law.regressors, 1)
-            },
-            "cells": law.cells,
-            "rms": law.rms,
-            "spans": {name: list(span) for name, span in law.spans.items()},
+        "laws": [_power_law(family, len(scan.seen.values)) for family in scan.families],
+    }
+
+
+def _power_law(family: Family, count: int) -> Plain:
+    """count: of the runs that were drawn."""
+    found: Plain = {"setting": dict(family.setting), "family": in_words(family.setting), "why": family.why}
+    if (law := family.law) is None:
+        return found
+    return found | {
+        "regressors": list(law.regressors),
+        "constant": interval(float(law.coefficients[0]), law.drawn[:, 0], count).plain(),
+        "exponents": {
+            name: interval(float(law.coefficients[at]), law.drawn[:, at], count).plain()
+            for at, name in enumerate(law.regressors, 1)
         },
-        "why": scan.why,
+        "cells": law.cells,
+        "rms": law.rms,
+        "spans": {name: list(span) for name, span in law.spans.items()},
     }
 
 

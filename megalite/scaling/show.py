@@ -32,7 +32,7 @@ def parts(found: Mapping[str, Any]) -> list[Part]:
         made.append(("Approach 3 without the highest losses, and with other deltas", sensitivity(found)))
     for scan in found["rates"]:
         made.append((f"Best {scan['key']}: {scan['estimator']}", optima(scan)))
-        made.append((f"Power law of {scan['key']}", Text(power_law(scan))))
+        made.append((f"Power law of {scan['key']}", Text(power_laws(scan))))
     fitted = [task for task in found["downstream"] if "sigmoid" in task]
     if fitted:
         made.append(("Accuracy by loss", downstream(fitted)))
@@ -142,11 +142,16 @@ def optima(scan: Mapping[str, Any]) -> Table:
     return made
 
 
-def power_law(scan: Mapping[str, Any]) -> str:
-    """In words, with its intervals."""
-    law = scan["law"]
-    if law is None:
-        return f"none: {scan['why']}"
+def power_laws(scan: Mapping[str, Any]) -> str:
+    """A line for each family of cells, with its intervals."""
+    return "\n".join(
+        f"{law['family']}: {_power_law(scan, law)}" if law["family"] else _power_law(scan, law) for law in scan["laws"]
+    )
+
+
+def _power_law(scan: Mapping[str, Any], law: Mapping[str, Any]) -> str:
+    if law["why"]:
+        return f"none: {law['why']}"
     terms = " · ".join(f"{name}^{interval_text(value)}" for name, value in law["exponents"].items())
     exact = (
         "as many cells as unknowns, so nothing tells how good it is" if law["rms"] is None else f"rms {law['rms']:.1%}"

@@ -129,13 +129,13 @@ def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -
         texts["rung"],
         status,
         numbers,
-        {name: _value(cells[name]) for name in axes},
+        {name: cell_value(cells[name]) for name in axes},
         measured,
     )
 
 
-def _value(text: str) -> float | str:
-    """A number where it is one."""
+def cell_value(text: str) -> float | str:
+    """What an axis has in a cell: a number where it is one."""
     try:
         value = float(text)
     except ValueError:

@@ -73,6 +73,18 @@ def test_a_budget_buys_a_run(experiment: Path, rates: Path, tmp_path: Path, caps
     assert "there is such a file already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("others", [["mup", "standard"], ["mup", "completep"]])
+def test_the_rate_is_that_of_the_ladders_parametrization(others: list[str], experiment: Path, tmp_path: Path, capsys):
+    fit(sweep(tmp_path / "rates", parametrizations=others))
+    out = tmp_path / "run.yaml"
+    arguments = [str(experiment), "--rates", str(tmp_path / "rates"), "--flops", "1e17", "--write", str(out)]
+    assert main(arguments) == 0
+    told, rate = capsys.readouterr().out, load([str(out)]).optim.lr
+    other = "were fitted for other settings than the ladder's: model.parametrization mup; model.parametrization complet"
+    assert (other in told) == ("standard" not in others)
+    assert rate == 0.0003 if other in told else 0.0001 < rate < 0.004
+
+
 def test_gpu_hours_are_used_up(experiment: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(experiment), "--gpu-hours", "2", "--gpus", "4"]) == 0
     run = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("run "))

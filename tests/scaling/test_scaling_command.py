@@ -251,12 +251,25 @@ def test_rates_and_batches_are_found_and_edges_are_named(tmp_path: Path):
         assert best == pytest.approx(0.004 * 64 / width * (size / 32) ** 0.5, rel=1e-6)
     assert cells["model.width 64, batch.global 16"]["best"] is None
     assert "smallest value with a loss has the lowest one" in cells["model.width 64, batch.global 16"]["why"]
-    assert rate["law"]["cells"] == 8
-    assert rate["law"]["exponents"]["batch"][0] == pytest.approx(0.5, abs=0.01)
-    assert rate["law"]["exponents"]["N"][0] < -0.5
+    (law,) = rate["laws"]
+    assert (law["cells"], law["setting"]) == (8, {})
+    assert law["exponents"]["batch"][0] == pytest.approx(0.5, abs=0.01)
+    assert law["exponents"]["N"][0] < -0.5
     of_batch = {cell["label"]: cell for cell in batch["cells"]}
     assert of_batch["model.width 256"]["best"] == pytest.approx(32, rel=1e-6)
     assert "2 values with a loss" in of_batch["model.width 64"]["why"]
+
+
+def test_each_parametrization_has_a_law_of_its_own(tmp_path: Path):
+    found = fitted(sweep(tmp_path, batches=[16, 32, 64], parametrizations=["standard", "mup"]))
+    rate, batch = found["rates"]
+    assert rate["cells"][0]["label"] == "model.parametrization standard, model.width 64, batch.global 16"  # no heads
+    standard, mup = rate["laws"]
+    assert (standard["setting"], standard["cells"]) == ({"model.parametrization": "standard"}, 9)
+    assert standard["exponents"]["N"][0] < -0.5
+    assert mup["family"] == "model.parametrization mup"
+    assert mup["exponents"]["N"][0] == pytest.approx(0, abs=1e-6)
+    assert [law["cells"] for law in batch["laws"]] == [3, 3]
 
 
 def test_a_sweep_without_rates_is_refused(tmp_path: Path):

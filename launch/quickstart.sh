@@ -6,9 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 steps=${STEPS:-900}
 
-library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-mapfile -t sources < <(find "$library" -name '*.py' -size +1k \
-    -not -path '*/site-packages/*' -not -path '*/dist-packages/*' -not -path '*/test/*' -not -path '*/tests/*' | LC_ALL=C sort)
+# shellcheck source=launch/python_text.sh
+source launch/python_text.sh
 echo "Quick start: ${#sources[@]} Python files of $library"
 
 rm -rf data/quickstart runs/quickstart

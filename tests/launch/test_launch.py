@@ -76,9 +76,10 @@ def test_arguments_signals_and_the_exit_code_pass_through(
     assert ("SIGHUP" in signals) == handled
 
 
-@pytest.mark.parametrize("script", ["local.sh", "quickstart.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("script", ["local.sh", "quickstart.sh", "ladder_data.sh", "python_text.sh", "slurm.sbatch"])
 def test_scripts_are_well_formed(script: str) -> None:
     path = SCRIPT.with_name(script)
     assert subprocess.run(["bash", "-n", path], capture_output=True, check=False).stderr == b""
     if shellcheck := shutil.which("shellcheck"):
-        assert subprocess.run([shellcheck, path], capture_output=True, text=True, check=False).stdout == ""
+        command = [shellcheck, "--external-sources", path]  # of paths from the root
+        assert subprocess.run(command, cwd=path.parents[1], capture_output=True, text=True, check=False).stdout == ""

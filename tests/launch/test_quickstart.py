@@ -1,4 +1,4 @@
-"""launch/quickstart.sh, with programs in the place of megalite's commands that note how they are called."""
+"""The scripts of the quick start and of the ladder's data, with programs that note their calls as megalite's commands."""
 
 import os
 import shlex
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megalite.config.load import load
 from megalite.config.schema import Config
@@ -23,26 +24,30 @@ COMMANDS = (
 )
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """What the script runs with one override, and ten times fewer steps."""
-    tmp_path = tmp_path_factory.mktemp("quickstart")
-    (tmp_path / "bin").mkdir()
+def called(folder: Path, script: str, *arguments: str, **environment: str) -> list[list[str]]:
+    """What a script runs."""
+    (folder / "bin").mkdir()
     for command in COMMANDS:
-        program = tmp_path / "bin" / command
+        program = folder / "bin" / command
         program.write_text('#!/usr/bin/env bash\nprintf "%q " "${0##*/}" "$@" >> calls\necho >> calls\n')
         program.chmod(0o755)
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", tmp_path / "launch/quickstart.sh", "run.seed=7"],
-        env={**os.environ, "PATH": path, "STEPS": "120"},
+        ["bash", folder / "launch" / script, *arguments],
+        env={**os.environ, "PATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    return [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """What the script runs with one override, and ten times fewer steps."""
+    return called(tmp_path_factory.mktemp("quickstart"), "quickstart.sh", "run.seed=7", STEPS="120")
 
 
 def configured(call: list[str], ranks: int) -> Config:
@@ -67,3 +72,12 @@ def test_eight_ranks_continue_what_two_began(calls: list[list[str]]) -> None:
         second.optim,
         second.schedule,
     )
+
+
+def test_the_ladder_has_its_data_where_it_looks_for_it(calls: list[list[str]], tmp_path: Path) -> None:
+    tokenizer, data = called(tmp_path, "ladder_data.sh")
+    ladder = yaml.safe_load((ROOT / "configs/experiment/ladder_5x4.yaml").read_text())["set"]
+    assert tokenizer[tokenizer.index("--out") + 1] == ladder["data"]["tokenizer"]
+    assert tokenizer[tokenizer.index("--vocab-size") + 1] == str(ladder["model.vocab_size"])
+    assert data[data.index("--out") + 1] + "_train" == ladder["data"]["train"][0]["path"]
+    assert tokenizer[1 : tokenizer.index("--out")] == calls[0][1 : calls[0].index("--out")]  # the same text

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 Kind = Literal["sweep", "ladder", "systems"]
 Size = Literal["total", "with_head", "non_embedding"]
+Method = Literal["approach3", "approach1", "approach2", "kaplan"]
 
 
 @dataclass
@@ -40,6 +41,24 @@ class Sizes:
 
     fit: Size = "with_head"  # in fits, in tokens_per_parameter and in expressions
     report: list[Size] = field(default_factory=lambda: ["total", "non_embedding"])  # fitted beside it
+
+
+@dataclass
+class Fit:
+    """How laws are fitted to the results."""
+
+    method: Method = "approach3"  # whose predictions count
+    delta: float = 1e-3  # where Huber's loss becomes linear, in ln(loss)
+    min_steps: int = 0  # runs with fewer are left out
+    drop: int | list[str] = 0  # so many runs with the highest losses are left out; or runs by id or slug
+    bootstrap: int = 1000  # draws of runs, for intervals
+
+
+@dataclass
+class Holdout:
+    """What no fit sees."""
+
+    rungs: list[str] = field(default_factory=list)  # their losses are predicted and compared
 
 
 @dataclass
@@ -96,8 +115,8 @@ class Experiment:
     flops: list[float] | None = None
     trunk: Trunk | None = None
     parameters: Sizes = field(default_factory=Sizes)
-    holdout: dict[str, Any] = field(default_factory=dict)  # what a fit does not see, such as rungs: [NAME]
-    fit: dict[str, Any] = field(default_factory=dict)  # settings of the fit
+    holdout: Holdout = field(default_factory=Holdout)
+    fit: Fit = field(default_factory=Fit)
     gpus: list[int] | None = None  # of systems
     scaling: Literal["weak", "strong"] | None = None  # weak: sequences of a DP rank stay; strong: batch.global does
     layouts: dict[str, Any] | list[dict[str, Any]] | None = None  # {plan: n}, a list, or a grid over parallel.*

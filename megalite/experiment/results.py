@@ -140,11 +140,14 @@ def _commit(run: Path) -> str | None:
     return None
 
 
-def measured(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Measured]:
-    """The speeds that are known of runs that are done."""
-    models = {cell.id: cell.config.model for cell in cells}
-    return [
-        Measured(flops_per_token(models[row["id"]]), row["gpus"], row["tokens_per_second_per_gpu"])
-        for row in rows
-        if row.get("tokens_per_second_per_gpu") and row["id"] in models
-    ]
+def measured(rows: Sequence[Row], expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list[Measured]:
+    """What runs that have begun tell of the time that others will take."""
+    cells = {cell.id: cell for cell in expanded.cells}
+    found = []
+    for row in rows:
+        rate, cell = row.get("tokens_per_second_per_gpu"), cells.get(row["id"])
+        if rate and cell is not None:
+            status = known[cell.id][0]
+            whole = status.state == "done" and status.attempts == 1 and status.seconds > 0
+            found.append(Measured.of(cell, rate, status.seconds if whole else None, cell.start))
+    return found

@@ -86,7 +86,7 @@ class Launch:
     max_gpu_hours: float | None = None  # more is refused; needed under Slurm
     cluster: str | None = None  # whose step time is predicted: a name or file; null: run.cluster of the base
     flops_per_second: float | None = None  # model FLOP/s that one rank reaches, where no cluster file describes it
-    startup: float = 60.0  # seconds from the start of a run to its first step
+    startup: float = 60.0  # seconds of a run that are not training, until one that is done tells them
     minutes: float | None = None  # of a run, after which it saves and stops; null: no limit
     attempts: int = 3  # starts of a run in a row that save nothing new, after which it has failed
     discard: bool = False  # delete the checkpoints of runs that are done

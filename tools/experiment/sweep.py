@@ -24,6 +24,7 @@ from megalite.experiment.results import Row, collect, measured, runs_are_elsewhe
 from megalite.terminal import console, scaled, table
 from megalite_launch.checked import find_megalite
 from megalite_launch.errors import UserError
+from megalite_launch.layout import RunFolder
 
 COMMAND = "megalite-sweep"
 LONGEST = 40  # runs that a table of a launch shows
@@ -149,7 +150,9 @@ def _cost(options: argparse.Namespace) -> None:
 
 def _costs(expanded: Expanded, known: launching.Known, cells: Sequence[Cell]) -> Costs:
     rows = launching.rows(expanded, known)
-    return estimate(expanded, cells, measured(rows, expanded.cells))
+    folder = ExperimentFolder(expanded.setup.folder)
+    saved = {cell.id: RunFolder(folder.run(cell.name)).newest_step() for cell in cells}
+    return estimate(expanded, cells, measured(rows, expanded, known), saved)
 
 
 def _show_costs(expanded: Expanded, costs: Costs, most: int | None = None) -> None:

@@ -17,6 +17,7 @@ from .verdict import BAD, BROKEN, FINISHED, SICK, STOP, TIMEOUT, Ended
 RELAUNCH, REQUEUE, END = "relaunch", "requeue", "end"
 UNFIT = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
 STUCK = 70  # too many attempts without a newer checkpoint, for Kubernetes, which goes by exit codes alone
+OUT_OF_MEMORY = "OutOfMemoryError: "  # in a traceback: a GPU's, by PyTorch; the host's ends as a kill
 MEMORY = 24 * 3600.0  # seconds that a failure speaks against a node
 FRESH = 10.0  # seconds between two looks of which at most so many count as silence: this process may have slept
 
@@ -33,6 +34,7 @@ class Limits:
     grace: float = 240.0  # from a request to stop to the kill
     silence: float = 3600.0  # in which nothing moves in the run folder
     patience: float = 600.0  # with a controller of Slurm that does not answer
+    oom_ends: bool = False  # end when a GPU is out of memory, as it would be again
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def next_move(ended: Ended, stuck: int, limits: Limits) -> Move:
         return Move(END, ended.code, f"training is unhealthy{told}")
     if ended.cause == STOP and ended.code != STOPPED:
         return Move(END, ended.code, "interrupted at once by a second SIGINT")
+    if limits.oom_ends and ended.first and OUT_OF_MEMORY in ended.first.text:
+        return Move(END, ended.code, f"out of memory, as it would be again{told}")
     if stuck >= limits.attempts:
         return Move(END, ended.code, f"{stuck} attempts in a row have saved no newer checkpoint{told}")
     if ended.cause == STOP:

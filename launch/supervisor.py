@@ -90,6 +90,9 @@ def parser() -> argparse.ArgumentParser:
         ("strikes", LIMITS.strikes, "failures of a node within a day, after which it is left out"),
     ):
         bounds.add_argument(f"--max-{name}", type=natural, default=default, metavar="N", help=f"{text} ({default})")
+    bounds.add_argument(
+        "--oom-ends", action="store_true", help="end when a GPU is out of memory, where no other attempt would differ"
+    )
     for name, usual, text in (
         ("reap", LIMITS.reap, "from a rank's failure to the kill of those that do not end"),
         ("grace", LIMITS.grace, "from a request to stop to the kill"),
@@ -114,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grace=options.grace_seconds,
         silence=options.silence_seconds,
         patience=options.patience_seconds,
+        oom_ends=options.oom_ends,
     )
     load_thresholds(options.thresholds)
     backend = _backend(options, run)

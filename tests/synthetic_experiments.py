@@ -109,8 +109,8 @@ def ladder(
             )
             if folders:
                 run_folder(folder, rows[-1], of, lambda at, s=size: float(law.loss(s, at)))
-    settings = {"kind": "ladder", "name": "synthetic", "fit": dict(fit or {}), "holdout": {"rungs": list(holdout)}}
-    return write(folder, {**settings, "parameters": {"report": list(report)}}, rows)
+    settings = {"fit": dict(fit or {}), "holdout": {"rungs": list(holdout)}, "parameters": {"report": list(report)}}
+    return write(folder, {"experiment": {"kind": "ladder", "name": "synthetic"}, **settings}, rows)
 
 
 def sweep(
@@ -155,7 +155,7 @@ def sweep(
                         **({"status": "diverged"} if diverged else {"loss_train": loss, "loss_valid": loss}),
                     )
                 )
-    return write(folder, {"kind": "sweep", "name": "rates"}, rows)
+    return write(folder, {"experiment": {"kind": "sweep", "name": "rates"}}, rows)
 
 
 def systems(folder: Path, counts_of_gpus: Iterable[int] = (8, 16, 32, 64), scaling: str = "weak") -> Path:
@@ -189,7 +189,7 @@ def systems(folder: Path, counts_of_gpus: Iterable[int] = (8, 16, 32, 64), scali
                     **({"status": "oom"} if oom else measured),
                 )
             )
-    return write(folder, {"kind": "systems", "name": "weak-1b", "scaling": scaling}, rows)
+    return write(folder, {"experiment": {"kind": "systems", "name": "weak-1b"}, "scaling": scaling}, rows)
 
 
 def run_folder(folder: Path, of_row: Mapping[str, Any], of: Model, loss: Any) -> None:

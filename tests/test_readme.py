@@ -14,8 +14,6 @@ import pytest
 from megalite.cli import main
 from megalite.config.load import load
 from megalite.config.validate import check
-from megalite_tools.experiment.sweep import WAYS
-from megalite_tools.experiment.sweep import main as sweep
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -44,20 +42,6 @@ def test_commands_of_the_pages_work(page: str, tmp_path: Path, monkeypatch: pyte
             assert main([command, *arguments]) == 0
         else:
             assert check(load(arguments[:1], arguments[1:]))
-
-
-def test_commands_of_the_page_on_experiments_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that need no runs that are done; a launch is shown only."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
-    (block, *_) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), re.DOTALL)
-    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert {way for _, way, *_ in commands} == set(WAYS)
-    for program, way, *arguments in commands:
-        assert program == "megalite-sweep"
-        if way not in ("fit", "report"):
-            assert sweep([way, *arguments, *["--dry-run"] * (way == "launch")]) == 0
-    assert (tmp_path / "experiments/ladder/results.csv").exists()
 
 
 def test_the_timeline_is_what_show_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

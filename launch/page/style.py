@@ -69,7 +69,9 @@ footer { margin-top: 2rem; }
   h2, h3 { break-after: avoid; }
   .wide { overflow: visible; }
   .timeline svg { max-width: 100%; height: auto; }
-  th, td { padding: .15rem .35rem; white-space: normal; }
+  table { font-size: 9px; }
+  th, td { padding: .15rem .3rem; white-space: normal; overflow-wrap: normal; }
+  td.text { min-width: 0; overflow-wrap: anywhere; }
 }
 """
 

@@ -183,6 +183,6 @@ def hint(key: str, root: Any = Config) -> str:
     elsewhere = {name: f"{parent}.{name}" for parent, _, name in reversed(known) if parent}
     if leaf not in elsewhere and (near := get_close_matches(leaf, siblings, 1)):
         return f"did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    if near := get_close_matches(leaf, elsewhere, 1):
+    if near := get_close_matches(leaf, elsewhere, 1, 0.8):
         return f"did you mean {elsewhere[near[0]]}?"
     return f"{section or 'the top level'} has {listing(siblings, 'and')}"

@@ -1,6 +1,6 @@
 """What an experiment costs before it runs: seconds and GPU-hours of every run, and where the estimate comes from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from statistics import median
@@ -24,11 +24,32 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed of a run that is done: tokens/s of a rank."""
+    """What a run has taken: seconds of a step, with so many tokens on each of its ranks.
+
+    startup: seconds that were neither steps nor evaluations nor saves; None if that is not known.
+    """
 
     flops_per_token: int
     gpus: int
-    tokens_per_second: float
+    tokens: float
+    seconds: float
+    startup: float | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of a rank in a step."""
+        return self.flops_per_token * self.tokens
+
+    @staticmethod
+    def of(cell: Cell, rate: float, seconds: float | None, begun: int = 0) -> "Measured":
+        """Of a run that has reached `rate` tokens/s on each rank.
+
+        seconds: of the whole run, if it is done and was started once. begun: the step that it began from.
+        """
+        tokens = cell.step_tokens / cell.gpus
+        step = tokens / rate
+        startup = None if seconds is None else max(seconds - _besides_startup(cell, cell.steps - begun, step), 0.0)
+        return Measured(flops_per_token(cell.config.model), cell.gpus, tokens, step, startup)
 
 
 @dataclass(frozen=True)
@@ -69,15 +90,20 @@ class Costs:
 
 
 class Estimator:
-    """Estimates the time of a step.
+    """Estimates the time of a step, and of a run.
 
     What was measured on the same model and number of ranks counts first, then `launch.flops_per_second`, then the
-    planner's prediction for a cluster, and at last what was measured on the nearest model.
+    planner's prediction for a cluster, and at last what was measured on other models. saved: by id, the step from which
+    an interrupted run goes on.
     """
 
-    def __init__(self, expanded: Expanded, measured: Iterable[Measured] = ()) -> None:
+    def __init__(
+        self, expanded: Expanded, measured: Iterable[Measured] = (), saved: Mapping[str, int] | None = None
+    ) -> None:
         launch = expanded.setup.experiment.launch
-        self.launch, self.measured = launch, list(measured)
+        self.launch, self.measured, self.saved = launch, list(measured), saved or {}
+        startups = [run.startup for run in self.measured if run.startup is not None]
+        self.startup = median(startups) if startups else launch.startup
         name = launch.cluster or expanded.setup.base["run"].get("cluster")
         self.cluster: Cluster | None = None if name is None else load_cluster(str(name), "run.cluster = ")
         self.timer = None if self.cluster is None else Timer(self.cluster)
@@ -90,9 +116,8 @@ class Estimator:
         if found is None:
             return None
         step, source = found
-        steps = cell.steps - cell.start
-        seconds = self.launch.startup + steps * step + _evaluations(cell) * FORWARD * step + _saves(cell)
-        return Cost(cell, steps, seconds, source, self._fits(cell))
+        steps = cell.steps - max(cell.start, min(self.saved.get(cell.id, 0), cell.steps))
+        return Cost(cell, steps, self.startup + _besides_startup(cell, steps, step), source, self._fits(cell))
 
     def _fits(self, cell: Cell) -> bool:
         if self.cluster is None:
@@ -112,17 +137,36 @@ class Estimator:
     def _step(self, cell: Cell) -> tuple[float, str] | None:
         each, tokens = flops_per_token(cell.config.model), cell.step_tokens / cell.gpus
         same = [run for run in self.measured if (run.flops_per_token, run.gpus) == (each, cell.gpus)]
+        alike = [run for run in same if run.tokens == tokens]
+        if alike:
+            return median(run.seconds for run in alike), "measured"
+        others = [run for run in self.measured if run.gpus == cell.gpus] or self.measured
         if same:
-            return tokens / median(run.tokens_per_second for run in same), "measured"
+            several = len({run.tokens for run in same}) > 1
+            return _between(same if several else others, tokens * each), "measured with other batches"
         if self.launch.flops_per_second is not None:
             return tokens * each / self.launch.flops_per_second, "launch.flops_per_second"
         if self.cluster is not None:
             return predict(_numbered(cell.config), self.cluster, self.timer).seconds, f"planner, {self.cluster.name}"
         if self.measured:
-            nearest = min(self.measured, key=lambda run: abs(log(run.flops_per_token / each)))
-            rate = nearest.tokens_per_second * nearest.flops_per_token
-            return tokens * each / rate, "measured on another size"
+            return _between(others, tokens * each), "measured on other sizes"
         return None
+
+
+def _between(measured: Sequence[Measured], flops: float) -> float:
+    """Seconds of a step of so many FLOPs, on the line through the two measured ones next to it.
+
+    Of the line, neither the time of no work nor that of a FLOP is below 0. With one measured alone, or several of the
+    same work, all of the time is for the work.
+    """
+    known: dict[float, list[float]] = {}
+    for run in measured:
+        known.setdefault(run.flops, []).append(run.seconds)
+    near, *further = sorted(known, key=lambda each: abs(log(each / flops)))
+    beyond = [each for each in further if (each > flops) != (near > flops)] or further
+    first = median(known[near])
+    slope = (median(known[beyond[0]]) - first) / (beyond[0] - near) if beyond else first / near
+    return first + min(max(slope, 0.0), first / near) * (flops - near)
 
 
 def _timed_by(cell: Cell) -> str:
@@ -131,9 +175,17 @@ def _timed_by(cell: Cell) -> str:
     return repr((config.model, config.parallel, config.batch, replace(config.train, steps=1), config.optim, cell.gpus))
 
 
-def estimate(expanded: Expanded, cells: Sequence[Cell], measured: Iterable[Measured] = ()) -> Costs:
-    """The cost of `cells`, which may be some of an experiment's. Raises InputError for a cluster that is not known."""
-    estimator = Estimator(expanded, measured)
+def estimate(
+    expanded: Expanded,
+    cells: Sequence[Cell],
+    measured: Iterable[Measured] = (),
+    saved: Mapping[str, int] | None = None,
+) -> Costs:
+    """The cost of `cells`, which may be some of an experiment's. Raises InputError for a cluster that is not known.
+
+    saved: by id, the step from which an interrupted run goes on.
+    """
+    estimator = Estimator(expanded, measured, saved)
     found = [(cell, estimator.cost(cell)) for cell in cells]
     costs = tuple(cost for _, cost in found if cost is not None)
     later = _later(expanded, costs) if expanded.later else 0.0
@@ -155,6 +207,11 @@ def _later(expanded: Expanded, costs: Sequence[Cost]) -> float:
         count = -(-count // halving.factor)
         hours += count * mean * steps / halving.steps[latest]
     return hours
+
+
+def _besides_startup(cell: Cell, steps: int, step: float) -> float:
+    """Seconds of `steps` steps of a run, with its evaluations and saves."""
+    return steps * step + _evaluations(cell) * FORWARD * step + _saves(cell)
 
 
 def _evaluations(cell: Cell) -> int:

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config.files import write_whole
+from megalite.config.errors import InputError
+from megalite.config.files import exists, write_whole
 from megalite.config.load import escaped
+from megalite.config.yaml import read_mapping, read_text
 from megalite.dist.host import on_cpus
 from megalite.experiment.arrays import Queue, submit
 from megalite.experiment.cell import Cell
@@ -27,6 +29,7 @@ from megalite.experiment.results import Row, row_of
 from megalite.experiment.states import standing
 from megalite.train.lock import Lock
 
+HEADING = "# What all runs of the experiment "  # of base.yaml
 Known = dict[str, tuple[Status, int]]  # by id, each with the step that it has reached
 
 
@@ -87,10 +90,34 @@ def write_files(expanded: Expanded, known: Known) -> None:
     """Write the experiment as it is resolved, and the index."""
     setup = expanded.setup
     folder = ExperimentFolder(setup.folder)
+    check_folder(setup)
     settle(expanded, known)
-    write_whole(folder.path / FILE, setup.resolved())
     write_whole(folder.path / BASE, base_text(setup))
+    write_whole(folder.path / FILE, setup.resolved())
     rebuild_index(folder, expanded, known)
+
+
+def check_folder(setup: Setup) -> None:
+    """Raises InputError if the experiment's files would replace those of people, or of another kind of experiment.
+
+    `base.yaml` is the first to be written, and tells by its heading who has written both.
+    """
+    base, file = setup.folder / BASE, setup.folder / FILE
+    remedy = f"{setup.folder} is where this experiment is kept: change experiment.name or experiment.dir, or move it"
+    for path in (base, file):
+        if exists(path) and not _ours(base):
+            raise InputError(f"{path}: was not written by megalite-sweep, which would replace it; {remedy}")
+    about = read_mapping(file).get("experiment") if exists(file) else None
+    kind = about.get("kind") if isinstance(about, dict) else None
+    if kind is not None and kind != setup.kind:
+        raise InputError(f"{file}: is of an experiment of the kind {kind!s:.40}, not {setup.kind}; {remedy}")
+
+
+def _ours(base: Path) -> bool:
+    try:
+        return read_text(base).startswith(HEADING)
+    except (OSError, ValueError):
+        return False
 
 
 def rebuild_index(folder: ExperimentFolder, expanded: Expanded, known: Known) -> int:
@@ -107,7 +134,7 @@ def rebuild_index(folder: ExperimentFolder, expanded: Expanded, known: Known) ->
 
 def base_text(setup: Setup) -> str:
     """The configuration that all runs start from, as a file that `megalite train` reads."""
-    return as_yaml(setup.base, f"# What all runs of the experiment {setup.experiment.experiment.name} start from.")
+    return as_yaml(setup.base, f"{HEADING}{setup.experiment.experiment.name} start from.")
 
 
 def as_yaml(plain: Mapping[str, Any], heading: str) -> str:

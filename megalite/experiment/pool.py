@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megalite.config.errors import InputError, counted, printable
 from megalite.exit_codes import ExitCode
-from megalite.experiment.folder import ExperimentFolder, read_status
+from megalite.experiment.folder import ENDED, ExperimentFolder, read_status
 from megalite.stop import listen, restore
 from megalite_launch.processes import prepared
 
@@ -117,7 +118,7 @@ class Pool:
             progress.show([each.task for each in self._running])
             for each in [each for each in self._running if each.process.poll() is not None]:
                 self._running.remove(each)
-                progress.ended(each.task)
+                progress.ended(each.task, each.process.returncode)
             self.pause(LOOK)
 
     def _start_some(self, waiting: list[Task]) -> None:
@@ -142,8 +143,7 @@ class Pool:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // task.gpus)))
         command = [sys.executable, "-m", "megalite.experiment.runner", str(self.folder.path), *task.names]
         command += ["--cores", ",".join(map(str, cores)), *self.command]
-        self.folder.launches.mkdir(parents=True, exist_ok=True)
-        with (self.folder.launches / "local.log").open("ab") as log:
+        with self._log() as log:
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -154,6 +154,15 @@ class Pool:
                 preexec_fn=prepared(signal.SIGTERM),
             )
         return _Running(task, process, slot, devices)
+
+    def _log(self) -> IO[bytes]:
+        """Of what runners say. Raises InputError where it cannot be written to."""
+        path = self.folder.launches / "local.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("ab")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written to: {error.strerror}") from error
 
     def _cores(self, slot: int) -> tuple[int, ...]:
         """The cores of a slot: an even share; with fewer cores than slots, all of them."""
@@ -189,7 +198,7 @@ class _Shown:
     def show(self, tasks: Sequence[Task]) -> None:
         """Name the runs at work, and tell which of them are done: a trunk may be long before its branches."""
         for task in tasks:
-            self._tell(task, ("done",))
+            self._tell(task)
         names = [name for task in tasks for name in task.names if name not in self.told]
         more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
         self.bar.update(self.task, description=", ".join(names[:TOLD]) + more)
@@ -197,17 +206,20 @@ class _Shown:
     def say(self, text: str) -> None:
         self.bar.console.print(f"megalite-sweep: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def ended(self, task: Task) -> None:
-        self._tell(task)
+    def ended(self, task: Task, code: int) -> None:
+        """code: with which the task's runner has ended."""
+        self._tell(task, code)
         self.bar.advance(self.task, len(set(task.names) - self.told))
         self.told.update(task.names)
 
-    def _tell(self, task: Task, states: Sequence[str] = ()) -> None:
-        """Tell how the runs of a task have ended; states: if given, only of runs in these."""
+    def _tell(self, task: Task, code: int | None = None) -> None:
+        """Tell how the runs of a task have ended; while its runner is at work (None), of those that are done."""
         for name in task.names:
             status = None if name in self.told else read_status(self.folder.run(name))
-            if status is not None and (not states or status.state in states):
+            if status is not None and (code is not None or status.state == "done"):
                 told = f": {printable(status.reason)}" if status.reason else f" after {status.seconds:.0f} s"
+                if status.state not in ENDED and not status.reason:
+                    told = f": its runner has ended with exit code {code}; launches/local.log tells more"
                 self.say(f"{status.state:<9} {name}{told}")
                 self.told.add(name)
                 self.bar.advance(self.task)

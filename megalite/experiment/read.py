@@ -14,6 +14,7 @@ from megalite.config.files import is_folder
 from megalite.config.load import merged
 from megalite.config.yaml import read_mapping
 from megalite.experiment.expression import Expression, ExpressionError
+from megalite.experiment.fitting import fit_rules
 from megalite.experiment.schema import Experiment
 from megalite.experiment.settings import Axes, Settings, flattened, read_axes
 from megalite.planner.hardware import load_cluster
@@ -90,6 +91,9 @@ def read_experiment(path: Path) -> Setup:
     if about.name != "???" and not NAME.fullmatch(about.name):
         rule = "must be a folder name of letters, digits, '.', '_' and '-', which begins with a letter or digit"
         problems.append(Problem("experiment.name", rule, value=about.name))
+    if not about.dir.isprintable():
+        rule = "must be a path of printable characters"
+        problems.append(Problem("experiment.dir", rule, "leave the others out", about.dir))
     seeds = about.seeds
     if not seeds or len(set(seeds)) < len(seeds):
         problems.append(Problem("experiment.seeds", "must be a list of different numbers", value=seeds))
@@ -102,6 +106,7 @@ def read_experiment(path: Path) -> Setup:
         filter(None, (_parsed(text, f"exclude[{at}]", problems) for at, text in enumerate(experiment.exclude)))
     )
     _launch(experiment, problems)
+    problems += fit_rules(experiment.fit, experiment.parameters)
     if problems:
         raise ExperimentError(path, problems)
     files = [about.base] if isinstance(about.base, str) else about.base
@@ -119,7 +124,11 @@ def read_experiment(path: Path) -> Setup:
 def _of_kind(experiment: Experiment) -> list[Problem]:
     """Keys that the kind of an experiment needs or does not read."""
     kind, problems, default = experiment.experiment.kind, list[Problem](), Experiment()
-    unread = {"sweep": (*LADDER, *SYSTEMS), "ladder": ("halving", *SYSTEMS), "systems": ("halving", "derive", *LADDER)}
+    unread = {
+        "sweep": (*LADDER, *SYSTEMS),
+        "ladder": ("halving", *SYSTEMS),
+        "systems": ("halving", "derive", "fit", "holdout", *LADDER),
+    }
     for key in unread[kind]:
         if getattr(experiment, key) != getattr(default, key):
             rule = f"is not read by an experiment of the kind {kind}"
@@ -146,6 +155,8 @@ def _of_kind(experiment: Experiment) -> list[Problem]:
             problems.append(
                 Problem("launch.gpus", "is not read by systems", "give the list gpus", experiment.launch.gpus)
             )
+        if experiment.layouts == []:
+            problems.append(Problem("layouts", "is empty", "leave it out for the layout of the base", []))
         measure = experiment.measure
         if measure is not None and (measure.warmup < 0 or measure.steps < 1 or measure.repeats < 1):
             problems.append(Problem("measure", "needs warmup ≥ 0, steps ≥ 1 and repeats ≥ 1", value=asdict(measure)))
@@ -159,12 +170,7 @@ def _of_kind(experiment: Experiment) -> list[Problem]:
             problems.append(Problem("halving.steps", rule, "as in [100, 300, 900]", steps))
         if factor < 2:
             problems.append(Problem("halving.factor", "must be at least 2: one of so many goes on", value=factor))
-    listed = experiment.holdout.get("rungs", [])
-    if not isinstance(listed, list):
-        problems.append(Problem("holdout.rungs", "must be a list of rungs", value=listed))
-        listed = []
-    unknown = [name for name in listed if name not in list(experiment.rungs)]
-    if unknown:
+    if unknown := [name for name in experiment.holdout.rungs if name not in experiment.rungs]:
         problems.append(
             Problem("holdout.rungs", f"names {unknown[0]!r}, which is no rung", listing(list(experiment.rungs)))
         )

@@ -1,5 +1,6 @@
 """`results.csv`: a row for every run of an experiment, of what it has written. docs/scaling.md lists the columns."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from math import floor, isfinite
 from pathlib import Path
@@ -7,7 +8,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from megalite.config.errors import InputError
-from megalite.config.files import read_object, write_whole
+from megalite.config.files import exists, is_file, read_object, write_whole
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Measured
 from megalite.experiment.expand import Expanded
@@ -31,6 +32,20 @@ def collect(expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list
     columns = (*FIRST, *expanded.axes, *REST, *tasks)
     write_whole(folder.results, csv_text([columns, *([cell_text(row.get(name)) for name in columns] for row in rows)]))
     return rows
+
+
+def runs_are_elsewhere(folder: ExperimentFolder) -> bool:
+    """Whether `results.csv` is all that is left of finished runs, so that it must not be made anew.
+
+    It is so where people have copied the experiment without `runs/`, or have deleted that.
+    """
+    if exists(folder.runs) or not is_file(folder.results):
+        return False
+    try:
+        with folder.results.open(encoding="utf-8", newline="") as file:
+            return any(row.get("status") == "done" for row in csv.DictReader(file))
+    except (OSError, ValueError, csv.Error):
+        return False
 
 
 def row_of(cell: Cell, status: Status, step: int, run: Path, warm_up: int = WARM_UP) -> Row:
@@ -125,11 +140,14 @@ def _commit(run: Path) -> str | None:
     return None
 
 
-def measured(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Measured]:
-    """The speeds that are known of runs that are done."""
-    models = {cell.id: cell.config.model for cell in cells}
-    return [
-        Measured(flops_per_token(models[row["id"]]), row["gpus"], row["tokens_per_second_per_gpu"])
-        for row in rows
-        if row.get("tokens_per_second_per_gpu") and row["id"] in models
-    ]
+def measured(rows: Sequence[Row], expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list[Measured]:
+    """What runs that have begun tell of the time that others will take."""
+    cells = {cell.id: cell for cell in expanded.cells}
+    found = []
+    for row in rows:
+        rate, cell = row.get("tokens_per_second_per_gpu"), cells.get(row["id"])
+        if rate and cell is not None:
+            status = known[cell.id][0]
+            whole = status.state == "done" and status.attempts == 1 and status.seconds > 0
+            found.append(Measured.of(cell, rate, status.seconds if whole else None, cell.start))
+    return found

@@ -83,6 +83,8 @@ class Runner:
             lock = Lock.take(run / "sweep")
         except InputError as error:
             say(f"{name}: left to another: {error}")
+            if Lock.holder(run / "sweep") is None:  # there is none: the folder cannot be used
+                self._give_up(run, str(error))
             return
         try:
             with lock.beating(lambda text: say(f"{name}: {text}")):
@@ -94,8 +96,20 @@ class Runner:
                     self._end(run, status if status.state == "done" else status.now("done", code=ExitCode.DONE), status)
                 elif status.state in STARTS and self._wait_for_others(run):
                     self._start(run, status)
+        except InputError as error:  # a full disk, or something in the way of a file of the run folder
+            self._give_up(run, str(error))
+        except OSError as error:
+            self._give_up(run, f"{error.filename or run}: {error.strerror}")
         finally:
             lock.free()
+
+    def _give_up(self, run: Path, why: str) -> None:
+        """Note, if that is possible, that a run has to wait until its folder can be written to."""
+        say(f"{run.name}: {why}")
+        status = read_status(run)
+        if status is not None and status.state in STARTS:
+            with suppress(InputError):
+                write_status(run, status.now("planned", f"its folder cannot be used: {why}"))
 
     def _start(self, run: Path, status: Status) -> None:
         arguments, hindrance = self._arguments(run, status)
@@ -154,6 +168,7 @@ class Runner:
         ranks = options.ranks_per_node or status.gpus
         command = [sys.executable, str(LAUNCH), "supervise", "--backend", options.backend, "--run", str(run)]
         command += ["--ranks-per-node", str(ranks), "--max-attempts", str(options.attempts)]
+        command += ["--oom-ends"]  # that is a result of an experiment
         if options.backend == "slurm":
             command += ["--nodes", str(options.nodes), *(f"--srun-option={option}" for option in options.srun)]
         command += ["--", options.megalite, "train", *arguments]

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 Kind = Literal["sweep", "ladder", "systems"]
 Size = Literal["total", "with_head", "non_embedding"]
+Method = Literal["approach3", "approach1", "approach2", "kaplan"]
 
 
 @dataclass
@@ -43,6 +44,24 @@ class Sizes:
 
 
 @dataclass
+class Fit:
+    """How laws are fitted to the results."""
+
+    method: Method = "approach3"  # whose predictions count
+    delta: float = 1e-3  # where Huber's loss becomes linear, in ln(loss)
+    min_steps: int = 0  # runs with fewer are left out
+    drop: int | list[str] = 0  # so many runs with the highest losses are left out; or runs by id or slug
+    bootstrap: int = 1000  # draws of runs, for intervals
+
+
+@dataclass
+class Holdout:
+    """What no fit sees."""
+
+    rungs: list[str] = field(default_factory=list)  # their losses are predicted and compared
+
+
+@dataclass
 class Trunk:
     """Budgets of one rung share a run: the longest one, from which the others branch off to decay."""
 
@@ -67,7 +86,7 @@ class Launch:
     max_gpu_hours: float | None = None  # more is refused; needed under Slurm
     cluster: str | None = None  # whose step time is predicted: a name or file; null: run.cluster of the base
     flops_per_second: float | None = None  # model FLOP/s that one rank reaches, where no cluster file describes it
-    startup: float = 60.0  # seconds from the start of a run to its first step
+    startup: float = 60.0  # seconds of a run that are not training, until one that is done tells them
     minutes: float | None = None  # of a run, after which it saves and stops; null: no limit
     attempts: int = 3  # starts of a run in a row that save nothing new, after which it has failed
     discard: bool = False  # delete the checkpoints of runs that are done
@@ -96,8 +115,8 @@ class Experiment:
     flops: list[float] | None = None
     trunk: Trunk | None = None
     parameters: Sizes = field(default_factory=Sizes)
-    holdout: dict[str, Any] = field(default_factory=dict)  # what a fit does not see, such as rungs: [NAME]
-    fit: dict[str, Any] = field(default_factory=dict)  # settings of the fit
+    holdout: Holdout = field(default_factory=Holdout)
+    fit: Fit = field(default_factory=Fit)
     gpus: list[int] | None = None  # of systems
     scaling: Literal["weak", "strong"] | None = None  # weak: sequences of a DP rank stay; strong: batch.global does
     layouts: dict[str, Any] | list[dict[str, Any]] | None = None  # {plan: n}, a list, or a grid over parallel.*

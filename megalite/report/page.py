@@ -23,7 +23,8 @@ STYLE = """<style>
 .plot text { font-family: inherit; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 31rem), 1fr)); gap: 1.5rem 2rem; }
 .plots figure { margin: 0; min-width: 0; }
-.plots .broad { grid-column: 1 / -1; }
+.plots .broad { grid-column: 1 / -1; overflow-x: auto; }
+.broad .plot { min-width: 42rem; }
 .plots h3 { margin-bottom: .4rem; }
 .mind { border-left: 4px solid var(--mark); padding: .2rem 0 .2rem 1.8rem; }
 .mind li { margin: .25rem 0; }
@@ -32,6 +33,8 @@ summary { cursor: pointer; color: var(--pale); }
 @media print {
   .plots { display: block; }
   .plots figure { break-inside: avoid; margin-bottom: 1rem; max-width: 17cm; }
+  .plots .broad { max-width: none; overflow: visible; }
+  .broad .plot { min-width: 0; }
   details > *:not(summary) { display: block; }
 }
 </style>"""
@@ -45,7 +48,7 @@ def page(found: Found, drawn: Sequence[tuple[str, Sequence[Drawn]]], notes: Sequ
     shown = [_head(found, name), _mind(found, notes)]
     shown += [_pictures(heading, some) for heading, some in drawn if some]
     shown += _tables(found)
-    shown.append(section("Runs", _runs(found)))
+    shown.append(section("All runs", _runs(found)))
     shown.append(section("Configuration", f"<pre>{escape(configuration)}</pre>"))
     foot = paragraph(f"Written by megalite {__version__}. The page loads nothing from a network.", "pale")
     return document(f"Experiment {name}", "\n".join([STYLE, *shown, f"<footer>{foot}</footer>"]))

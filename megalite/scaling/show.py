@@ -46,12 +46,12 @@ def parts(found: Mapping[str, Any]) -> list[Part]:
 def facts(found: Mapping[str, Any]) -> Table:
     data, settings = found["data"], found["settings"]
     made = table("", "value", text=("", "value"))
-    spans = [f"{name} {number(low)} – {number(high)}" for name, (low, high) in data["span"].items()]
+    shown = {"flops": "{:.3g}".format}  # as budgets are given; T is for tokens
+    spans = [f"{name} {' – '.join(map(shown.get(name, number), ends))}" for name, ends in data["span"].items()]
     made.add_row("fitted", f"{counted(data['runs'], 'run')} of {counted(data['sizes'], 'size')}, by {data['loss']}")
     made.add_row("span", "; ".join(spans))
-    made.add_row(
-        "held out", f"{counted(len(data['held_out']), 'run')}: rungs {', '.join(settings['holdout']) or 'none'}"
-    )
+    rungs = f" of the rungs {', '.join(settings['holdout'])}" if settings["holdout"] else ""
+    made.add_row("held out", f"{counted(len(data['held_out']), 'run')}{rungs}")
     made.add_row("left out", counted(len(data["dropped"]), "run"))
     made.add_row("fewest steps", "unknown" if data["fewest_steps"] is None else f"{data['fewest_steps']:,}")
     if data["seed_noise"] is not None:

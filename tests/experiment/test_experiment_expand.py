@@ -111,6 +111,13 @@ def test_all_problems_are_told_at_once_with_file_key_and_run(expanded: Expander)
         ({"launched": {}}, r"launched: unknown key; did you mean launch\?"),
         ({"experiment": {"seeds": []}}, r"experiment\.seeds"),
         ({"experiment": {"name": "../x"}}, r"experiment\.name"),
+        ({"experiment": {"dir": "a\nb"}}, r"experiment\.dir = .*: must be a path of printable characters"),
+        ({"fit": {"colour": 1}}, r"fit\.colour: unknown key; fit has method, delta, min_steps, drop and bootstrap"),
+        ({"fit": {"delta": 0, "bootstrap": -1}}, r"fit\.delta = 0.0: must be above 0[^$]*fit\.bootstrap = -1: must be"),
+        ({"holdout": {"runs": []}}, r"holdout\.runs: unknown key; did you mean holdout\.rungs\?"),
+        ({"parameters": {"report": ["all"]}}, r"parameters\.report\[0\] = \"all\": must be total, with_head"),
+        ({"experiment": {"kind": "systems"}, "gpus": [1], "fit": {"drop": 1}}, "fit: is not read by an experiment"),
+        ({"experiment": {"kind": "systems"}, "gpus": [1], "layouts": []}, r"layouts = \[\]: is empty"),
         (
             {"derive": {"batch.global": "4.4"}},
             r"derive\.batch\.global = \"4\.4\": comes to 4\.4, .* off by more than 5 %",

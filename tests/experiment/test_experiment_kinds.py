@@ -79,7 +79,7 @@ def test_a_budget_of_a_step_or_two_is_refused(expanded: Expander) -> None:
         ({"tokens": [1e3], "trunk": {"decay": 1}}, r"trunk\.decay = 1"),
         ({"tokens": [1e3], "holdout": {"rungs": ["z"]}}, r"holdout\.rungs: names 'z'"),
         ({"tokens": [1e3], "holdout": {"rungs": 3}}, r"holdout\.rungs = 3: must be a list"),
-        ({"tokens": [1e3], "holdout": {"rungs": [["a"]]}}, r"holdout\.rungs: names \['a'\]"),
+        ({"tokens": [1e3], "holdout": {"rungs": [["a"]]}}, r"holdout\.rungs\[0\] = \[\"a\"\]: must be text"),
         ({"tokens": [1e3], "measure": {"steps": 3}}, "measure: is not read by an experiment of the kind ladder"),
     ],
 )

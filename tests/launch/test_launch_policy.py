@@ -1,5 +1,7 @@
 """What the supervisor decides, from observations alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from megalite_launch.policy import (
@@ -68,6 +70,20 @@ def test_attempts_without_a_newer_checkpoint_are_bounded() -> None:
     assert next_move(Ended("stopped", 3), 1, LIMITS).reason.endswith("; nothing was saved yet")
     assert next_move(ended("stopped", 3), 3, LIMITS).kind == END
     assert next_move(ended("finished", 0), 3, LIMITS).code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Traceback (most recent call last)\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", END),
+        ("Traceback (most recent call last)\nRuntimeError: a bug", RELAUNCH),
+        ("out of memory: killed process 7", RELAUNCH),
+    ],
+)
+def test_a_gpu_out_of_memory_ends_a_job_that_asks_for_that(text: str, kind: str) -> None:
+    found = Ended("crash", 1, First(3, "n2", text))
+    assert next_move(found, 1, replace(LIMITS, oom_ends=True)).kind == kind
+    assert next_move(found, 1, LIMITS).kind == RELAUNCH
 
 
 def test_starts_without_enough_nodes_are_bounded() -> None:

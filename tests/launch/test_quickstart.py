@@ -1,4 +1,4 @@
-"""The scripts of the quick start and of the ladder's data, with programs that note their calls as megalite's commands."""
+"""The scripts of the quick start and of the ladder's data; programs that note their calls stand for megalite."""
 
 import os
 import shlex

@@ -179,7 +179,7 @@ def test_names_of_users_are_text(tmp_path: Path):
         )
         for at in range(4, 9)
     ]
-    folder = write(tmp_path, {"kind": "ladder", "name": evil}, rows)
+    folder = write(tmp_path, {"experiment": {"kind": "ladder", "name": evil}}, rows)
     path = folder / "runs" / "x"
     path.mkdir(parents=True)
     page, text = read(folder)

@@ -153,18 +153,21 @@ def test_seeds_tell_the_noise_and_the_best_setting_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"kind": "stairs"}, r"kind = 'stairs': must be systems, sweep or ladder"),
-        ({"fit": {"method": "approach9"}}, "fit.method = 'approach9': must be approach3, approach1"),
-        ({"fit": {"delta": 0}}, "fit.delta = 0: must be a number above 0"),
-        ({"fit": {"delta": True}}, "fit.delta = True"),
-        ({"fit": {"detla": 1}}, "fit: detla is unknown; known are method"),
+        ({"experiment": {"kind": "stairs"}}, 'experiment.kind = "stairs": must be sweep, ladder or systems'),
+        ({"fit": {"method": "approach9"}}, 'fit.method = "approach9": must be approach3, approach1'),
+        ({"fit": {"delta": 0}}, "fit.delta = 0.0: must be above 0"),
+        ({"fit": {"delta": True}}, "fit.delta = true: must be a finite number"),
+        ({"fit": {"detla": 1}}, r"fit.detla: unknown key; did you mean fit.delta\?"),
+        ({"fit": {"colour": 1}}, "fit.colour: unknown key; fit has method, delta, min_steps, drop and bootstrap"),
         ({"fit": {"drop": -1}}, "fit.drop = -1"),
-        ({"fit": {"drop": [3]}}, r"fit.drop = \[3\]: must be a list of texts"),
-        ({"fit": {"bootstrap": 10**9}}, "fit.bootstrap = 1000000000: must be a whole number from 0 to 10,000"),
+        ({"fit": {"drop": [3]}}, r"fit.drop\[0\] = 3: must be text"),
+        ({"fit": {"bootstrap": 10**9}}, "fit.bootstrap = 1000000000: must be from 0 to 10,000"),
         ({"fit": {"min_steps": 1.5}}, "fit.min_steps = 1.5"),
         ({"fit": [1]}, r"fit = \[1\]: must be a section"),
         ({"holdout": {"rungs": ["w9"]}}, "holdout.rungs = 'w9': is no rung of this experiment; its rungs are w128"),
-        ({"parameters": {"fit": "all"}}, "parameters.fit = 'all': must be with_head, total or non_embedding"),
+        ({"holdout": {"runs": []}}, r"holdout.runs: unknown key; did you mean holdout.rungs\?"),
+        ({"parameters": {"fit": "all"}}, 'parameters.fit = "all": must be total, with_head or non_embedding'),
+        ({"parameters": {"report": ["total"] * 2}}, "parameters.report .*: names one twice"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, told: str, tmp_path: Path):
@@ -212,7 +215,7 @@ def test_a_missing_file_and_a_systems_experiment_are_told(tmp_path: Path):
 
 
 def write_only_settings(folder: Path) -> Path:
-    write(folder, {"kind": "ladder"}, [{"id": "a", "slug": "a", "status": "done"}])
+    write(folder, {"experiment": {"kind": "ladder"}}, [{"id": "a", "slug": "a", "status": "done"}])
     (folder / "results.csv").unlink()
     return folder
 

@@ -12,11 +12,12 @@ from rich.text import Text
 from megalite.config.errors import InputError, listing, printable
 from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
+from megalite.experiment.fitting import MOST_SAMPLES
 from megalite.scaling.approach3 import fit3
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
 from megalite.scaling.record import record
-from megalite.scaling.settings import MOST_SAMPLES, Settings
+from megalite.scaling.settings import Settings
 from megalite.scaling.show import parts
 from megalite.scaling.table import Results, Run, number_in, read_csv
 from megalite.terminal import console, sections

@@ -18,20 +18,22 @@ from megalite.experiment import launching
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Costs, check_budget, estimate
 from megalite.experiment.expand import Expanded
-from megalite.experiment.folder import STATES, ExperimentFolder, State
+from megalite.experiment.folder import ENDED, STATES, ExperimentFolder, State
 from megalite.experiment.read import read_experiment
-from megalite.experiment.results import Row, collect, measured
+from megalite.experiment.results import Row, collect, measured, runs_are_elsewhere
 from megalite.terminal import console, scaled, table
 from megalite_launch.checked import find_megalite
 from megalite_launch.errors import UserError
+from megalite_launch.layout import RunFolder
 
 COMMAND = "megalite-sweep"
 LONGEST = 40  # runs that a table of a launch shows
+UNDONE = tuple(state for state in ENDED if state != "done")
 COLORS = {"done": "green", "running": "cyan", "oom": "red", "diverged": "red", "timeout": "red", "failed": "red"}
 EPILOG = codes(
     {
         ExitCode.DONE: "done; after launch: all runs are done, or were submitted",
-        ExitCode.FAILED: "launch: a run is oom, diverged, timeout or failed;\nstatus tells which",
+        ExitCode.FAILED: "launch: a run is oom, diverged, timeout or failed, or\ncould not begin; status tells which",
         ExitCode.BAD_INPUT: "bad input, or a budget that would be exceeded",
         ExitCode.STOPPED: "launch was stopped by a signal, and runs have saved;\nthe same command goes on",
     }
@@ -128,7 +130,8 @@ def _show_runs(expanded: Expanded) -> None:
 def _count(expanded: Expanded) -> str:
     runs = counted(len(expanded.cells), "run")
     same = expanded.settings - expanded.excluded - len(expanded.cells)
-    told = [f"{same:,} that would repeat another are left out"] * (same > 0 and not expanded.setup.experiment.halving)
+    would = f"{same:,} that would repeat another {'is' if same == 1 else 'are'} left out"
+    told = [would] * (same > 0 and not expanded.setup.experiment.halving)
     told += [f"{expanded.excluded:,} excluded"] * (expanded.excluded > 0)
     told += [f"{expanded.later:,} more in rounds that follow from results"] * (expanded.later > 0)
     trained = sum(cell.tokens - cell.start * cell.step_tokens for cell in expanded.cells)
@@ -147,7 +150,9 @@ def _cost(options: argparse.Namespace) -> None:
 
 def _costs(expanded: Expanded, known: launching.Known, cells: Sequence[Cell]) -> Costs:
     rows = launching.rows(expanded, known)
-    return estimate(expanded, cells, measured(rows, expanded.cells))
+    folder = ExperimentFolder(expanded.setup.folder)
+    saved = {cell.id: RunFolder(folder.run(cell.name)).newest_step() for cell in cells}
+    return estimate(expanded, cells, measured(rows, expanded, known), saved)
 
 
 def _show_costs(expanded: Expanded, costs: Costs, most: int | None = None) -> None:
@@ -169,6 +174,8 @@ def _show_costs(expanded: Expanded, costs: Costs, most: int | None = None) -> No
     if most is not None and len(costs.costs) > most:
         out.print(Text(f"and {len(costs.costs) - most:,} more"))
     told = f"{counted(len(costs.costs) + len(costs.unknown), 'run')}: "
+    if not costs.costs and not costs.unknown:
+        told += "none is left to start"
     if costs.costs:
         hours = f"{costs.gpu_hours:,.3g} GPU-hours"
         parallel = expanded.setup.experiment.launch.parallel
@@ -223,22 +230,21 @@ def _start(expanded: Expanded, cells: Sequence[Cell], known: launching.Known, su
         console().print(Text(f"watch     {COMMAND} status {expanded.setup.folder}"))
         return ExitCode.DONE
     known = launching.survey(expanded)
-    launching.rebuild_index(ExperimentFolder(expanded.setup.folder), expanded, known)
     _show_counts(expanded, known)
-    return started or _verdict(expanded, known)
+    launching.rebuild_index(ExperimentFolder(expanded.setup.folder), expanded, known)
+    return started or _verdict(expanded, known, cells)
 
 
-def _verdict(expanded: Expanded, known: launching.Known) -> int:
-    """FAILED if a run has ended without being done."""
-    ended = ("oom", "diverged", "timeout", "failed")
-    return ExitCode.FAILED if any(known[cell.id][0].state in ended for cell in expanded.cells) else ExitCode.DONE
+def _verdict(expanded: Expanded, known: launching.Known, started: Sequence[Cell] = ()) -> int:
+    """FAILED if a run has ended without being done, or one of those that were started has to be started again."""
+    ended = any(known[cell.id][0].state in UNDONE for cell in expanded.cells)
+    waits = any(known[cell.id][0].state == "planned" for cell in started)
+    return ExitCode.FAILED if ended or waits else ExitCode.DONE
 
 
 def _status(options: argparse.Namespace) -> None:
     expanded, known = _expanded(options)
     folder = ExperimentFolder(expanded.setup.folder)
-    launching.settle(expanded, known)
-    others = launching.rebuild_index(folder, expanded, known)
     shown = table("run", "state", "step", "steps", "starts", "job", "", text=("run", "state", "job", ""))
     for cell in expanded.cells:
         status, step = known[cell.id]
@@ -247,8 +253,10 @@ def _status(options: argparse.Namespace) -> None:
         shown.add_row(*cells, str(status.attempts or ""), Text(job), Text(printable(status.reason)))
     console().print(shown)
     _show_counts(expanded, known)
-    if others:
-        console().print(Text(f"{counted(others, 'run')} in the folder are no longer part of the experiment"))
+    launching.settle(expanded, known)  # last: where the disk is full, people want to know how runs stand
+    if others := launching.rebuild_index(folder, expanded, known):
+        are = "is" if others == 1 else "are"
+        console().print(Text(f"{counted(others, 'run')} in the folder {are} no longer part of the experiment"))
 
 
 def _show_counts(expanded: Expanded, known: launching.Known) -> None:
@@ -261,6 +269,11 @@ def _show_counts(expanded: Expanded, known: launching.Known) -> None:
 def _collect(options: argparse.Namespace) -> None:
     expanded, known = _expanded(options)
     folder = ExperimentFolder(expanded.setup.folder)
+    if runs_are_elsewhere(folder):
+        raise InputError(
+            f"{folder.runs}: is missing, and {folder.results} has finished runs that would be lost; bring the run "
+            "folders back, or move that file"
+        )
     launching.write_files(expanded, known)
     rows: list[Row] = collect(expanded, known)
     _show_counts(expanded, known)
@@ -278,9 +291,13 @@ def _report(options: argparse.Namespace) -> None:
 def _collected(options: argparse.Namespace) -> Path:
     """The folder of the experiment, with the results as they are now."""
     expanded, known = _expanded(options)
+    folder = ExperimentFolder(expanded.setup.folder)
     launching.write_files(expanded, known)
-    collect(expanded, known)
-    return expanded.setup.folder
+    if runs_are_elsewhere(folder):
+        console().print(Text(f"{folder.runs} is missing: {folder.results} is read as it is\n"))
+    else:
+        collect(expanded, known)
+    return folder.path
 
 
 WAYS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str]] = {

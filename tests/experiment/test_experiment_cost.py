@@ -1,0 +1,68 @@
+"""What runs are told to take, from those that were measured."""
+
+from dataclasses import replace
+
+import pytest
+from expanding import Expander
+
+from megalite.experiment.cell import Cell
+from megalite.experiment.cost import Estimator, Measured, estimate
+from megalite.experiment.expand import Expanded
+from megalite.plan.size import flops_per_token
+
+STARTUP, STEP = 4.0, 0.01  # seconds that a step takes at least
+
+
+@pytest.fixture
+def widths(expanded: Expander) -> Expanded:
+    """Of 200 steps each."""
+    steps, grid = {"train.steps": 200, "log.interval": 5}, {"model.width": [16, 32, 64], "batch.global": [4, 8]}
+    return expanded(set=steps, grid=grid)
+
+
+def true_step(cell: Cell) -> float:
+    """A part that is the same for all, and one that grows with the work."""
+    return STEP + flops_per_token(cell.config.model) * cell.step_tokens / cell.gpus / 1e9
+
+
+def measured(cell: Cell) -> Measured:
+    seconds = STARTUP + (cell.steps - cell.start) * true_step(cell)
+    return Measured.of(cell, cell.step_tokens / cell.gpus / true_step(cell), seconds, cell.start)
+
+
+def test_the_rest_of_an_experiment_is_told_within_15_percent(widths: Expanded) -> None:
+    done = [cell for cell in widths.cells if cell.config.batch.global_ == 4 and cell.config.model.width != 32]
+    left = [cell for cell in widths.cells if cell not in done]
+    costs = estimate(widths, left, map(measured, done))
+    assert not costs.unknown
+    for cost in costs.costs:
+        truth = STARTUP + 200 * true_step(cost.cell)
+        assert cost.seconds == pytest.approx(truth, rel=0.15)
+    assert {cost.source for cost in costs.costs} == {"measured with other batches", "measured on other sizes"}
+
+
+def test_a_run_that_is_like_one_that_is_done_takes_as_long(widths: Expanded) -> None:
+    (cost,) = estimate(widths, widths.cells[:1], [measured(widths.cells[0])]).costs
+    assert cost.seconds == pytest.approx(STARTUP + 200 * true_step(widths.cells[0]), rel=1e-3)
+    assert cost.source == "measured"
+
+
+def test_steps_that_are_saved_are_not_paid_again(widths: Expanded) -> None:
+    cell = widths.cells[0]
+    costs = estimate(widths, [cell], [measured(cell)], {cell.id: 150})
+    assert costs.costs[0].steps == 50
+    assert costs.costs[0].seconds == pytest.approx(STARTUP + 50 * true_step(cell), rel=1e-2)
+
+
+def test_without_a_run_that_is_done_the_startup_is_that_of_the_file(widths: Expanded) -> None:
+    cell = widths.cells[0]
+    under_way = replace(measured(cell), startup=None)
+    assert Estimator(widths, [under_way]).startup == widths.setup.experiment.launch.startup == 60
+    assert Estimator(widths, [under_way, measured(cell)]).startup == pytest.approx(STARTUP, rel=1e-3)
+
+
+def test_steps_of_one_size_tell_nothing_of_their_least_time(widths: Expanded) -> None:
+    small, large = widths.cells[0], widths.cells[-1]
+    estimator = Estimator(widths, [measured(small)])
+    ratio = measured(large).flops / measured(small).flops
+    assert estimator.step(large) == (pytest.approx(true_step(small) * ratio), "measured on other sizes")

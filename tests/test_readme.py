@@ -81,7 +81,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 22
+    assert len(tour) == 23
     outputs, shown = {}, []
     for line in tour:
         words = shlex.split(line)
@@ -109,4 +109,5 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     assert outputs["megalite-generate runs/small"].startswith("Once")
     assert outputs["megalite-generate hf:runs/small_hf"].startswith("Once")
     assert "differ by 0 of the largest" in outputs["megalite-convert --from"]
+    assert "20 runs" in outputs["megalite-sweep expand"]
     assert "data/corpus_valid" in outputs["megalite-evaluate runs/small"]

@@ -18,7 +18,7 @@ from megalite.advice.options import refuse_unread
 from megalite.advice.order import best_order
 from megalite.advice.page import compared_page, front_page, ranked_page
 from megalite.advice.rows import fits_text, front, layout_text, ranking
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.files import check_output, exists, write_new
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
@@ -97,7 +97,7 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
 
 def _ranked(args: argparse.Namespace) -> Parts:
     asked, gpus = ask(args), _one_count(args)
-    with Console(stderr=True).status(f"Planning for {gpus:,} GPUs ..."):
+    with Console(stderr=True).status(f"Planning for {counted(gpus, 'GPU')} ..."):
         found = asked.search(gpus, args.top or SHOWN, args.exhaustive)
     if not found.results:
         raise InputError(_nothing_fits(asked, gpus, found))
@@ -170,7 +170,7 @@ def _front(args: argparse.Namespace) -> Parts:
     counts = doubled(args.gpus)
     with Console(stderr=True).status("Planning ...") as status:
         for gpus in counts:
-            status.update(f"Planning for {gpus:,} GPUs ...")
+            status.update(f"Planning for {counted(gpus, 'GPU')} ...")
             if results := asked.search(gpus, 1).results:
                 best.append((gpus, results[0]))
     if not best:
@@ -188,7 +188,7 @@ def _front(args: argparse.Namespace) -> Parts:
     gpus, chosen = (kept or best)[0]
     _write(args, asked, chosen.prediction)
     if args.write:
-        parts.append(("What was written", Text(f"{args.write}: the layout for {gpus:,} GPUs")))
+        parts.append(("What was written", Text(f"{args.write}: the layout for {counted(gpus, 'GPU')}")))
     _save(args, lambda: front_page(asked, args.given, heading, best, chosen, advice))
     return parts
 
@@ -217,7 +217,7 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)
-    return f"{gpus:,} GPUs are the cheapest that keep the limits: {run.days:,.1f} days, ${run.cost:,.0f}."
+    return f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {run.days:,.1f} days, ${run.cost:,.0f}."
 
 
 def _one_count(args: argparse.Namespace) -> int:
@@ -232,7 +232,7 @@ def _one_count(args: argparse.Namespace) -> int:
 def _model(asked: Asked) -> str:
     model, batch = asked.config.model, asked.config.batch
     return (
-        f"{model.layers} layers of width {model.width:,}, {batch.global_:,} sequences of "
+        f"{counted(model.layers, 'layer')} of width {model.width:,}, {counted(batch.global_, 'sequence')} of "
         f"{model.sequence_length:,} tokens a step"
     )
 
@@ -244,9 +244,9 @@ def _heading(asked: Asked, gpus: int) -> str:
 def _told(asked: Asked, found: Found) -> str:
     spread = asked.timer.constants.spread
     return (
-        f"{found.layouts:,} layouts had a bound, {found.timed:,} were simulated, the memory of {found.walked:,} was "
-        f"walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. Intervals are ±{spread:.0%}; "
-        "docs/planner.md tells how predictions compare with published runs."
+        f"{counted(found.layouts, 'layout')} had a bound, {found.timed:,} were simulated, the memory of "
+        f"{found.walked:,} was walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. "
+        f"Intervals are ±{spread:.0%}; docs/planner.md tells how predictions compare with published runs."
     )
 
 

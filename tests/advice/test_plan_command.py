@@ -92,14 +92,14 @@ def test_a_range_tells_the_cheapest_that_keeps_the_limits(plan: Run) -> None:
     assert days == sorted(days, reverse=True)
     limited = plan(*arguments, "--days", str((days[0] + days[1]) / 2))
     assert "too late" in limited
-    assert "4 GPUs are the cheapest that keep the limits" in limited
+    assert "The cheapest that keeps the limits: 4 GPUs," in limited
     assert "No number of GPUs here keeps the limits" in plan(*arguments, "--budget", "1")
 
 
 def test_a_range_tells_which_of_its_layouts_is_written(plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     output = plan(*SMALL, "--gpus", "2-4", "--tokens", "100B", "--days", "1e5", "--write", str(path))
-    (gpus,) = re.findall(r"([\d,]+) GPUs are the cheapest", output)
+    (gpus,) = re.findall(r"the limits: ([\d,]+) GPU", output)
     assert f"{path}: the layout for {gpus} GPUs" in output
     assert f"planned for {gpus} ×" in path.read_text()
 

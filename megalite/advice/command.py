@@ -97,8 +97,11 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
 
 def _ranked(args: argparse.Namespace) -> Parts:
     asked, gpus = ask(args), _one_count(args)
-    with Console(stderr=True).status(f"Planning for {counted(gpus, 'GPU')} ..."):
-        found = asked.search(gpus, args.top or SHOWN, args.exhaustive)
+    planning, wanted = f"Planning for {counted(gpus, 'GPU')} ...", args.top or SHOWN
+    with Console(stderr=True).status(planning) as status:
+        found = asked.search(
+            gpus, wanted, args.exhaustive, lambda so_far: status.update(f"{planning} {_progress(so_far, wanted, args)}")
+        )
     if not found.results:
         raise InputError(_nothing_fits(asked, gpus, found))
     prediction = found.results[0].prediction
@@ -111,6 +114,12 @@ def _ranked(args: argparse.Namespace) -> Parts:
     heading, told = _heading(asked, gpus), _told(asked, found)
     _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=True))
     return parts
+
+
+def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
+    """How far a search is that may take minutes."""
+    of = "" if args.exhaustive else f" of {wanted:,}"
+    return f"{len(found.results):,}{of} found, {counted(found.timed, 'layout')} simulated"
 
 
 def _own_layout(args: argparse.Namespace) -> Parts:

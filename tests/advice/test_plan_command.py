@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.status import Status
 
 from megalite.advice.asked import Asked
 from megalite.advice.rows import layout_text
@@ -217,3 +218,11 @@ UNREAD = [
 def test_options_that_would_not_be_read_are_refused(refused: Run, options: list[str], name: str) -> None:
     message = refused(MODEL, *options)
     assert message.strip().startswith(f"{name}: is")
+
+
+def test_a_search_tells_how_far_it_is(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Status, "update", lambda _, status: told.append(status))
+    plan(*SMALL, "--gpus", "8", "--top", "4")
+    assert told[0].startswith("Planning for 8 GPUs ... 0 of 4 found, ")
+    assert re.fullmatch(r"Planning for 8 GPUs \.\.\. 3 of 4 found, \d+ layouts simulated", told[-1])

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.config.errors import InputError, counted, listing, number_ranges
-from megalite.config.files import exists, write_whole
+from megalite.config.files import exists, write_new, write_whole
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
@@ -125,7 +125,7 @@ def _write_model(path: str, model: Model) -> None:
         raise InputError(f"--write {path}: must end in .yaml")
     if exists(path):
         raise InputError(f"--write {path}: there is such a file already; give another name")
-    write_whole(Path(path), dump_model(model))
+    write_new(Path(path), dump_model(model))
 
 
 def _show_schedule(config: Config, path: str, guessed: bool) -> int:
@@ -141,7 +141,10 @@ def _show_schedule(config: Config, path: str, guessed: bool) -> int:
     on = console()
     sections(on, [(title(schedule, timeline), draw_text(schedule, timeline, on.width))])
     if path:
-        write_whole(Path(path), draw_svg(schedule, timeline) if path.endswith(".svg") else write(schedule))
+        if path.endswith(".svg"):
+            write_whole(Path(path), draw_svg(schedule, timeline))
+        else:
+            write_new(Path(path), write(schedule))
     return ExitCode.DONE
 
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -50,8 +50,10 @@ class Asked:
     def timer(self) -> Timer:
         return Timer(self.cluster)
 
-    def search(self, gpus: int, wanted: int, exhaustive: bool = False) -> Found:
-        """The best layouts on `gpus` GPUs."""
+    def search(
+        self, gpus: int, wanted: int, exhaustive: bool = False, tell: Callable[[Found], object] = lambda _: None
+    ) -> Found:
+        """The best layouts on `gpus` GPUs. tell: is called now and then with those that are found so far."""
         return search(
             self.config,
             gpus,
@@ -61,6 +63,7 @@ class Asked:
             wanted=wanted,
             offload=self.offload,
             exhaustive=exhaustive,
+            tell=tell,
         )
 
     def predict(self, config: Config) -> tuple[Prediction, Memory]:

@@ -18,8 +18,8 @@ from megalite.advice.options import refuse_unread
 from megalite.advice.order import best_order
 from megalite.advice.page import compared_page, front_page, ranked_page
 from megalite.advice.rows import fits_text, front, layout_text, ranking
-from megalite.config.errors import InputError
-from megalite.config.files import check_output, exists, write_whole
+from megalite.config.errors import InputError, counted
+from megalite.config.files import check_output, exists, write_new
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
 from megalite.plan.fit import GIB
@@ -31,6 +31,7 @@ from megalite.planner.space import Space
 from megalite.planner.texts import seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
+from megalite.schedule.generate import AUTO
 from megalite.terminal import console, sections
 
 Parts = list[tuple[str, RenderableType]]
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for option, path, ends in files:
         _check_file(option, path, ends)
+    if args.write is not None and args.write == args.schedule:
+        raise InputError(f"--write and --schedule: cannot both be {args.write}; give one of them another name")
     if args.dry_run:
         return _self_check(args)
     if args.compare:
@@ -94,8 +97,11 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
 
 def _ranked(args: argparse.Namespace) -> Parts:
     asked, gpus = ask(args), _one_count(args)
-    with Console(stderr=True).status(f"Planning for {gpus:,} GPUs ..."):
-        found = asked.search(gpus, args.top or SHOWN, args.exhaustive)
+    planning, wanted = f"Planning for {counted(gpus, 'GPU')} ...", args.top or SHOWN
+    with Console(stderr=True).status(planning) as status:
+        found = asked.search(
+            gpus, wanted, args.exhaustive, lambda so_far: status.update(f"{planning} {_progress(so_far, wanted, args)}")
+        )
     if not found.results:
         raise InputError(_nothing_fits(asked, gpus, found))
     prediction = found.results[0].prediction
@@ -108,6 +114,12 @@ def _ranked(args: argparse.Namespace) -> Parts:
     heading, told = _heading(asked, gpus), _told(asked, found)
     _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=True))
     return parts
+
+
+def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
+    """How far a search is that may take minutes."""
+    of = "" if args.exhaustive else f" of {wanted:,}"
+    return f"{len(found.results):,}{of} found, {counted(found.timed, 'layout')} simulated"
 
 
 def _own_layout(args: argparse.Namespace) -> Parts:
@@ -127,22 +139,28 @@ def _own_layout(args: argparse.Namespace) -> Parts:
 
 
 def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, parts: Parts) -> Prediction:
-    """The layout with a searched order of its pipeline, which is saved; or as it was where no order is faster."""
+    """The layout with the fastest order of its pipeline, which is saved; or as it was where it has that already."""
     with Console(stderr=True).status("Searching an order for the pipeline ..."):
         order = best_order(asked, before.config)
-    write_whole(Path(args.schedule), write_order(order.table))
-    pipeline = replace(order.config.parallel.pipeline, schedule=args.schedule, virtual_stages=order.stages_per_rank)
-    config = replace(order.config, parallel=replace(order.config.parallel, pipeline=pipeline))
-    after, memory = asked.predict(config)
-    change = after.seconds / before.seconds - 1
-    named = before.config.parallel.pipeline.schedule
-    told = (
-        f"{args.schedule}: {step_text(after)} a step, {change:+.1%} against {named}, with {memory.total / GIB:.1f} GiB."
-    )
-    if change >= 0:
-        told += " It is not faster, so --write keeps the named schedule."
+    write_new(Path(args.schedule), write_order(order.table))
+    after, memory = asked.predict(order.of(args.schedule))
+    own = _schedule_text(before.config.parallel.pipeline.schedule, before.config.parallel.pipeline.stages_per_rank)
+    named = _schedule_text(order.name, order.stages_per_rank)
+    told = f"{args.schedule}: {step_text(after)} a step, with {memory.total / GIB:.1f} GiB"
+    if order.is_own:
+        told += f". It is the order of {own}, as none that was searched is faster; --write keeps that name."
+    else:
+        told += f", {order.seconds / order.own - 1:+.1%} against {own}."
+        if order.name != AUTO:
+            told += f" It is the order of {named}, as none that was searched is faster."
+    if order.own_memory > asked.limit:
+        told += f" {own} would need {order.own_memory / GIB:.1f} GiB, which is too much."
     parts.append(("Order searched for these very stages", Text(told)))
-    return after if change < 0 else before
+    return before if order.is_own else after
+
+
+def _schedule_text(name: str, stages: int) -> str:
+    return f"{name} v {stages}" if name == "interleaved_1f1b" else name
 
 
 def _compared(args: argparse.Namespace) -> Parts:
@@ -161,7 +179,7 @@ def _front(args: argparse.Namespace) -> Parts:
     counts = doubled(args.gpus)
     with Console(stderr=True).status("Planning ...") as status:
         for gpus in counts:
-            status.update(f"Planning for {gpus:,} GPUs ...")
+            status.update(f"Planning for {counted(gpus, 'GPU')} ...")
             if results := asked.search(gpus, 1).results:
                 best.append((gpus, results[0]))
     if not best:
@@ -179,7 +197,7 @@ def _front(args: argparse.Namespace) -> Parts:
     gpus, chosen = (kept or best)[0]
     _write(args, asked, chosen.prediction)
     if args.write:
-        parts.append(("What was written", Text(f"{args.write}: the layout for {gpus:,} GPUs")))
+        parts.append(("What was written", Text(f"{args.write}: the layout for {counted(gpus, 'GPU')}")))
     _save(args, lambda: front_page(asked, args.given, heading, best, chosen, advice))
     return parts
 
@@ -208,7 +226,7 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)
-    return f"{gpus:,} GPUs are the cheapest that keep the limits: {run.days:,.1f} days, ${run.cost:,.0f}."
+    return f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {run.days:,.1f} days, ${run.cost:,.0f}."
 
 
 def _one_count(args: argparse.Namespace) -> int:
@@ -223,7 +241,7 @@ def _one_count(args: argparse.Namespace) -> int:
 def _model(asked: Asked) -> str:
     model, batch = asked.config.model, asked.config.batch
     return (
-        f"{model.layers} layers of width {model.width:,}, {batch.global_:,} sequences of "
+        f"{counted(model.layers, 'layer')} of width {model.width:,}, {counted(batch.global_, 'sequence')} of "
         f"{model.sequence_length:,} tokens a step"
     )
 
@@ -235,9 +253,9 @@ def _heading(asked: Asked, gpus: int) -> str:
 def _told(asked: Asked, found: Found) -> str:
     spread = asked.timer.constants.spread
     return (
-        f"{found.layouts:,} layouts had a bound, {found.timed:,} were simulated, the memory of {found.walked:,} was "
-        f"walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. Intervals are ±{spread:.0%}; "
-        "docs/planner.md tells how predictions compare with published runs."
+        f"{counted(found.layouts, 'layout')} had a bound, {found.timed:,} were simulated, the memory of "
+        f"{found.walked:,} was walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. "
+        f"Intervals are ±{spread:.0%}; docs/planner.md tells how predictions compare with published runs."
     )
 
 
@@ -296,14 +314,11 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
         f"# {layout_text(choice_of(prediction.config))}, planned for {prediction.gpus} × {asked.cluster.name}:\n"
         f"# {seconds_text(prediction.seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s/GPU\n"
     )
-    _check_file("--write", args.write, SUFFIXES)  # again: another run may have written it meanwhile
-    write_whole(Path(args.write), header + dump(config))
+    write_new(Path(args.write), header + dump(config))
 
 
 def _save(args: argparse.Namespace, page: Callable[[], str]) -> None:
     """Write the page, which is made only where one was asked for."""
     if args.html is not None:
         with Console(stderr=True).status("Drawing, and planning for other numbers of GPUs ..."):
-            content = page()
-            _check_file("--html", args.html, (".html",))
-            write_whole(Path(args.html), content)
+            write_new(Path(args.html), page())

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megalite.advice.asked import Asked
 from megalite.advice.rows import fits_text, layout_text
-from megalite.config.errors import InputError, number_ranges
+from megalite.config.errors import InputError, counted, number_ranges
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -43,7 +43,10 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
     """Headings and what stands under them."""
     choice = choice_of(config)
     parts: list[tuple[str, RenderableType]] = [
-        (f"{layout_text(choice)}, on {prediction.gpus:,} GPUs of {asked.cluster.gpu.name}", _summary(prediction)),
+        (
+            f"{layout_text(choice)}, on {counted(prediction.gpus, 'GPU')} of {asked.cluster.gpu.name}",
+            _summary(prediction),
+        ),
         ("Where a step's time goes, on the busiest pipeline rank", _time(prediction)),
     ]
     if config.parallel.pp > 1:

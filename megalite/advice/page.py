@@ -16,6 +16,7 @@ from megalite.advice.page_html import as_html
 from megalite.advice.page_map import communication
 from megalite.advice.page_scaling import front_chart, scaling_charts
 from megalite.advice.rows import front, layout_text, ranking
+from megalite.config.errors import counted
 from megalite.config.schema import Config
 from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory
@@ -69,7 +70,9 @@ def front_page(
     asked: Asked, given: Sequence[str], heading: str, best: Sequence[tuple[int, Result]], chosen: Result, told: str
 ) -> str:
     """The page of a range of GPUs. chosen: the layout whose timeline and communication are drawn."""
-    names = [f"{at} · {gpus:,} GPUs · {layout_text(result.choice)}" for at, (gpus, result) in enumerate(best, 1)]
+    names = [
+        f"{at} · {counted(gpus, 'GPU')} · {layout_text(result.choice)}" for at, (gpus, result) in enumerate(best, 1)
+    ]
     pairs = [(result.prediction, fullest_rank(result.prediction.config)) for _, result in best]
     parts = [
         _head(asked, given, heading),
@@ -106,11 +109,11 @@ def _page(heading: str, parts: Sequence[str]) -> str:
 def _head(asked: Asked, given: Sequence[str], heading: str) -> str:
     cluster, spread = asked.cluster, asked.timer.constants.spread
     model = asked.config.model
-    levels = [f"{level.gpus} GPUs with {level.link.bandwidth / 1e9:,.0f} GB/s" for level in cluster.levels]
+    levels = [f"{counted(level.gpus, 'GPU')} with {level.link.bandwidth / 1e9:,.0f} GB/s" for level in cluster.levels]
     lines = [
-        f"Model: {model.layers} layers of width {model.width:,}, {model.heads} heads with {model.kv_heads} of keys and "
-        f"values, MLPs of {model.ffn:,}, a vocabulary of {model.vocab_size:,}.",
-        f"Batch: {asked.config.batch.global_:,} sequences of {model.sequence_length:,} tokens a step"
+        f"Model: {counted(model.layers, 'layer')} of width {model.width:,}, {counted(model.heads, 'head')} with "
+        f"{model.kv_heads} of keys and values, MLPs of {model.ffn:,}, a vocabulary of {model.vocab_size:,}.",
+        f"Batch: {counted(asked.config.batch.global_, 'sequence')} of {model.sequence_length:,} tokens a step"
         + (f"; the whole run has {asked.tokens:,.0f} tokens." if asked.tokens else "."),
         f"Cluster {cluster.name}: {cluster.gpu.name} with {cluster.gpu.memory / GIB:.1f} GiB; nodes of "
         f"{'; islands of '.join(reversed(levels))}; between nodes "
@@ -155,7 +158,7 @@ def _bars(names: Sequence[str], pairs: Sequence[tuple[Prediction, Memory]], limi
 
 def _closely(asked: Asked, prediction: Prediction, of: str = "") -> list[str]:
     """The timeline and the communication of one layout."""
-    name = f"{layout_text(choice_of(prediction.config))}, on {prediction.gpus:,} GPUs"
+    name = f"{layout_text(choice_of(prediction.config))}, on {counted(prediction.gpus, 'GPU')}"
     return [
         section(f"Pipeline timeline{of}", paragraph(name, "pale"), *_timeline(asked, prediction)),
         section(
@@ -170,7 +173,7 @@ def _timeline(asked: Asked, prediction: Prediction) -> list[str]:
     config = prediction.config
     drawn, m = timeline(prediction, asked.timer), micro_batches(config)
     few = drawn.table.micro_batches
-    told = f"A step has {m:,} micro-batches"
+    told = f"A step has {counted(m, 'micro-batch', 'micro-batches')}"
     if few < m:
         told += f"; the picture is of a step with {few}, since each more adds as much again"
     told += ". Times are in seconds. Point at a box to read its own."

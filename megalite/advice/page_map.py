@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
+from megalite.config.errors import counted
 from megalite.plan.transfers import axis_sizes
 from megalite.planner.hardware import Cluster
 from megalite.planner.predict import Prediction
@@ -46,7 +47,7 @@ def communication(flows: Sequence[Flow], prediction: Prediction) -> str:
     pictures = [
         figure(
             *_picture(flow, cluster, prediction.gpus),
-            f"{AXES[flow.axis][0]}: {flow.group.size:,} ranks {spans(flow, cluster)}",
+            f"{AXES[flow.axis][0]}: {counted(flow.group.size, 'rank')} {spans(flow, cluster)}",
         )
         for flow in flows
     ]

@@ -6,6 +6,7 @@ from megalite.advice.asked import Asked
 from megalite.advice.page_lines import Axis, Line, line_chart
 from megalite.advice.rows import layout_text, pareto
 from megalite.advice.scaling import Point, scaling
+from megalite.config.errors import counted
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
@@ -82,7 +83,7 @@ def _costs(tokens: float, best: Sequence[tuple[int, Result]]) -> str:
     kept: list[tuple[float, float, str]] = []
     beaten: list[tuple[float, float, str]] = []
     for (gpus, _), run, optimal in zip(best, runs, on_front, strict=True):
-        (kept if optimal else beaten).append((run.days, run.cost, f"{gpus:,} GPUs"))
+        (kept if optimal else beaten).append((run.days, run.cost, counted(gpus, "GPU")))
     lines = [
         Line(told, [(days, cost) for days, cost, _ in each], colour, [label for *_, label in each])
         for told, colour, each in (

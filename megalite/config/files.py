@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,30 @@ def write_whole(path: Path, content: str | bytes) -> None:
     device, or a link, which would be replaced.
     """
     check_output(path)
+    _write(path, content, lambda temporary: temporary.replace(path))
+
+
+def write_new(path: Path, content: str | bytes) -> None:
+    """As `write_whole`, but a file at `path` stays, even if it came there a moment ago: that is an InputError."""
+
+    def give_name(temporary: Path) -> None:
+        try:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                path.open("xb").close()
+                temporary.replace(path)
+        except FileExistsError:
+            raise InputError(f"{path}: there is such a file already; give another name") from None
+
+    check_output(path)
+    _write(path, content, give_name)
+
+
+def _write(path: Path, content: str | bytes, give_name: Callable[[Path], object]) -> None:
+    """Write a file under another name, then have `give_name` give it its own."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with held_up():
         try:
@@ -81,11 +106,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
                 file.write(content if isinstance(content, bytes) else content.encode())
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            give_name(temporary)
         except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+        finally:
             with suppress(OSError):
                 temporary.unlink()
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def check_output(path: Path) -> None:

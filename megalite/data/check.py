@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError, Problem
+from megalite.config.errors import InputError, Problem, counted
 from megalite.config.files import read_object, write_object
 from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
@@ -100,7 +100,9 @@ def checked_description(store: TokenStore) -> Description | None:
         return None
     inspect = f"megalite-inspect-data {store.prefix}"
     if (found.documents, found.tokens) != (store.documents, store.tokens):
-        rule = f"describes another store, of {found.documents:,} documents and {found.tokens:,} tokens"
+        rule = (
+            f"describes another store, of {counted(found.documents, 'document')} and {counted(found.tokens, 'token')}"
+        )
         raise InputError(f"{path}: {rule}; {inspect} --describe writes it anew")
     if found.fingerprint != store.fingerprint():
         rule = "does not fit .bin and .idx any more: one of the three has changed since they were written"

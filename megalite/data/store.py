@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.files import exists, is_file
 from megalite.data.claim import claim
 from megalite.data.description import MOST_SOURCES, Description, SourceFile, TokenizerFile, description_file
@@ -187,7 +187,8 @@ class TokenStore:
             raise self._broken(self._idx, "0 document boundaries", "at least 1")
         size, expected = self._idx.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
-            counts = f"{sequences} sequences and {boundaries} document boundaries"
+            ends = counted(boundaries, "document boundary", "document boundaries")
+            counts = f"{counted(sequences, 'sequence')} and {ends}"
             raise self._broken(self._idx, f"{size} bytes", f"{expected} for {counts}")
         return DTYPES[code], sequences, boundaries
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megalite.config.errors import InputError, Unhealthy
+from megalite.config.errors import InputError, Unhealthy, counted
 from megalite.dist.activity import Activity
 from megalite.dist.last_words import log, note_end, note_failure, tell
 from megalite.dist.local import MEETING
@@ -56,8 +56,8 @@ def start(
         count = torch.cuda.device_count()
         if rank_info.local_rank >= count:
             raise InputError(
-                f"run.device={device}: this node runs at least {rank_info.local_rank + 1} ranks but has {count} GPUs; "
-                "start one rank per GPU, or set run.device=cpu"
+                f"run.device={device}: this node runs at least {rank_info.local_rank + 1} ranks but has "
+                f"{counted(count, 'GPU')}; start one rank per GPU, or set run.device=cpu"
             )
         torch.cuda.set_device(rank_info.local_rank)
         _leave_errors_to_us()

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from megalite.config.errors import InputError
-from megalite.config.files import check_output, write_whole
+from megalite.config.errors import InputError, counted
+from megalite.config.files import check_output, write_new
 from megalite.config.yaml import read_mapping
 from megalite.exit_codes import ExitCode
 from megalite.planner.hardware import cluster_path, read_cluster
@@ -42,7 +42,7 @@ def write_measured(base: str, out: Path, figures: Mapping[str, Any]) -> None:
     read_cluster(path)  # whose messages tell what is wrong with a file
     fields = read_mapping(path)
     gpu, node, network, sources = fields["gpu"], fields["node"], fields["network"], fields["sources"]
-    said = f"measured by megalite-preflight on {figures['nodes']} node(s)"
+    said = f"measured by megalite-preflight on {counted(figures['nodes'], 'node')}"
     precision = figures["precision"]
     gpu["measured"] = {**gpu.get("measured", {}), precision: _figure(figures, "matmul", 1e12)}
     sources["gpu.measured"] = f"{precision}: {said}; before: {sources.get('gpu.measured', 'none')}"
@@ -64,7 +64,7 @@ def write_measured(base: str, out: Path, figures: Mapping[str, Any]) -> None:
     check_output(out)
     text = f"# {path.name}, with figures that megalite-preflight has measured.\n"
     text += yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=1000)
-    write_whole(out, text)
+    write_new(out, text)
     read_cluster(out)
 
 

@@ -105,7 +105,7 @@ class Row:
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a file, and why each row that is left out cannot be predicted. Raises InputError for another file."""
-    lines = csv.reader(io.StringIO(_text(path), newline=""))
+    lines = csv.reader(io.StringIO(text_of(path), newline=""))
     rows, left_out = [], []
     try:
         columns = [column.strip() for column in next(lines, [])]
@@ -124,7 +124,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     return rows, left_out
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file. Raises InputError if it is too long or no text."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)

@@ -6,7 +6,7 @@ layout that comes to the front with that is the fastest of all that are left, si
 is walked through layer by layer (`plan.total`); it is a result if it fits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
@@ -108,11 +108,13 @@ def search(
     wanted: int = WANTED,
     offload: bool = False,
     exhaustive: bool = False,
+    tell: Callable[[Found], object] = lambda _: None,
 ) -> Found:
     """The `wanted` fastest layouts of `config` on `gpus` GPUs that need at most `limit` bytes.
 
     pins: keys of `choice.SEARCHED` with the values that stay. offload: whether tensors may be moved to host memory.
-    exhaustive: simulate every layout and walk through its memory, whatever bounds and estimates say.
+    exhaustive: simulate every layout and walk through its memory, whatever bounds and estimates say. tell: is called
+    with what is found so far, before each walk.
     """
     space, found, number = Space(config, gpus, timer, pins or {}, offload), Found(), count()
     room = float("inf") if exhaustive else limit
@@ -123,6 +125,7 @@ def search(
     while heap and (exhaustive or len(found.results) < wanted):
         seconds, _, node = heappop(heap)
         if node.trial is not None and node.level is Level.TIMED:
+            tell(found)
             if result := _walked(space, node.choice, node.trial.plan, limit, found):
                 found.results.append(result)
             continue

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.files import is_file
 from megalite.report.axes import logarithmic, loss_text
 from megalite.report.found import Found
@@ -75,7 +75,7 @@ def _picture(found: Found, curves: dict[str, tuple[Run, Curve]], by_tokens: bool
         beside(axes)
 
     rows = [[name, *point] for name, (_, curve) in curves.items() for point in curve]
-    told = f"Training losses of {len(curves)} runs."
+    told = f"Training losses of {counted(len(curves), 'run')}."
     if len(found.results.runs) > RUNS:
         told += f" The first {RUNS} runs are drawn."
     header = ["run", "tokens" if by_tokens else "steps", "loss"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.errors import counted
 from megalite.plan.fit import GIB
 from megalite.report.picture import INK, MARK, PALE, Picture, beside, colours, in_legend, kinds, label
 from megalite.report.pictures import ticker
@@ -167,7 +168,7 @@ def _memory(runs: Sequence[Run], results: Results) -> Picture:
                     fontsize=8,
                 )
         for gpus in counts:
-            axes.barh([0], [0], color=shades[gpus], label=f"{gpus:g} GPUs")
+            axes.barh([0], [0], color=shades[gpus], label=counted(gpus, "GPU"))
         axes.set_yticks(range(len(layouts)), [label(name) for name in layouts])
         axes.invert_yaxis()
         axes.set_xlabel("GiB at the peak, fullest rank that was recorded")

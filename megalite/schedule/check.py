@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain, product, starmap
 
+from megalite.config.errors import counted
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Name, Table
 
 
@@ -35,7 +36,8 @@ def malformed(table: Table) -> list[str]:
         other = action.peer_stage if action.is_transfer else action.stage
         inside = 0 <= action.stage < stages and 0 <= other < stages and 0 <= action.micro < table.micro_batches
         if not inside:
-            return f"in a schedule of {table.stages} stages and {table.micro_batches} micro-batches"
+            size = counted(table.micro_batches, "micro-batch", "micro-batches")
+            return f"in a schedule of {counted(table.stages, 'stage')} and {size}"
         return f"whose stage is on rank {table.rank(action)}" if table.rank(action) != rank else None
 
     return [

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.yaml import read_mapping
 from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table, Times
 from megalite.schedule.check import malformed, uncomputed
@@ -73,7 +73,8 @@ def complete(content: dict[str, Any]) -> Table:
     table = Table(name, m, placement, orders)
     beyond = sorted({rank for rank in placement if not 0 <= rank < table.ranks})
     _refuse(
-        f"placement names rank {rank}, but the file has {table.ranks} ranks, counted from 0" for rank in beyond[:SHOWN]
+        f"placement names rank {rank}, but the file has {counted(table.ranks, 'rank')}, counted from 0"
+        for rank in beyond[:SHOWN]
     )
     idle = [f"rank {rank} has no stage in placement" for rank in range(table.ranks) if rank not in placement]
     _refuse(idle or malformed(table) or uncomputed(table))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.schedule.actions import Orders, Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.file import SUFFIXES, read
@@ -111,16 +111,18 @@ def _from_file(path: str, p: int, m: int, v: int | None) -> Table:
     table = read(Path(path))
     wrong = []
     if table.ranks != p:
-        wrong.append(f"for {table.ranks} ranks, not parallel.pp={p}")
+        wrong.append(f"for {counted(table.ranks, 'rank')}, not parallel.pp={p}")
     if table.micro_batches != m:
         wrong.append(
-            f"for {table.micro_batches} micro-batches, not {m}; batch.global must be "
+            f"for {counted(table.micro_batches, 'micro-batch', 'micro-batches')}, not {m}; batch.global must be "
             f"{table.micro_batches} · batch.micro · data-parallel ranks"
         )
     if v is not None and table.stages != p * v:
         per_rank, rest = divmod(table.stages, p)
         fix = "" if rest else f"; use virtual_stages {per_rank}"
-        wrong.append(f"for {table.stages} stages, not parallel.pp · parallel.pipeline.virtual_stages = {p * v}{fix}")
+        wrong.append(
+            f"for {counted(table.stages, 'stage')}, not parallel.pp · parallel.pipeline.virtual_stages = {p * v}{fix}"
+        )
     if wrong:
         raise InputError(f"parallel.pipeline.schedule={path!r}: the schedule of this file is {', and '.join(wrong)}")
     return table

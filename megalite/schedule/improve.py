@@ -6,7 +6,7 @@ None of them changes the order of a stage's micro-batches, and all obey the limi
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from megalite.schedule.problem import SLACK, B, F, I, Order, Problem, Spans, W
+from megalite.schedule.problem import SLACK, B, F, I, Order, Problem, Run, W
 
 MEMORY = 20  # a swap may lengthen the order, but not beyond what it was so many swaps ago (Burke and Bykov 2017)
 
@@ -17,10 +17,10 @@ def refilled(problem: Problem, orders: Sequence[Order], gap: float) -> list[Orde
     Gaps are those of the orders without W. Where a limit would be exceeded, W go before.
     """
     bare = [[code for code in order if code & 3 != W] for order in orders]
-    spans = problem.spans(bare)
-    if spans is None:
+    run = problem.run(bare)
+    if run is None:
         return list(orders)
-    return [_refill(problem, rank, order, spans[rank], gap) for rank, order in enumerate(bare)]
+    return [_refill(problem, rank, order, run.spans[rank], gap) for rank, order in enumerate(bare)]
 
 
 def _refill(problem: Problem, rank: int, bare: Order, spans: Sequence[tuple[float, float]], gap: float) -> Order:
@@ -86,14 +86,14 @@ def swapped(problem: Problem, orders: Sequence[Order], tries: int) -> list[Order
     """
     random = Random(0)
     now = [list(order) for order in orders]
-    spans = problem.spans(now)
-    if spans is None:
+    run = problem.run(now)
+    if run is None:
         return now
-    length = _length(spans)
+    length = max(run.ends)
     best, shortest = [list(order) for order in now], length
     past = [length] * MEMORY
     for turn in range(tries):
-        pairs = _critical(problem, now, spans)
+        pairs = _critical(problem, now, run)
         if not pairs or shortest <= problem.bound * SLACK:
             break
         rank, at = random.choice(pairs)
@@ -101,10 +101,10 @@ def swapped(problem: Problem, orders: Sequence[Order], tries: int) -> list[Order
         if not _may_swap(problem, rank, order, at):
             continue
         order[at], order[at + 1] = order[at + 1], order[at]
-        changed = problem.spans(now)
-        new = _length(changed) if changed else None
+        changed = problem.run(now)
+        new = max(changed.ends) if changed else None
         if changed and new is not None and new <= max(length, past[turn % MEMORY]):
-            spans, length = changed, new
+            run, length = changed, new
         else:
             order[at], order[at + 1] = order[at + 1], order[at]
         past[turn % MEMORY] = length
@@ -113,18 +113,14 @@ def swapped(problem: Problem, orders: Sequence[Order], tries: int) -> list[Order
     return best
 
 
-def _length(spans: Spans) -> float:
-    return max(own[-1][1] for own in spans)
-
-
-def _critical(problem: Problem, orders: Sequence[Order], spans: Spans) -> list[tuple[int, int]]:
+def _critical(problem: Problem, orders: Sequence[Order], run: Run) -> list[tuple[int, int]]:
     """Places (rank, at) on a longest path where the action at `at + 1` starts because the one at `at` has ended."""
     where = {
         code - I + B if code & 3 == I else code: (rank, at)
         for rank, order in enumerate(orders)
         for at, code in enumerate(order)
     }
-    rank = max(range(len(spans)), key=lambda rank: spans[rank][-1][1])
+    spans, rank = run.spans, run.ends.index(max(run.ends))
     at, found = len(orders[rank]) - 1, list[tuple[int, int]]()
     while True:
         start, code = spans[rank][at][0], orders[rank][at]

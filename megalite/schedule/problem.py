@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megalite.schedule.actions import COMPUTE, Action, Orders, Times
 from megalite.schedule.simulate import COLUMN
@@ -39,12 +40,40 @@ class StageCosts:
         return self.forward, self.backward, self.input, self.weight
 
 
+Pair = tuple[float, float]  # with a reduction over the shards alone, and with one that replicas sum up, too
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What data-parallel ranks do beside the compute of a pipeline, as `communication.add_sharding` places it.
+
+    A rank has one collective at a time. Each tuple is by stage, in the unit of StageCosts. gathers: the weights of a
+    stage, from one action before its first; None: not as actions of their own. each: gradients are reduced after every
+    backward, not only after the last of a step. slower: by how much a B takes longer with its reduction beside it.
+    after_whole, after_split: of a reduction, what follows its B, or its W.
+    """
+
+    gathers: tuple[float, ...] | None
+    each: bool
+    slower: tuple[Pair, ...]
+    after_whole: tuple[Pair, ...]
+    after_split: tuple[Pair, ...]
+
+
+class Run(NamedTuple):
+    """A step on the clock: when every action runs, and by rank the end of its last action or collective."""
+
+    spans: Spans
+    ends: list[float]
+
+
 @dataclass(frozen=True)
 class Problem:
     """A pipeline of `m` micro-batches, whose order is to be found.
 
     placement: stage -> the rank that owns it. limits: by rank, the memory that it may hold. transfer: time from the end
-    of an action until its result is on another rank. splits: whether backward may be split into I and W.
+    of an action until its result is on another rank. splits: whether backward may be split into I and W. beside: None:
+    no collectives.
     """
 
     placement: tuple[int, ...]
@@ -53,6 +82,7 @@ class Problem:
     limits: tuple[float, ...]
     transfer: float
     splits: bool
+    beside: Beside | None = None
 
     @cached_property
     def ranks(self) -> int:
@@ -122,15 +152,18 @@ class Problem:
             held += changes[(code >> 2) // m][code & 3]
             yield held
 
-    def spans(self, orders: Sequence[Order]) -> Spans | None:
+    def run(self, orders: Sequence[Order]) -> Run | None:
         """When each action runs, if every rank starts it as soon as it can; None if ranks wait for each other."""
-        m, last, placement, times = self.m, len(self.stages) - 1, self.placement, self.times
+        m, last, placement, times, beside = self.m, len(self.stages) - 1, self.placement, self.times, self.beside
         delay_forward, delay_backward = self.delay_forward, self.delay_backward
         cells = m * len(self.stages)
         ended: list[list[float]] = [[-1.0] * cells, [-1.0] * cells]  # of F, and of B or I
         spans: Spans = [[] for _ in orders]
-        clock = [0.0] * len(orders)
+        clock, network = [0.0] * len(orders), [0.0] * len(orders)
         blocked: dict[int, int] = {}  # coded F or B -> the rank that waits for it
+        gathered = dict[int, float]()  # by stage: when, until it is used
+        gathers, final = self._collectives(orders)
+        splits = any(len(order) > 2 * m * len(owned) for order, owned in zip(orders, self.owned, strict=True))
         ready = list(range(len(orders)))
         while ready:
             rank = ready.pop()
@@ -139,6 +172,9 @@ class Problem:
                 code = order[at]
                 kind, cell = code & 3, code >> 2
                 stage = cell // m
+                if beside and beside.gathers and (rank, at) in gathers:
+                    for other in gathers.pop((rank, at)):
+                        network[rank] = gathered[other] = max(now, network[rank]) + beside.gathers[other]
                 if kind == F:
                     if stage:
                         there = ended[0][cell - m]
@@ -146,6 +182,8 @@ class Problem:
                             blocked[(cell - m) << 2] = rank
                             break
                         now = max(now, there + delay_forward[stage])
+                    if gathered:
+                        now = max(now, gathered.pop(stage, 0.0))
                 elif kind != W and stage < last:
                     there = ended[1][cell + m]
                     if there < 0:
@@ -153,6 +191,12 @@ class Problem:
                         break
                     now = max(now, there + delay_backward[stage])
                 start, now = now, now + times[stage][kind]
+                if beside and (kind in (B, W)) and (beside.each or code in final):
+                    replicas = splits or code in final
+                    if kind == B:
+                        now += beside.slower[stage][replicas]
+                    rest = (beside.after_whole if kind == B else beside.after_split)[stage][replicas]
+                    network[rank] = max(now, network[rank]) + rest
                 own.append((start, now))
                 if kind == F:
                     ended[0][cell] = now
@@ -163,12 +207,33 @@ class Problem:
                     if stage and placement[stage - 1] != rank and (cell << 2 | B) in blocked:
                         ready.append(blocked.pop(cell << 2 | B))
             clock[rank] = now
-        return spans if all(len(own) == len(order) for own, order in zip(spans, orders, strict=True)) else None
+        if any(len(own) < len(order) for own, order in zip(spans, orders, strict=True)):
+            return None
+        return Run(spans, [max(*both) for both in zip(clock, network, strict=True)])
+
+    def _collectives(self, orders: Sequence[Order]) -> tuple[dict[tuple[int, int], list[int]], set[int]]:
+        """By rank and place in its order: stages whose weights are gathered from there; and the codes of the actions
+        after which gradients of a stage are reduced last in a step."""
+        gathers, final = dict[tuple[int, int], list[int]](), set[int]()
+        if self.beside is None:
+            return gathers, final
+        for rank, (order, owned) in enumerate(zip(orders, self.owned, strict=True)):
+            firsts = sorted((order.index(4 * self.m * stage + F), stage) for stage in owned)
+            for at, stage in firsts if self.beside.gathers else ():
+                gathers.setdefault((rank, max(0, at - 1)), []).append(stage)
+            left = set(owned)
+            for code in reversed(order):
+                if code & 3 in (B, W) and (stage := (code >> 2) // self.m) in left:
+                    final.add(code)
+                    left.discard(stage)
+                    if not left:
+                        break
+        return gathers, final
 
     def makespan(self, orders: Sequence[Order]) -> float:
-        """The end of the last action; infinite if ranks wait for each other."""
-        spans = self.spans(orders)
-        return math.inf if spans is None else max(own[-1][1] for own in spans)
+        """The end of the last action, or of a collective; infinite if ranks wait for each other."""
+        found = self.run(orders)
+        return math.inf if found is None else max(found.ends)
 
     def coded(self, orders: Orders) -> list[Order]:
         """Orders of Actions as whole numbers."""

@@ -18,7 +18,7 @@ from megalite.schedule.generate import AUTO, ONE_STAGE, V_SHAPED, placement_of
 from megalite.schedule.greedy import Policy, arrange, round_trips
 from megalite.schedule.improve import fused, refilled, swapped
 from megalite.schedule.orders import interleaved
-from megalite.schedule.problem import SLACK, Order, Problem, StageCosts, W
+from megalite.schedule.problem import SLACK, Beside, Order, Problem, StageCosts, W
 
 EFFORT = 400_000  # actions that a search arranges or runs, all orders together; it sees about 500,000 in a second
 POLICIES = 4  # policies that are tried whatever the effort
@@ -50,17 +50,19 @@ def search(
     limits: Sequence[float] | None = None,
     transfer: float = 0.0,
     splits: bool = True,
+    beside: Beside | None = None,
 ) -> Found:
     """The fastest order found for m micro-batches on stages that are placed like those of a named schedule.
 
     placement: stage -> the rank that owns it, as `placement_of` has it. stages: their times and memory for one
     micro-batch. limits: by rank, the memory that it may hold between actions; None: no limit. transfer: time from the
     end of an action until its result is on another rank; it overlaps with compute. splits: whether backward may be
-    split into I and W. Raises InputError if a rank cannot hold even one micro-batch.
+    split into I and W. beside: what runs beside compute; None: nothing. Raises InputError if a rank cannot hold even
+    one micro-batch.
     """
     ranks = max(placement) + 1
     bounds = tuple(limits) if limits is not None else (float("inf"),) * ranks
-    problem = Problem(tuple(placement), m, tuple(stages), bounds, transfer, splits)
+    problem = Problem(tuple(placement), m, tuple(stages), bounds, transfer, splits, beside)
     _refuse_too_little(problem)
     best = _Best(problem)
     named = {}

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.save import Saver
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.files import write_whole
 from megalite.output import Outlet
 from megalite.train.build import Job
@@ -60,7 +60,7 @@ class Decision:
     def __str__(self) -> str:
         seconds = self.steps * self.step_seconds
         return (
-            f"a checkpoint every {self.steps} steps ({duration(seconds)}): a save stops training for "
+            f"a checkpoint every {counted(self.steps, 'step')} ({duration(seconds)}): a save stops training for "
             f"{duration(self.save)} and is written in {duration(self.write)}; "
             f"{scaled(self.rate.hours, 'hours')} between failures of a rank, as {self.failures} were seen"
         )

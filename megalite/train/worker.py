@@ -22,7 +22,7 @@ from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.checkpoint.tier import Tier
 from megalite.config.convert import same_everywhere
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.config.schema import Config, Source
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.loader import Loader
@@ -167,7 +167,7 @@ def check_and_keep(config: Config, folder: Folder, tick: Callable[[], None]) -> 
 def outcome(steps: int, first: int) -> str:
     """The last message of a run that ended well. first: the step at which this start began."""
     if first < steps:
-        return f"done: {steps} steps"
+        return f"done: {counted(steps, 'step')}"
     return f"nothing to do: the run stands at step {first} and train.steps = {steps}; raise train.steps to go on"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.status import Status
 
 from megalite.advice.asked import Asked
 from megalite.advice.rows import layout_text
@@ -92,14 +93,14 @@ def test_a_range_tells_the_cheapest_that_keeps_the_limits(plan: Run) -> None:
     assert days == sorted(days, reverse=True)
     limited = plan(*arguments, "--days", str((days[0] + days[1]) / 2))
     assert "too late" in limited
-    assert "4 GPUs are the cheapest that keep the limits" in limited
+    assert "The cheapest that keeps the limits: 4 GPUs," in limited
     assert "No number of GPUs here keeps the limits" in plan(*arguments, "--budget", "1")
 
 
 def test_a_range_tells_which_of_its_layouts_is_written(plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     output = plan(*SMALL, "--gpus", "2-4", "--tokens", "100B", "--days", "1e5", "--write", str(path))
-    (gpus,) = re.findall(r"([\d,]+) GPUs are the cheapest", output)
+    (gpus,) = re.findall(r"the limits: ([\d,]+) GPU", output)
     assert f"{path}: the layout for {gpus} GPUs" in output
     assert f"planned for {gpus} ×" in path.read_text()
 
@@ -162,6 +163,7 @@ BAD = [
     ([*SMALL, "--gpus", "8", "--cluster", "nowhere.yaml"], "nowhere.yaml"),
     ([*SMALL, "--gpus", "8", "--write", "best.txt"], "must end in .yaml"),
     ([*SMALL, "--gpus", "8", "--write", MODEL], "there is such a file already"),
+    ([*SMALL, "--gpus", "8", "--schedule", "a.yaml", "--write", "a.yaml"], "cannot both be a.yaml"),
     ([*SMALL, "--gpus", "8", "--max-memory", "1"], "no layout fits into the 1.0 GiB"),
     ([*SMALL, "--gpus", "8", "--max-memory", "80GiB"], "must be a number of GiB"),
     ([MODEL, "batch.global=16", "parallel.tp=3", "--gpus", "8"], "no layout is possible with parallel.tp = 3:"),
@@ -216,3 +218,11 @@ UNREAD = [
 def test_options_that_would_not_be_read_are_refused(refused: Run, options: list[str], name: str) -> None:
     message = refused(MODEL, *options)
     assert message.strip().startswith(f"{name}: is")
+
+
+def test_a_search_tells_how_far_it_is(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Status, "update", lambda _, status: told.append(status))
+    plan(*SMALL, "--gpus", "8", "--top", "4")
+    assert told[0].startswith("Planning for 8 GPUs ... 0 of 4 found, ")
+    assert re.fullmatch(r"Planning for 8 GPUs \.\.\. 3 of 4 found, \d+ layouts simulated", told[-1])

@@ -1,5 +1,6 @@
 """Files that are written whole, or not at all."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from threading import Thread
 import pytest
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_whole
+from megalite.config.files import write_new, write_whole
 from megalite.stop import Stopped, listen, restore, stop
 
 
@@ -69,3 +70,31 @@ def test_a_signal_waits_until_the_file_is_there(
     finally:
         restore(before)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "new")]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_replaces_none(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    path = tmp_path / "out"
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: path.write_text("of another run"))
+        with pytest.raises(InputError, match="there is such a file already"):
+            write_new(path, "new")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("out", "of another run")]
+    path.unlink()
+    write_new(path, "new")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("out", "new")]
+
+
+def test_a_file_is_not_written_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="cannot be written: No space left on device"):
+        write_new(tmp_path / "out", "new")
+    assert list(tmp_path.iterdir()) == []

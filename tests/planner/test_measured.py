@@ -29,7 +29,7 @@ def test_measured_figures_replace_those_of_datasheets(tmp_path: Path) -> None:
         *(theirs.gpu.peak, theirs.price),
         theirs.levels[-1].link.latency,
     )
-    changed = {key for key, source in ours.sources.items() if "measured by megalite-preflight on 4 node(s)" in source}
+    changed = {key for key, source in ours.sources.items() if "measured by megalite-preflight on 4 nodes" in source}
     assert changed == {"gpu.measured", "gpu.host", "node.gpus", "node.bandwidth", "network.bandwidth"}
     assert ours.sources["gpu.measured"].endswith(theirs.sources["gpu.measured"])
 

@@ -198,7 +198,7 @@ SEND, RECV = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_F, 1, 0)
         ((0,), [[F]], ["rank 0 lacks B(stage 0, micro-batch 0)"]),
         ((1,), [[F, B]], ["placement (1,) names a rank that has no program: there are 1"]),
         ((0,), [[], [F, B]], [f"rank 1 has {action} whose stage is on rank 0" for action in (F, B)]),
-        ((0,), [[F, B, Exchange((SEND,))]], [f"rank 0 has {SEND} in a schedule of 1 stages and 1 micro-batches"]),
+        ((0,), [[F, B, Exchange((SEND,))]], [f"rank 0 has {SEND} in a schedule of 1 stage and 1 micro-batch"]),
         ((0, 1), [[F, SEND, B], []], [f"rank 0 has {SEND} outside an exchange"]),
         (
             (0, 0),

@@ -9,7 +9,7 @@ from rich.text import Text
 from megalite.advice.asked import USUAL, amount, gpu_counts
 from megalite.advice.rows import layout_text
 from megalite.config.errors import InputError, printable
-from megalite.config.files import check_output, exists, write_whole
+from megalite.config.files import check_output, exists, write_new
 from megalite.config.load import dump
 from megalite.entry import exit_code
 from megalite.planner.choice import choice_of
@@ -72,8 +72,7 @@ def _main(options: argparse.Namespace) -> None:
     bought = buy(stored, results, rates, flops=options.flops, gpu_hours=options.gpu_hours, machine=machine)
     _show(stored, bought, machine)
     if options.write is not None:
-        _check_file(options.write)
-        write_whole(options.write, f"{_header(stored, bought)}{dump(bought.config)}")
+        write_new(options.write, f"{_header(stored, bought)}{dump(bought.config)}")
 
 
 def _stored(folder: Path) -> Stored:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megalite.config.errors import InputError, listing
-from megalite.config.files import check_output, exists, write_whole
+from megalite.config.files import check_output, exists, write_new
 from megalite.config.yaml import read_mapping
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
     runs = Runs([read_run(folder) for folder in options.runs], cluster)
     found = fit(runs)
     _show(Terminal(), runs, cluster, found)
-    write_whole(Path(options.out), _text(path, found, options.runs))
+    write_new(Path(options.out), _text(path, found, options.runs))
     return ExitCode.DONE
 
 

@@ -13,6 +13,7 @@ from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
 from megalite.planner.constants import FITTED, Constants
+from megalite.planner.peers import Peer, read_peers
 from megalite.planner.published import Row, read_rows
 from megalite.planner.score import TOP, Compared, Judged, by_source, fit, judged, ranking, score, timed, weighed
 from megalite_tools.terminal import Terminal
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("files", nargs="+", metavar="CSV", help="published runs")
     add("--json", metavar="FILE", help="write the errors to FILE too, with those of every row")
+    add("--peers", metavar="FILE", help="compare with what other planners predict of these runs, as FILE (CSV) has it")
     add("--worst", action="store_true", help=f"show the {WORST} rows that are predicted worst, of time and of memory")
     add(
         "--leave-out",
@@ -53,6 +55,8 @@ def _run(options: argparse.Namespace) -> int:
     times = _without(rows) if options.leave_out else timed(rows)
     memory, verdicts = weighed(rows), judged(rows)
     _show(terminal, times, memory, verdicts)
+    if options.peers:
+        _show_peers(terminal, read_peers(Path(options.peers), rows))
     if options.worst and verdicts:
         _show_worst(terminal, times, memory)
     if left_out:
@@ -105,6 +109,23 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
             f"The best measured layout is among the {TOP} best predicted ones in {of.right} of {of.groups} groups of "
             f"layouts; of groups with more than {TOP}, in {of.contested_right} of {of.contested}."
         )
+
+
+def _show_peers(terminal: Terminal, peers: Sequence[Peer]) -> None:
+    """Mean errors of other planners by source, and megalite's on the very same runs."""
+    shown = []
+    for program in dict.fromkeys(peer.program for peer in peers):
+        own = [peer for peer in peers if peer.program == program]
+        sources = dict.fromkeys(peer.ours.row.source for peer in own)
+        parts = [(source, [peer for peer in own if peer.ours.row.source == source]) for source in sources]
+        for source, group in [*parts, ("all", own)]:
+            means = (score([each.theirs for each in group]), score([each.ours for each in group]))
+            errors = [f"{of.mean_abs_error:.1%}" for of in means if of is not None]
+            shown.append((program, source, f"{len(group)}", *errors))
+    if not shown:
+        terminal.line("Other planners have predicted none of these runs.")
+        return
+    terminal.table(("planner:", "runs of:", "runs", "its mean error", "megalite's"), shown)
 
 
 def _errors(group: Sequence[Compared]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.errors import Problem, listing
+from megalite.config.errors import Problem, counted, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
 from megalite.config.rules.ranges import RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
@@ -145,12 +145,12 @@ def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
         return
     if shard == "auto" and world_size % others:
         fitting = multiples(world_size, others, RANKS)
-        rule = f"the other axes make {others} ranks, which must divide the job's {world_size}"
+        rule = f"the other axes make {counted(others, 'rank')}, which must divide the job's {world_size}"
         yield Problem("parallel.dp_shard", rule, f"start {listing(fitting) or 'fewer'} ranks", shard)
     elif shard != "auto" and shard >= 1 and shard * others != world_size:
-        rule = f"the layout makes {shard * others} ranks, but the job has {world_size}"
+        rule = f"the layout makes {counted(shard * others, 'rank')}, but the job has {world_size}"
         sizes = f"use dp_shard {world_size // others} or auto, or " if world_size % others == 0 else ""
-        yield Problem("parallel.dp_shard", rule, f"{sizes}start {shard * others} ranks", shard)
+        yield Problem("parallel.dp_shard", rule, f"{sizes}start {counted(shard * others, 'rank')}", shard)
 
 
 def _without_dp_shard(parallel: Parallel) -> int:

@@ -1,6 +1,7 @@
 """`megalite-validate-planner` as people run it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,45 @@ def test_bad_input_is_one_message(arguments: list[object], told: str, capsys: py
     code, _, err = in_process(main, capsys)(*arguments)
     assert code == 2
     assert told in err
+
+
+PEERS = FOLDER.parent / "peers" / "peers.csv"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_the_table_of_other_planners_in_the_docs_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")), "--peers", PEERS)
+    printed = [re.split(r" {2,}", line.strip()) for line in out.partition(" planner ")[2].splitlines()]
+    page = (FOLDER.parents[2] / "docs" / "planner.md").read_text().partition("| planner | runs of |")[2]
+    rows = [cells(line) for line in page.partition("\n\n")[0].splitlines()[2:]]
+    planner = ""
+    for first, *others in rows:
+        planner = first or planner
+        assert [planner, *others] in printed
+    assert len(rows) > 10
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("program,version", "program,of", "the first line must be program,version"),
+        (",korthikanti22.csv,2,", ",korthikanti22.csv,3,", "is no run of"),
+        (",korthikanti22.csv,2,", ",korthikanti22.csv,two,", "of which the last three are numbers"),
+        (",1.42,", ",-1.42,", "measured and seconds must be above 0"),
+    ],
+)
+def test_predictions_of_other_runs_are_refused(
+    old: str, new: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PEERS.read_text()
+    assert old in text
+    (tmp_path / "peers.csv").write_text(text.replace(old, new))
+    code, _, error = in_process(main, capsys)(FOLDER / "korthikanti22.csv", "--peers", tmp_path / "peers.csv")
+    assert code == 2
+    assert told in error

@@ -1,0 +1,58 @@
+"""Step times that other planners have predicted for published runs, from a CSV file. Imports no torch.
+
+A line names the program, its version and settings, the run by file and line, the seconds measured there, by which a run
+is recognized when lines have moved, and the seconds predicted.
+"""
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+
+from megalite.config.errors import InputError
+from megalite.planner.published import Row, text_of
+from megalite.planner.score import Compared, timed
+
+COLUMNS = ["program", "version", "settings", "file", "line", "measured", "seconds"]
+DIGITS = 1e-4  # relative: by which a rounded time differs
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a planner predicts of one run, and what megalite does. program: with its version and settings."""
+
+    program: str
+    theirs: Compared
+    ours: Compared
+
+
+def read_peers(path: Path, rows: Iterable[Row]) -> list[Peer]:
+    """The predictions in a file, of those of its runs that are among `rows`.
+
+    Raises InputError for another file, and for a run that is not the one that was predicted.
+    """
+    ours = {(each.row.file, each.row.line): each for each in timed(rows)}
+    files = {file for file, _ in ours}
+    lines = csv.reader(io.StringIO(text_of(path), newline=""))
+    if next(lines, []) != COLUMNS:
+        raise InputError(f"{path}: the first line must be {','.join(COLUMNS)}")
+    found = []
+    for values in lines:
+        place = f"{path}:{lines.line_num}"
+        try:
+            program, version, settings, file, line, measured, seconds = values
+            run, times = (file, int(line)), (float(measured), float(seconds))
+        except ValueError:
+            raise InputError(f"{place}: must have {len(COLUMNS)} fields, of which the last three are numbers") from None
+        if not all(0 < time < float("inf") for time in times):
+            raise InputError(f"{place}: measured and seconds must be above 0")
+        if file not in files:
+            continue
+        if run not in ours or not isclose(ours[run].measured, times[0], rel_tol=DIGITS):
+            raise InputError(f"{place}: {file}:{line} is no run of {measured} s; predict its runs anew")
+        our = ours[run]
+        theirs = Compared(our.row, times[1], our.measured, 0.0)
+        found.append(Peer(f"{program} {version}, {settings}", theirs, our))
+    return found

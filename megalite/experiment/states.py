@@ -11,6 +11,7 @@ from megalite.train.records import BACK
 from megalite_launch.events import Event, read_events
 from megalite_launch.layout import RunFolder
 from megalite_launch.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
+from megalite_launch.verdict import SICK
 
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that tell how far a run is
 MEMORY = re.compile(
@@ -19,6 +20,7 @@ MEMORY = re.compile(
 )
 SAVING = re.compile(r"could not be written|it is not saved|cannot be written to")  # of checkpoints, not of training
 KILLED = 128  # exit codes above: a signal has ended a process
+GONE = "its folder was removed or could not be written to"
 REQUEUED = "Slurm starts it again"
 LONGEST = 300  # characters of a reason
 
@@ -92,8 +94,9 @@ def ended(run: Path, status: Status, code: int, timed_out: bool) -> Status:
         return status.now("timeout", f"its time was over at step {step} of {status.steps}", **known)
     if MEMORY.search(said):
         return status.now("oom", _short(said), **known)
-    if code == UNHEALTHY:
-        return status.now("failed" if SAVING.search(said) else "diverged", _short(said), **known)
+    if code == UNHEALTHY:  # the supervisor's too, where the folder of the run was removed or cannot be written to
+        diverged = cause == SICK and not SAVING.search(said)
+        return status.now("diverged" if diverged else "failed", _short(said if cause == SICK else GONE), **known)
     if code in (STOPPED, INTERRUPTED):
         return status.now("planned", f"stopped at step {step} of {status.steps}, and goes on from there", **known)
     if code > KILLED:

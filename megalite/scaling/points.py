@@ -126,7 +126,7 @@ def _unusable(run: Run, which: str, settings: Settings) -> str:
     """Why a finished run cannot be fitted; empty where it can."""
     loss, steps = run.number(which), run.number("steps")
     for name in ("tokens", *(f"n_{each}" for each in DEFINITIONS if each == settings.parameters)):
-        if not run.number(name) > 0:
+        if not run.number(name) >= 1:
             return f"{name} is {_shown(run.number(name))}"
     if not loss > 0:
         return f"{which} is {_shown(loss)}, which is no loss"

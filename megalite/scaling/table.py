@@ -105,6 +105,8 @@ def number_in(path: Path, line: int, column: str, text: str) -> float:
     if not text.strip():
         return math.nan
     try:
+        if "_" in text or not text.isascii():  # 1_000 and digits of other scripts are numbers to Python alone
+            raise ValueError
         value = float(text)
     except ValueError:
         value = math.inf

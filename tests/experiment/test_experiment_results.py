@@ -12,6 +12,7 @@ from megalite.experiment.arrays import Queue
 from megalite.experiment.cell import Cell
 from megalite.experiment.folder import ExperimentFolder, Status
 from megalite.experiment.results import row_of
+from megalite.experiment.states import ended
 from megalite.plan.size import flops_per_token
 from megalite_launch.slurm import Answer
 
@@ -62,6 +63,26 @@ def test_both_kinds_of_mfu_and_the_largest_memory(cell: Cell, tmp_path: Path) ->
     assert found["mfu_full"] == pytest.approx(0.065 * full / causal)
     assert found["mfu_full"] > found["mfu_causal"]
     assert found["peak_memory_bytes"] == 63
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "code", "becomes", "told"),
+    [
+        ("unhealthy", "step 3: the loss is nan", 4, "diverged", "step 3: the loss is nan"),
+        ("unhealthy", "a checkpoint could not be written: No space", 4, "failed", "No space"),
+        ("crash", "attempt 1 ended", 4, "failed", "its folder was removed or could not be written to"),
+        ("crash", "torch.OutOfMemoryError: CUDA out of memory.", 1, "oom", "CUDA out of memory"),
+        ("crash", "RuntimeError: a bug", 1, "failed", "a bug"),
+    ],
+)
+def test_a_state_as_the_supervisor_tells_it(
+    cause: str, said: str, code: int, becomes: str, told: str, tmp_path: Path
+) -> None:
+    event = {"event": "attempt_ended", "time": 1.0, "job": "7", "cause": cause, "text": said}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    found = ended(tmp_path, Status("0123456789", "a-0123456789", "sweep", 1, 10), code, timed_out=False)
+    assert (found.state, found.code) == (becomes, code)
+    assert told in found.reason
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+from ..words import counted
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 from .smi import SLOWDOWNS, Broken, SmiError, Survey, count, flag, survey
 from .thresholds import Limits, Thresholds
@@ -48,7 +49,7 @@ def check_gpus(
 def _number(sheet: Sheet, names: list[str], found: int, expected: Optional[int]) -> None:
     wrong = found != expected if expected is not None else found == 0
     rule = f"= {expected}" if expected is not None else "> 0"
-    text = f"{found} GPUs" + (f" of {expected} expected" if expected is not None else "")
+    text = counted(found, "GPU") + (f" of {expected} expected" if expected is not None else "")
     sheet.add("GPU count", FAIL if wrong else OK, found, rule, text)
     if len(names) > 1:
         sheet.add("GPU kind", FAIL, names, "one kind", f"GPUs of several kinds: {', '.join(names)}")

@@ -19,7 +19,7 @@ from megalite.advice.order import best_order
 from megalite.advice.page import compared_page, front_page, ranked_page
 from megalite.advice.rows import fits_text, front, layout_text, ranking
 from megalite.config.errors import InputError, counted
-from megalite.config.files import check_output, exists, write_new
+from megalite.config.files import check_writable, exists, write_new
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
 from megalite.plan.fit import GIB
@@ -32,7 +32,7 @@ from megalite.planner.texts import seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO
-from megalite.terminal import console, sections
+from megalite.terminal import console, memory, sections
 
 Parts = list[tuple[str, RenderableType]]
 _NONE_KEEPS = "No number of GPUs here keeps the limits."
@@ -92,7 +92,7 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
         raise InputError(f"{option} {path}: must end in {ends[0]}; CONFIG goes before {option}")
     if exists(path):
         raise InputError(f"{option} {path}: there is such a file already; give another name")
-    check_output(Path(path))
+    check_writable(Path(path))
 
 
 def _ranked(args: argparse.Namespace) -> Parts:
@@ -125,12 +125,12 @@ def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
 def _own_layout(args: argparse.Namespace) -> Parts:
     asked = ask(args)
     config = as_is(asked, None if args.gpus is None else _one_count(args))
-    prediction, memory = asked.predict(config)
-    heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, memory.total)])
-    fits = fits_text(memory.total, asked.limit)
+    prediction, needed = asked.predict(config)
+    heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, needed.total)])
+    fits = fits_text(needed.total, asked.limit)
     parts: Parts = [(heading, ranking(asked, found)), ("Does it fit?", fits)]
-    if args.explain or memory.total > asked.limit:
-        parts += explained(asked, config, prediction, memory)
+    if args.explain or needed.total > asked.limit:
+        parts += explained(asked, config, prediction, needed)
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
@@ -143,10 +143,10 @@ def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, part
     with Console(stderr=True).status("Searching an order for the pipeline ..."):
         order = best_order(asked, before.config)
     write_new(Path(args.schedule), write_order(order.table))
-    after, memory = asked.predict(order.of(args.schedule))
+    after, needed = asked.predict(order.of(args.schedule))
     own = _schedule_text(before.config.parallel.pipeline.schedule, before.config.parallel.pipeline.stages_per_rank)
     named = _schedule_text(order.name, order.stages_per_rank)
-    told = f"{args.schedule}: {step_text(after)} a step, with {memory.total / GIB:.1f} GiB"
+    told = f"{args.schedule}: {step_text(after)} a step, with {memory(needed.total)}"
     if order.is_own:
         told += f". It is the order of {own}, as none that was searched is faster; --write keeps that name."
     else:
@@ -154,7 +154,7 @@ def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, part
         if order.name != AUTO:
             told += f" It is the order of {named}, as none that was searched is faster."
     if order.own_memory > asked.limit:
-        told += f" {own} would need {order.own_memory / GIB:.1f} GiB, which is too much."
+        told += f" {own} would need {memory(order.own_memory)}, which is too much."
     parts.append(("Order searched for these very stages", Text(told)))
     return before if order.is_own else after
 
@@ -270,10 +270,10 @@ def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
             f"{model.kv_heads} and so on; use a multiple of the GPUs as batch.global"
         )
     needed, choice = found.tightest
-    over = (needed - asked.limit) / GIB
+    limit, least = round(asked.limit), round(needed)
     return (
-        f"--gpus {gpus:,}: no layout fits into the {asked.limit / GIB:.1f} GiB that tensors may take of a GPU; the "
-        f"nearest is {layout_text(choice)}, which needs {needed / GIB:,.1f} GiB, {over:,.1f} too many; use more GPUs, "
+        f"--gpus {gpus:,}: no layout fits into the {memory(limit)} that tensors may take of a GPU; the nearest is "
+        f"{layout_text(choice)}, which needs {memory(least)}, {memory(least - limit)} too many; use more GPUs, "
         "--offload, a shorter model.sequence_length, or pin fewer keys"
     )
 

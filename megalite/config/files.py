@@ -126,6 +126,18 @@ def check_output(path: Path) -> None:
     raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
+def check_writable(path: Path) -> None:
+    """`check_output`, and that its folder is there and may be written into, or can be made."""
+    check_output(path)
+    folder = path.absolute().parent
+    while not exists(folder):
+        folder = folder.parent
+    if not is_folder(folder):
+        raise InputError(f"{path}: cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: cannot be written: this user may not write into {folder}")
+
+
 def write_object(path: Path, value: Any) -> None:
     """Write an object as a JSON file; as `write_whole`."""
     write_whole(path, as_json(value))

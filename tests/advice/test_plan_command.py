@@ -164,7 +164,7 @@ BAD = [
     ([*SMALL, "--gpus", "8", "--write", "best.txt"], "must end in .yaml"),
     ([*SMALL, "--gpus", "8", "--write", MODEL], "there is such a file already"),
     ([*SMALL, "--gpus", "8", "--schedule", "a.yaml", "--write", "a.yaml"], "cannot both be a.yaml"),
-    ([*SMALL, "--gpus", "8", "--max-memory", "1"], "no layout fits into the 1.0 GiB"),
+    ([*SMALL, "--gpus", "8", "--max-memory", "1"], "no layout fits into the 1.00 GiB"),
     ([*SMALL, "--gpus", "8", "--max-memory", "80GiB"], "must be a number of GiB"),
     ([MODEL, "batch.global=16", "parallel.tp=3", "--gpus", "8"], "no layout is possible with parallel.tp = 3:"),
     (  # recompute has no part in it

@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from megalite.config.errors import InputError
-from megalite.config.files import write_new, write_whole
+from megalite.config.files import check_writable, write_new, write_whole
 from megalite.stop import Stopped, listen, restore, stop
 
 
@@ -98,3 +98,16 @@ def test_a_file_is_not_written_where_there_is_no_room(tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match="cannot be written: No space left on device"):
         write_new(tmp_path / "out", "new")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_into_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_writable(tmp_path / "new" / "folder" / "out")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file is no folder"):
+        check_writable(tmp_path / "file" / "out")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="may not write into"):
+        check_writable(tmp_path / "new" / "out")

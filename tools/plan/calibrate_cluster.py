@@ -16,10 +16,11 @@ from megalite.config.files import check_output, exists, write_new
 from megalite.config.yaml import read_mapping
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
+from megalite.planner.constants import FITTED
 from megalite.planner.hardware import Cluster, cluster_path, read_cluster
 from megalite.planner.texts import seconds_text
 from megalite_tools.plan.calibration import FIGURES, Fit, Runs, fit
-from megalite_tools.plan.measured_runs import read_run
+from megalite_tools.plan.measured_runs import Run, read_run
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-calibrate-cluster"
@@ -59,12 +60,19 @@ def _check_out(out: str) -> None:
 
 
 def _show(terminal: Terminal, runs: Runs, cluster: Cluster, found: Fit) -> None:
-    rows = []
-    for run, before, after in zip(runs.runs, runs.predicted(cluster), runs.predicted(found.cluster), strict=True):
-        errors = [f"{predicted / run.seconds - 1:+.1%}" for predicted in (before, after)]
+    rows, spread = [], FITTED.spread
+    predicted = runs.predicted(found.cluster)
+    far = [str(run.folder) for run, now in zip(runs.runs, predicted, strict=True) if _off(run, now) > spread]
+    for run, before, after in zip(runs.runs, runs.predicted(cluster), predicted, strict=True):
+        errors = [f"{each / run.seconds - 1:+.1%}" for each in (before, after)]
         cells = [seconds_text(seconds) for seconds in (run.seconds, before, after)]
         rows.append((str(run.folder), cells[0], cells[1], errors[0], cells[2], errors[1]))
     terminal.table(("run:", "measured", "predicted before", "error", "predicted now", "error"), rows)
+    if far:
+        terminal.line(
+            f"{listing(far, 'and')}: still off by more than the ±{spread:.0%} of predictions; "
+            "no factors suit all of the runs, so look at what slows one of them down, or leave it out"
+        )
     terminal.table(
         ("figure:", "factor", "why not:"),
         [
@@ -72,6 +80,11 @@ def _show(terminal: Terminal, runs: Runs, cluster: Cluster, found: Fit) -> None:
             for name in FIGURES
         ],
     )
+
+
+def _off(run: Run, predicted: float) -> float:
+    """How many times too long or too short a prediction is, less one."""
+    return max(predicted / run.seconds, run.seconds / predicted) - 1
 
 
 def _text(path: Path, found: Fit, runs: list[Path]) -> str:

@@ -166,7 +166,7 @@ def test_gpus_are_counted(smi: FakeSmi, expected: int | None, result: str) -> No
 
 def test_a_lost_gpu_and_another_kind_fail(smi: FakeSmi) -> None:
     smi.lose(1)
-    assert the(checked(), "GPU count").text == "1 GPUs of 2 expected"
+    assert the(checked(), "GPU count").text == "1 GPU of 2 expected"
     other = FakeSmi(smi.folder)
     other.cell("base", 1, "name", "NVIDIA H200")
     assert the(checked(), "GPU kind").text == "GPUs of several kinds: NVIDIA H100 80GB HBM3, NVIDIA H200"

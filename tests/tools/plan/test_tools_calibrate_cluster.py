@@ -152,3 +152,14 @@ def test_no_file_is_overwritten_and_no_cluster_guessed(tmp_path: Path, calibrate
         assert code == 2
         assert told in err
     assert (tmp_path / "old.yaml").read_text() == "old"
+
+
+def test_runs_that_no_factors_suit_are_named(tmp_path: Path, calibrate: Calibrate) -> None:
+    fast = made(tmp_path / "a", "products", {"gpu.measured": 1.0})
+    slow = made(tmp_path / "b", "products", {"gpu.measured": 0.4})
+    code, out, _ = calibrate("h100_sxm", fast, slow, "--out", tmp_path / "new.yaml")
+    assert code == 0
+    assert "still off by more than the ±13%" in out
+    code, out, _ = calibrate("h100_sxm", fast, "--out", tmp_path / "other.yaml")
+    assert code == 0
+    assert "still off" not in out

@@ -7,6 +7,7 @@ their time, so that the search needs to look at few of them closely; layouts als
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from megalite.config.layers import layer_kinds
@@ -16,6 +17,7 @@ from megalite.planner.bounds import Passes
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
+from megalite.planner.moved import Moves
 from megalite.planner.stages import Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.actions import MOST_ACTIONS
@@ -30,20 +32,29 @@ class Space:
     """The layouts of `config` on `gpus` GPUs of a cluster.
 
     pins: keys of SEARCHED that keep the values that `config` has. offload: whether tensors may be moved to host memory
-    without being pinned there.
+    without being pinned there. limit: bytes that tensors may take; layers are moved where it is near.
     """
 
-    def __init__(self, config: Config, gpus: int, timer: Timer, pins: Mapping[str, Any], offload: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        gpus: int,
+        timer: Timer,
+        pins: Mapping[str, Any],
+        offload: bool,
+        limit: float = inf,
+    ) -> None:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
         self._too_large = list[Choice]()
-        self._sharings: dict[Choice, list[tuple[float, Choice]]] = {}
+        self._sharings: dict[tuple[Choice, bool], list[tuple[float, Choice]]] = {}
         self.kinds: dict[Any, int] = {}
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
         self.estimate = Estimate(config, pins, self.kinds)
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
+        self.moves = Moves(self.estimate, self.least, limit)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
@@ -82,19 +93,26 @@ class Space:
             or actions_of(choice.schedule, choice.pp, shape.micro_batches, stages) <= MOST_ACTIONS
         )
 
-    def sharings(self, shape: Shape) -> list[tuple[float, Choice]]:
-        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
-        if shape.choice not in self._sharings:
-            found = self._sharings[shape.choice] = []
+    def sharings(self, shape: Shape, moved: bool = False) -> list[tuple[float, Choice]]:
+        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds.
+
+        moved: whether of layouts with moved layers.
+        """
+        key = shape.choice, moved
+        if key not in self._sharings:
+            found = self._sharings[key] = []
             for mode in self._modes(shape):
                 for replicas in self._replicas(shape, mode):
                     choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
-                    found.append((self.least.of_sharing(shape, choice), choice))
-        return self._sharings[shape.choice]
+                    found.append((self.least.of_sharing(shape, choice, moved), choice))
+        return self._sharings[key]
 
-    def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
-        for bound, shared in self.sharings(shape):
+    def layouts(self, shape: Shape, pipeline: Choice, moved: bool = False) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds.
+
+        moved: whether for layouts with moved layers.
+        """
+        for bound, shared in self.sharings(shape, moved):
             for activations, optimizer in self._offloading(pipeline.schedule):
                 yield (
                     bound,
@@ -140,6 +158,7 @@ class Space:
     def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
         each = self.config.batch.global_ // dp
         micros = every_divisor(each, LARGEST_MICRO)
+        split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
         activations, optimizer = (
             bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
         )
@@ -147,7 +166,9 @@ class Space:
             if each % micro:
                 continue
             for recompute in self._recompute():
-                yield Choice(tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer)
+                yield Choice(
+                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer, split
+                )
 
     def _recompute(self) -> list[Recomputed]:
         found: list[Recomputed] = self._pinned("train.recompute", lambda: ["none", "selective", "full"])

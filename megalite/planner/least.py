@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.plan.split import layer_costs
 from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
@@ -80,13 +79,11 @@ class Least:
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
-        self._alike = len(set(layer_costs(config.model))) == 1
         self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
 
-    def of_sharing(self, shape: Shape, choice: Choice, moved: bool = False) -> float:
-        """Seconds of the best layout whose states are shared out so. moved: and whose layers are."""
-        pp, data = choice.pp, self._exchanges(choice)
-        fewest = 1 if moved else self._fewest(pp)
+    def of_sharing(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of the best layout whose states are shared out so."""
+        pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest()
         start = 0.0
         if choice.mode != "zero3":
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
@@ -330,15 +327,11 @@ class Least:
         """Parameters that some pipeline rank has at least."""
         return (layers * self._smallest + 2 * self._matrix) / pp
 
-    def _fewest(self, pp: int) -> int:
+    def _fewest(self) -> int:
         """Layers that each stage has at least but the last, under any schedule."""
         if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
             return min(split[:-1], default=0)
-        if self.pins.get("parallel.pipeline.schedule", NAMES[0]) not in NAMES:
-            return 0
-        most = self.pins.get("parallel.pipeline.virtual_stages") or max(VIRTUAL)
-        stages = pp * max(1, min(most, self.model.layers // pp))
-        return self.model.layers // stages if self._alike else 1
+        return int(self.pins.get("parallel.pipeline.schedule", NAMES[0]) in NAMES)
 
     def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
         """What pipeline ranks wait for and do."""

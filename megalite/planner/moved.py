@@ -228,6 +228,7 @@ class Moves:
         load = self._load(shape, layout)
         held, fitting, known = self._held(shape, layout, load), 0, {tuple(load.ranks.default)}
         rooms, layers = held.rooms(self.limit), shape.passes.layers
+        layer, whole = self._layer(shape, layout), layout.schedule in WHOLE
         for most in load.levels:
             if sum(map(min, most, rooms)) < layers:
                 continue
@@ -236,20 +237,33 @@ class Moves:
                 continue
             known.add(ranks)
             split = load.split(ranks)
-            yield self._bound(shape, layout, load, ranks, split), split
+            yield self._bound(shape.micro_batches, layer, whole, load, ranks, split), split
             fitting += 1
             if fitting == TRIED:
                 break
 
-    def _bound(self, shape: Shape, layout: Choice, load: Load, ranks: Sequence[int], split: Sequence[int]) -> float:
-        """Seconds in which ranks wait for the first micro-batch and compute all."""
-        if not self._alike:
-            return 0.0
-        forward, backward = self.least.layer(shape, layout)
-        most, waits, whole = 0.0, 0.0, layout.schedule in WHOLE
-        for rank, (number, outer) in enumerate(zip(ranks, load.outer, strict=True)):
-            most = max(most, waits + shape.micro_batches * (number * (forward + load.halves * backward) + outer))
-            waits += split[rank] * (forward + whole * backward)
+    def _layer(self, shape: Shape, layout: Choice) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward pass at least; none where layers differ."""
+        return self.least.layer(shape, layout) if self._alike else (0.0, 0.0)
+
+    def _bound(
+        self,
+        m: int,
+        layer: tuple[float, float],
+        whole: bool,
+        load: Load,
+        ranks: Sequence[int],
+        split: Sequence[int],
+    ) -> float:
+        """Seconds in which ranks wait for the first of `m` micro-batches and compute all.
+
+        layer: seconds of both passes. whole: whether backward passes are. ranks: layers of each.
+        """
+        both, before = layer[0] + load.halves * layer[1], layer[0] + whole * layer[1]
+        most = waits = 0.0
+        for number, outer, first in zip(ranks, load.outer, split, strict=False):  # stage r is the first of rank r
+            most = max(most, waits + m * (number * both + outer))
+            waits += first * before
         return most
 
     def _load(self, shape: Shape, choice: Choice) -> Load:

@@ -75,7 +75,7 @@ class Found:
 
     def has(self, node: "Node") -> bool:
         """Whether the layout of a node is among the results with another split."""
-        return node.level > Level.MOVED and node.choice._replace(split=None) in self._layouts
+        return bool(self._layouts) and node.level > Level.MOVED and node.choice._replace(split=None) in self._layouts
 
     def fits(self, needed: float, choice: Choice, room: float) -> bool:
         """Whether a layout does; if not, take note of it."""
@@ -186,7 +186,7 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
             for bound, layout in space.layouts(shape, choice):
                 yield bound, Node(Level.SHARED, shape, layout)
         case Level.MOVED:
-            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice, moved=True)):
+            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice)):
                 yield bound, Node(Level.UNSPLIT, shape, layout)
         case Level.UNSPLIT:
             for bound, split in space.moves.splits(shape, choice):

@@ -47,7 +47,7 @@ class Space:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
         self._too_large = list[Choice]()
-        self._sharings: dict[tuple[Choice, bool], list[tuple[float, Choice]]] = {}
+        self._sharings: dict[Choice, list[tuple[float, Choice]]] = {}
         self.kinds: dict[Any, int] = {}
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
@@ -93,26 +93,19 @@ class Space:
             or actions_of(choice.schedule, choice.pp, shape.micro_batches, stages) <= MOST_ACTIONS
         )
 
-    def sharings(self, shape: Shape, moved: bool = False) -> list[tuple[float, Choice]]:
-        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds.
-
-        moved: whether of layouts with moved layers.
-        """
-        key = shape.choice, moved
-        if key not in self._sharings:
-            found = self._sharings[key] = []
+    def sharings(self, shape: Shape) -> list[tuple[float, Choice]]:
+        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
+        if shape.choice not in self._sharings:
+            found = self._sharings[shape.choice] = []
             for mode in self._modes(shape):
                 for replicas in self._replicas(shape, mode):
                     choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
-                    found.append((self.least.of_sharing(shape, choice, moved), choice))
-        return self._sharings[key]
+                    found.append((self.least.of_sharing(shape, choice), choice))
+        return self._sharings[shape.choice]
 
-    def layouts(self, shape: Shape, pipeline: Choice, moved: bool = False) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds.
-
-        moved: whether for layouts with moved layers.
-        """
-        for bound, shared in self.sharings(shape, moved):
+    def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
+        for bound, shared in self.sharings(shape):
             for activations, optimizer in self._offloading(pipeline.schedule):
                 yield (
                     bound,

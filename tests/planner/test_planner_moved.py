@@ -75,7 +75,7 @@ def test_no_bound_of_a_moved_split_is_above_its_time() -> None:
             for shape in space.shapes(60 * GIB)
             for pipeline in space.pipelines(shape.choice)
             if (pipelines := space.moves.of_pipeline(shape, pipeline, space.estimate.memory(pipeline))) is not None
-            for shared, layout in space.moves.wanted(shape, pipeline, space.layouts(shape, pipeline, moved=True))
+            for shared, layout in space.moves.wanted(shape, pipeline, space.layouts(shape, pipeline))
             for bound, split in space.moves.splits(shape, layout)
         ]
         for shape, layout, split, bound in draw.sample(moved, 4):
@@ -163,7 +163,7 @@ def test_layers_are_moved_where_memory_is_short_or_a_rank_slow_and_nowhere_else(
         space = Space(config, 16, TIMERS["h100_sxm"], pins, False, gib * GIB)
         for shape in list(space.shapes(float("inf")))[::7]:
             pipeline = next(space.pipelines(shape.choice))
-            layouts = list(space.layouts(shape, pipeline, moved=True))
+            layouts = list(space.layouts(shape, pipeline))
             wanted = {layout for _, layout in space.moves.wanted(shape, pipeline, layouts)}
             for _, layout in layouts:
                 load_of = space.moves._load(shape, layout)

@@ -24,6 +24,7 @@ NEARLY, MISSED = 0.8, 1.3  # of the limit: between these is the estimate of a de
 FASTER = 5e-3  # by which the slowest rank must become faster for layers to be moved though all fits
 SLOWER = 1.25  # times as long as necessary may the slowest rank take
 ROUNDING = 1e-9  # of a layer
+BLOCKS = 8  # of ranks, in which it is looked whether any split may fit
 MANY = 1 << 30  # layers: more than any model has
 TRIED = 2  # splits of a layout that are estimated to fit, as the estimate is a little below the walk
 
@@ -63,6 +64,7 @@ class Ranks(NamedTuple):
 
     stages: of each. default: layers of each under the default split. fewest: that each must have, one on every stage
     but the last. ends: of the embedding and the head, how many each has. last: the last stage. owner: its rank.
+    firsts: of ranks with equal `default` and `ends`, the first, which has most micro-batches in flight.
     """
 
     stages: list[list[int]]
@@ -71,6 +73,7 @@ class Ranks(NamedTuple):
     ends: list[int]
     last: int
     owner: int
+    firsts: list[int]
 
 
 def ranks_of(split: Sequence[int], owners: Sequence[int]) -> Ranks:
@@ -79,14 +82,11 @@ def ranks_of(split: Sequence[int], owners: Sequence[int]) -> Ranks:
     stages = list[list[int]]([[] for _ in range(max(owners) + 1)])
     for stage, rank in enumerate(owners):
         stages[rank].append(stage)
-    return Ranks(
-        stages,
-        [sum(split[stage] for stage in own) for own in stages],
-        [len(own) - (rank == owner) for rank, own in enumerate(stages)],
-        [(rank == 0) + (rank == owner) for rank in range(len(stages))],
-        last,
-        owner,
-    )
+    default = [sum(split[stage] for stage in own) for own in stages]
+    ends = [(rank == 0) + (rank == owner) for rank in range(len(stages))]
+    fewest = [len(own) - (rank == owner) for rank, own in enumerate(stages)]
+    firsts = {pair: rank for rank, pair in reversed([*enumerate(zip(default, ends, strict=True))])}
+    return Ranks(stages, default, fewest, ends, last, owner, list(firsts.values()))
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,13 @@ class Moves:
     ) -> Iterator[tuple[float, Choice]]:
         """Of the layouts of a pipeline, with bounds, those whose layers are moved."""
         load, known = self._load(shape, pipeline), dict[tuple[float, bool], bool]()
-        kept = min(self.estimate.kept(pipeline)) / len(load.ranks.stages[0])
+        kept = self._kept(pipeline._replace(offload_activations=False), load)
         chunks, default = self._flying(shape, pipeline).most, load.ranks.default
-        ranks = {  # under the default split: bytes of activations, and parameters
-            (layers * number * kept, layers * self._smallest + matrices)
-            for layers, number, matrices in zip(default, chunks, self._matrices(load), strict=True)
-        }
+        matrices = self._matrices(load)
+        ranks = [  # under the default split: bytes of activations, and parameters
+            (default[rank] * chunks[rank] * kept, default[rank] * self._smallest + matrices[rank])
+            for rank in load.ranks.firsts
+        ]
         for bound, layout in layouts:
             key = states, offloads = self._states(shape, layout), layout.offload_activations
             if key not in known:
@@ -219,9 +220,13 @@ class Moves:
 
     def _may_fit(self, shape: Shape, layout: Choice) -> bool:
         """Whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
-        load = self._load(shape, layout)
-        most, rooms = load.ceiling, self._held(shape, layout, load).rooms(self.limit)
-        return sum([min(most, number) for number in rooms]) >= shape.passes.layers
+        load, states, total = self._load(shape, layout), self._states(shape, layout) * self._smallest, 0
+        kept, chunks = self._kept(layout, load), self._flying(shape, layout).most
+        step = -(-len(chunks) // BLOCKS)
+        for begin in range(0, len(chunks), step):  # all of a block as its last rank, which holds least
+            block = chunks[begin : begin + step]
+            total += len(block) * min(load.ceiling, int(min(MANY, self.limit / (states + block[-1] * kept))))
+        return total >= shape.passes.layers
 
     def splits(self, shape: Shape, layout: Choice) -> Iterator[tuple[float, tuple[int, ...]]]:
         """The splits of a layout, each with a lower bound of its seconds."""
@@ -298,6 +303,10 @@ class Moves:
         virtual = choice.virtual or SCHEDULES[choice.schedule]
         return flights(choice.schedule, choice.pp, shape.micro_batches, virtual)
 
+    def _kept(self, choice: Choice, load: Load) -> float:
+        """Bytes that a layer keeps of a micro-batch, shared by the stages of a rank."""
+        return 0.0 if choice.offload_activations else min(self.estimate.kept(choice)) / len(load.ranks.stages[0])
+
     def _matrices(self, load: Load) -> list[int]:
         """Parameters of the embedding and the head on each rank."""
         tied, matrix = self.estimate.config.model.tie_embeddings, self.estimate.matrix
@@ -305,8 +314,7 @@ class Moves:
 
     def _held(self, shape: Shape, choice: Choice, load: Load) -> Held:
         """What the ranks of a layout hold."""
-        states = self._states(shape, choice)
-        kept = 0.0 if choice.offload_activations else min(self.estimate.kept(choice)) / len(load.ranks.stages[0])
+        states, kept = self._states(shape, choice), self._kept(choice, load)
         return Held(
             [states * self._smallest + number * kept for number in self._flying(shape, choice).most],
             [states * matrices for matrices in self._matrices(load)],

@@ -100,15 +100,18 @@ class Least:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
         return max(shape.bound, most) + self._least_update(shape, choice)
 
-    def of_any_split(self, shape: Shape, choice: Choice) -> float:
-        """Seconds of the best layout with this schedule, whatever its split."""
+    def of_any_split(self, shape: Shape, choice: Choice, busy: float) -> float:
+        """Seconds of the best layout with this schedule, whatever its split.
+
+        busy: seconds that some rank computes for a micro-batch at least.
+        """
         m, passes, hop = shape.micro_batches, shape.passes, self._hop(shape.choice)
         if choice.schedule in WHOLE:
             way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
         else:
             way = passes.split_way(1 + SPLIT * (choice.schedule in HALVED))
         way += 2 * self._ranks_of(choice._replace(split=None)).hops[-1] * hop
-        return max(shape.bound, way) + self._least_update(shape, choice)
+        return max(shape.bound, way, m * busy) + self._least_update(shape, choice)
 
     def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
         """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""

@@ -195,7 +195,8 @@ class Moves:
         free = pipeline.pp > 1 and pipeline.split is None and pipeline.schedule in NAMES
         if not free or needed > MISSED * self.limit or not self._may_fit(shape, pipeline):
             return None
-        return self.least.of_any_split(shape, pipeline)
+        load = self._load(shape, pipeline)
+        return self.least.of_any_split(shape, pipeline, load.seconds(load.quickest) * self._alike)
 
     def wanted(
         self, shape: Shape, pipeline: Choice, layouts: Iterable[tuple[float, Choice]]

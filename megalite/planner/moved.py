@@ -116,6 +116,18 @@ class Load:
         return int(SLOWER * self.seconds(self.ranks.default) / self.layer) + 1
 
     @cached_property
+    def least(self) -> float:
+        """Seconds of the slowest rank at least, whatever the split: `quickest` without the embedding, in less time."""
+        layers, others, head = sum(self.ranks.default), len(self.ranks.stages) - 1, self.head / self.layer
+        whole = layers // (others + 1)  # layers in this time, if a rank without the head is the slowest
+        while others * whole + max(0, int(whole - head + ROUNDING)) < layers:
+            whole += 1
+        beside = max(0, int(layers / (others + 1) - head) - 1)  # and if it is that with the head
+        while others * int(beside + head + ROUNDING) + beside < layers:
+            beside += 1
+        return min(whole, beside + head) * self.layer
+
+    @cached_property
     def quickest(self) -> list[int]:
         """Layers of ranks such that the slowest is as fast as can be."""
         layers = sum(self.ranks.default)
@@ -196,7 +208,7 @@ class Moves:
         if not free or needed > MISSED * self.limit or not self._may_fit(shape, pipeline):
             return None
         load = self._load(shape, pipeline)
-        return self.least.of_any_split(shape, pipeline, load.seconds(load.quickest) * self._alike)
+        return self.least.of_any_split(shape, pipeline, load.least * self._alike)
 
     def wanted(
         self, shape: Shape, pipeline: Choice, layouts: Iterable[tuple[float, Choice]]

@@ -1,7 +1,7 @@
 """Where time and memory of one layout go, and which single change would help most."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ from megalite.config.validate import check
 from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory, memory_of_ranks
 from megalite.plan.rebalance import flatter_split
+from megalite.plan.split import split_of
 from megalite.planner.choice import Choice, choice_of
 from megalite.planner.goodput import goodput
 from megalite.planner.least import VIRTUAL
@@ -51,6 +52,8 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
     ]
     if config.parallel.pp > 1:
         parts.append(("Pipeline stages, seconds of a micro-batch", _stages(prediction)))
+    if choice.split is not None:
+        parts.append(("Layers of the stages", _split(asked, config, prediction, memory)))
     parts.append((f"Where memory goes, on pipeline rank {memory.pp} at its peak", _memory(memory, asked.limit)))
     found = changes(asked, config)
     if memory.total > asked.limit:
@@ -77,13 +80,13 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
     """Changes of one thing. What an axis of the layout gives or takes, data parallelism has more or less."""
     dp, batch = choice.replicas * choice.shards, config.batch.global_
     for axis in ("tp", "cp", "pp"):
-        size = getattr(choice, axis)
+        size, other = getattr(choice, axis), choice._replace(split=None) if axis == "pp" else choice
         for factor in (2, 3):
             if dp % factor == 0:
-                more = choice._replace(**{axis: size * factor}, replicas=1, shards=dp // factor)
+                more = other._replace(**{axis: size * factor}, replicas=1, shards=dp // factor)
                 yield f"parallel.{axis}={size * factor}", more
             if size % factor == 0:
-                fewer = choice._replace(**{axis: size // factor}, replicas=1, shards=dp * factor)
+                fewer = other._replace(**{axis: size // factor}, replicas=1, shards=dp * factor)
                 yield f"parallel.{axis}={size // factor}", fewer
     for micro in every_divisor(batch // dp, choice.micro * 2):
         if micro in (choice.micro * 2, choice.micro // 2):
@@ -106,7 +109,7 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
             for virtual in VIRTUAL if schedule == "interleaved_1f1b" else (None,):
                 if (schedule, virtual) != (choice.schedule, choice.virtual):
                     stages = f" parallel.pipeline.virtual_stages={virtual}" if virtual else ""
-                    other = choice._replace(schedule=schedule, virtual=virtual)
+                    other = choice._replace(schedule=schedule, virtual=virtual, split=None)
                     yield f"parallel.pipeline.schedule={schedule}{stages}", other
     if not choice.offload_activations:
         yield "train.offload_activations=true", choice._replace(offload_activations=True)
@@ -151,6 +154,18 @@ def _stages(prediction: Prediction) -> Table:
             shown.add_row(number_ranges(list(range(start, index))), str(count), *map(str, times))
             start = index
     return shown
+
+
+def _split(asked: Asked, config: Config, prediction: Prediction, memory: Memory) -> Text:
+    """What a split that is not the default gains."""
+    pipeline = replace(config.parallel.pipeline, split=None)
+    default = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+    before, held = asked.predict(default)
+    return Text(
+        f"parallel.pipeline.split={config.parallel.pipeline.split}: {seconds_text(prediction.seconds)} a step, with "
+        f"{memory.total / GIB:.1f} GiB on the fullest rank.\nThe default, {split_of(default)}: "
+        f"{seconds_text(before.seconds)}, and it {fits_text(held.total, asked.limit)}."
+    )
 
 
 def _memory(memory: Memory, limit: float) -> Table:

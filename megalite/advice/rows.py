@@ -1,6 +1,7 @@
 """Predictions as tables for people."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,10 @@ from megalite_launch.words import scaled
 
 
 def layout_text(choice: Choice) -> str:
-    """A layout in words: `tp 8 · pp 16 interleaved_1f1b v 4 · dp 128 zero1 · micro 1 · selective`."""
+    """A layout in words: `tp 8 · pp 16 interleaved_1f1b v 4 · dp 128 zero1 · micro 1 · selective`.
+
+    Layers of stages are told where they are not those of the default split.
+    """
     parts = []
     if choice.tp > 1:
         parts.append(f"tp {choice.tp}")
@@ -26,7 +30,8 @@ def layout_text(choice: Choice) -> str:
     if choice.pp > 1:
         virtual = choice.virtual or SCHEDULES.get(choice.schedule, 1)
         stages = f" v {virtual}" if choice.schedule == "interleaved_1f1b" else ""
-        parts.append(f"pp {choice.pp} {choice.schedule}{stages}")
+        layers = f" layers {split_text(choice.split)}" if choice.split else ""
+        parts.append(f"pp {choice.pp} {choice.schedule}{stages}{layers}")
     replicas = f"{choice.replicas} × " if choice.replicas > 1 else ""
     if choice.replicas * choice.shards > 1:
         parts.append(f"dp {replicas}{choice.shards} {choice.mode}")
@@ -37,6 +42,12 @@ def layout_text(choice: Choice) -> str:
         parts.append(f"recompute {choice.recompute}")
     parts += ["activations on host"] * choice.offload_activations + ["optimizer on host"] * choice.offload_optimizer
     return " · ".join(parts)
+
+
+def split_text(split: Sequence[int]) -> str:
+    """The layers of every stage, equal neighbours at once: `7 9×2 7`."""
+    runs = ((layers, len(list(stages))) for layers, stages in groupby(split))
+    return " ".join(f"{layers}×{stages}" if stages > 1 else f"{layers}" for layers, stages in runs)
 
 
 def ranking(asked: Asked, found: Found) -> Table:

@@ -32,7 +32,7 @@ Recomputed = Literal["none", "selective", "full", "budget"]
 
 
 class Choice(NamedTuple):
-    """A layout, as far as a search decides it."""
+    """A layout, as far as a search decides it. split: layers of every stage; None: as `plan.split.balance` has them."""
 
     tp: int
     cp: int
@@ -47,6 +47,7 @@ class Choice(NamedTuple):
     mode: DataMode
     offload_activations: bool
     offload_optimizer: bool
+    split: tuple[int, ...] | None = None
 
     def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
         """`config` with this layout. What is pinned and not part of a choice stays as it is."""
@@ -67,7 +68,7 @@ class Choice(NamedTuple):
                     parallel.pipeline,
                     schedule=self.schedule,
                     virtual_stages=self.virtual,
-                    split=parallel.pipeline.split if "parallel.pipeline.split" in pins else None,
+                    split=None if self.split is None else list(self.split),
                 ),
             ),
             batch=replace(config.batch, micro=self.micro, memory=None),
@@ -99,6 +100,7 @@ def choice_of(config: Config) -> Choice:
         parallel.data.mode,
         config.train.offload_activations,
         config.optim.offload,
+        None if parallel.pipeline.split is None else tuple(parallel.pipeline.split),
     )
 
 

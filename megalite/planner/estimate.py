@@ -47,8 +47,8 @@ class Estimate:
         numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
         self.order = [numbers[id(kind)] for kind in layers]  # of every layer, which of `kinds` it is
         self._parameters = self.before(self.layer_parameters)
-        self._matrix = config.model.vocab_size * config.model.width
-        self._all = self._parameters[-1] + self._matrix * (1 if config.model.tie_embeddings else 2)
+        self.matrix = config.model.vocab_size * config.model.width
+        self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
         self._element = BYTES[config.train.precision]
         self._wide = max(self._element, 4)
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
@@ -56,9 +56,9 @@ class Estimate:
         self._keep: dict[tuple[object, ...], list[int]] = {}
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
-        self._of_rank: dict[tuple[int, int, bool, int], float] = {}
+        self._of_rank: dict[tuple[object, ...], float] = {}
         self._kinds = found
-        self._made_of: dict[tuple[int, int], list[Alike]] = {}
+        self._made_of: dict[tuple[object, ...], list[Alike]] = {}
         self._flying: dict[tuple[object, ...], tuple[float, float | None]] = {}
         self._each_of: dict[tuple[object, ...], Each] = {}
         self._first: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
@@ -73,7 +73,7 @@ class Estimate:
         found = self.of_states(choice)
         if choice.schedule not in NAMES:  # where its stages are is not known
             return found
-        each, first, once = self._each(choice), self._held(choice, 0), choice.mode in ONCE
+        each, first, once = self.each(choice), self._held(choice, 0), choice.mode in ONCE
         most, beside = self._in_flight(choice)
         here = first * (each.states + each.gathered)
         found = max(found, here + most, first * self._after(choice, each))
@@ -99,7 +99,7 @@ class Estimate:
                 known[what] = self._stage(choice, *what)
             held = {stage: known[what] for stage, what in mine.items()}
             steps = tables.steps(config, filled(config, m), rank)
-            states = self._held(choice, rank) * self._each(choice).states + inputs
+            states = self._held(choice, rank) * self.each(choice).states + inputs
             most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
             if most > room:
                 break
@@ -107,7 +107,7 @@ class Estimate:
 
     def _alike(self, choice: Choice) -> list[Alike]:
         """By stage, what it is made of."""
-        key = choice.pp, self._virtual(choice)
+        key = choice.pp, self._virtual(choice), choice.split
         if key not in self._made_of:
             ends = list(accumulate(self.split(choice), initial=0))
             last = len(ends) - 2
@@ -119,7 +119,7 @@ class Estimate:
 
     def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
         """What a stage holds. order: the kinds of its layers. first, last: of the model."""
-        each, mode = self._each(choice), mode_of(choice)
+        each, mode = self.each(choice), mode_of(choice)
         kinds, sizes = [self._kinds[number] for number in order], self.sizes(choice)
         modes = [mode] * len(kinds)
         if mixed(self.config, self.pins, choice):  # where it is for a budget, this is what is kept at least
@@ -133,8 +133,8 @@ class Estimate:
             left += count * sum(held.total() for held in part.put_off.values())
         layers = sum(self.layer_parameters[kind] for kind in kinds)
         ends = first + last if not self.config.model.tie_embeddings else first or last
-        all_of = layers + ends * self._matrix
-        least = min([self.layer_parameters[kind] for kind in kinds] + [self._matrix] * bool(ends))
+        all_of = layers + ends * self.matrix
+        least = min([self.layer_parameters[kind] for kind in kinds] + [self.matrix] * bool(ends))
         return StageBytes(
             kept,
             left,
@@ -147,7 +147,7 @@ class Estimate:
 
     def of_states(self, choice: Choice) -> float:
         """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
-        each = self._each(choice)
+        each = self.each(choice)
         return self._all / choice.pp * max(each.states + each.gathered, self._after(choice, each))
 
     def _after(self, choice: Choice, each: Each) -> float:
@@ -156,8 +156,8 @@ class Estimate:
 
     def _in_flight(self, choice: Choice) -> tuple[float, float | None]:
         """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
-        tp, cp, method, pp, micro, recompute, schedule, virtual, replicas, shards, _, offloads, _ = choice
-        key = tp, cp, method, pp, micro, recompute, schedule, virtual, replicas * shards, offloads
+        tp, cp, method, pp, micro, recompute, schedule, virtual, replicas, shards, _, offloads, _, split = choice
+        key = tp, cp, method, pp, micro, recompute, schedule, virtual, replicas * shards, offloads, split
         if key not in self._flying:
             self._flying[key] = self._count(choice)
         return self._flying[key]
@@ -168,14 +168,14 @@ class Estimate:
         most, beside = flight(choice.schedule, choice.pp, m, virtual)
         if choice.offload_activations:
             return 0.0, None if beside is None else 0.0
-        kept = self._kept(choice)
+        kept = self.kept(choice)
         each = min(sum(map(mul, counts, kept)) for counts in self._first_stages(choice))
         outside = self.sizes(choice).outside(1)[0] if choice.pp * virtual == 1 else 0
         return most * each + outside, None if beside is None else beside * each
 
     def _first_stages(self, choice: Choice) -> set[tuple[int, ...]]:
         """Layers of each kind, of the first rank's stages; of a V, or a pipeline of one stage a rank, of the first."""
-        key = choice.pp, self._virtual(choice), choice.schedule == "interleaved_1f1b"
+        key = choice.pp, self._virtual(choice), choice.schedule == "interleaved_1f1b", choice.split
         if key not in self._first:
             ends = list(accumulate(self.split(choice), initial=0))
             stages = range(0, len(ends) - 1, choice.pp) if key[2] else range(1)
@@ -185,8 +185,8 @@ class Estimate:
 
     def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""
-        if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
-            return split
+        if choice.split is not None:
+            return choice.split
         key = choice.pp, self._virtual(choice)
         if key not in self._splits:
             self._splits[key] = balance(self.config.model, key[0] * key[1])
@@ -198,7 +198,7 @@ class Estimate:
 
     def _held(self, choice: Choice, rank: int) -> float:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
-        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank, choice.split
         if key not in self._of_rank:
             split, owners = self.split(choice), self.owners(choice)
             ends = list(accumulate(split, initial=0))
@@ -206,7 +206,7 @@ class Estimate:
             layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
             first, last = 0 in mine, len(split) - 1 in mine
             outer = first + last if not self.config.model.tie_embeddings else first or last
-            self._of_rank[key] = layers + self._matrix * outer
+            self._of_rank[key] = layers + self.matrix * outer
         return self._of_rank[key]
 
     def owners(self, choice: Choice) -> Sequence[int]:
@@ -216,7 +216,7 @@ class Estimate:
             self._placements[key] = placement(choice.applied(self.config, self.pins))
         return self._placements[key]
 
-    def _each(self, choice: Choice) -> Each:
+    def each(self, choice: Choice) -> Each:
         """Bytes for each parameter of a pipeline rank."""
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         key = choice.tp, shards, choice.mode == "zero3", choice.offload_optimizer
@@ -231,7 +231,7 @@ class Estimate:
             )
         return self._each_of[key]
 
-    def _kept(self, choice: Choice) -> list[int]:
+    def kept(self, choice: Choice) -> list[int]:
         """Bytes that a layer of each kind keeps of a micro-batch."""
         key = choice.tp, choice.cp, choice.micro, choice.method, choice.recompute
         if key not in self._keep:

@@ -37,3 +37,31 @@ def flight(schedule: str, p: int, m: int, v: int) -> Flight:
         most = min(v * m, (v - 1) * first_rounds(p, m)[0] + ahead)
         return Flight(most, (v - 1) * p + ahead if m >= max(2 * p, 3) else None)
     return Flight(1 if schedule == AUTO else 0, None)
+
+
+class Flights(NamedTuple):
+    """By rank: micro-batches in flight, each counted as often as it is on a stage of the rank.
+
+    beside: whether as many are there when all stages have gradients that are not reduced yet.
+    """
+
+    most: tuple[int, ...]
+    beside: bool
+
+
+@lru_cache(maxsize=1 << 12)
+def flights(schedule: str, p: int, m: int, v: int) -> Flights:
+    """A lower bound of what p ranks with v stages each hold under a named schedule."""
+    after = range(p - 1, -1, -1)  # ranks after each
+    if schedule == "interleaved_1f1b":
+        ahead = (v - 1) * first_rounds(p, m)[0] + 1
+        most = [min(v * m, ahead + 2 * ranks) for ranks in after]
+    elif schedule in V_SHAPED:
+        most = [2 * p if m >= 2 * p else min(m, p)] * p
+    elif schedule == "gpipe":
+        most = [m] * p
+    else:
+        twice = schedule == "zb_h2" and m >= 2 * p - 1
+        most = [min(m, (1 + twice) * ranks + 1) for ranks in after]
+    first = flight(schedule, p, m, v)
+    return Flights(tuple(most), schedule != "gpipe" and m >= max(2 * p, 3) and first.beside == first.most)

@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.plan.split import layer_costs
 from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
@@ -80,12 +79,11 @@ class Least:
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
-        self._alike = len(set(layer_costs(config.model))) == 1
         self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
 
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout whose states are shared out so."""
-        pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest(choice.pp)
+        pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest()
         start = 0.0
         if choice.mode != "zero3":
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
@@ -100,9 +98,26 @@ class Least:
         halves, most = 1 + SPLIT * (choice.schedule in HALVED), max(waiting.back, waiting.way + 2 * waiting.hops * hop)
         for each in waiting.chains:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
-        held = self._share_of_model(shape.passes.layers, choice.pp) / choice.tp
-        update = held / (shape.dp * choice.cp) * min(self._updating.values())
-        return max(shape.bound, most) + update
+        return max(shape.bound, most) + self._least_update(shape, choice)
+
+    def of_any_split(self, shape: Shape, choice: Choice, busy: float) -> float:
+        """Seconds of the best layout with this schedule, whatever its split.
+
+        busy: seconds that some rank computes for a micro-batch at least.
+        """
+        m, passes, hop = shape.micro_batches, shape.passes, self._hop(shape.choice)
+        if choice.schedule in WHOLE:
+            way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
+        else:
+            way = passes.split_way(1 + SPLIT * (choice.schedule in HALVED))
+        way += 2 * self._ranks_of(choice._replace(split=None)).hops[-1] * hop
+        return max(shape.bound, way, m * busy) + self._least_update(shape, choice)
+
+    def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""
+        more = self._longer(shape, choice, self._exchanges(choice))
+        forward, backward, _ = shape.passes.kinds[0]
+        return forward + more.layer[0], backward + more.layer[1]
 
     def of_layout(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout."""
@@ -270,7 +285,7 @@ class Least:
 
     def _turns(self, shape: Shape, choice: Choice) -> list[Turns]:
         """Of the ranks of an interleaved pipeline."""
-        key = shape.choice, choice.schedule, choice.virtual
+        key = shape.choice, choice.schedule, choice.virtual, choice.split
         if key not in self._interleaved:
             found, m, pp = list[Turns](), shape.micro_batches, choice.pp
             if choice.schedule == "interleaved_1f1b" and pp > 1:
@@ -306,23 +321,24 @@ class Least:
         offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
         return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
 
+    def _least_update(self, shape: Shape, choice: Choice) -> float:
+        """The same of the best layout with this schedule."""
+        held = self._share_of_model(shape.passes.layers, choice.pp) / choice.tp
+        return held / (shape.dp * choice.cp) * min(self._updating.values())
+
     def _share_of_model(self, layers: int, pp: int) -> float:
         """Parameters that some pipeline rank has at least."""
         return (layers * self._smallest + 2 * self._matrix) / pp
 
-    def _fewest(self, pp: int) -> int:
+    def _fewest(self) -> int:
         """Layers that each stage has at least but the last, under any schedule."""
         if (split := self.config.parallel.pipeline.split) and "parallel.pipeline.split" in self.pins:
             return min(split[:-1], default=0)
-        if self.pins.get("parallel.pipeline.schedule", NAMES[0]) not in NAMES:
-            return 0
-        most = self.pins.get("parallel.pipeline.virtual_stages") or max(VIRTUAL)
-        stages = pp * max(1, min(most, self.model.layers // pp))
-        return self.model.layers // stages if self._alike else 1
+        return int(self.pins.get("parallel.pipeline.schedule", NAMES[0]) in NAMES)
 
     def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
         """What pipeline ranks wait for and do."""
-        key = shape.choice, choice.schedule, choice.virtual
+        key = shape.choice, choice.schedule, choice.virtual, choice.split
         if key not in self._waits:
             ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes
             back = way = 0.0
@@ -339,7 +355,7 @@ class Least:
 
     def _ranks_of(self, choice: Choice) -> Ranks:
         """The pipeline ranks of a layout."""
-        key = choice.pp, choice.schedule, choice.virtual
+        key = choice.pp, choice.schedule, choice.virtual, choice.split
         if key not in self._ranks:
             estimate = self.estimate
             self._ranks[key] = Ranks(

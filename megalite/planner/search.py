@@ -6,7 +6,9 @@ layout that comes to the front with that is the fastest of all that are left, si
 is walked through layer by layer (`plan.total`); it is a result if it fits.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
@@ -64,6 +66,16 @@ class Found:
     timed: int = 0
     walked: int = 0
     tightest: tuple[float, Choice] | None = None
+    _layouts: set[Choice] = field(default_factory=set)  # of the results, whatever their splits
+
+    def add(self, result: Result) -> None:
+        """Take a result, with the fastest split of its layout."""
+        self.results.append(result)
+        self._layouts.add(result.choice._replace(split=None))
+
+    def has(self, node: "Node") -> bool:
+        """Whether the layout of a node is among the results with another split."""
+        return bool(self._layouts) and node.level > Level.MOVED and node.choice._replace(split=None) in self._layouts
 
     def fits(self, needed: float, choice: Choice, room: float) -> bool:
         """Whether a layout does; if not, take note of it."""
@@ -82,6 +94,8 @@ class Level(IntEnum):
 
     SHAPE = auto()
     PIPELINE = auto()  # a shape with a schedule
+    MOVED = auto()  # likewise, of layouts with moved layers
+    UNSPLIT = auto()  # one of these layouts, for which a split is looked for
     SHARED = auto()  # a layout, with the bounds of its pipeline and of how its states are shared out
     BOUNDED = auto()  # with a bound of its own
     CHAINED = auto()  # and one from its schedule
@@ -116,24 +130,46 @@ def search(
     exhaustive: simulate every layout and walk through its memory, whatever bounds and estimates say. tell: is called
     with what is found so far, before each walk.
     """
-    space, found, number = Space(config, gpus, timer, pins or {}, offload), Found(), count()
-    room = float("inf") if exhaustive else limit
+    space, found = Space(config, gpus, timer, pins or {}, offload, limit), Found()
+    with _uncollected():
+        _look(space, found, limit, wanted, exhaustive, tell)
+    return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The garbage collector rests: of a hundred thousand nodes it would find none, in a fifth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _look(
+    space: Space, found: Found, limit: float, wanted: int, exhaustive: bool, tell: Callable[[Found], object]
+) -> None:
+    """Fill `found`."""
+    number, room = count(), float("inf") if exhaustive else limit
     heap: list[tuple[float, int, Node]]
     heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in space.shapes(room)]
     heapify(heap)
     found.shapes = len(heap)
     while heap and (exhaustive or len(found.results) < wanted):
         seconds, _, node = heappop(heap)
+        if found.has(node):
+            continue
         if node.trial is not None and node.level is Level.TIMED:
             tell(found)
             if result := _walked(space, node.choice, node.trial.plan, limit, found):
-                found.results.append(result)
+                found.add(result)
             continue
         for bound, child in _closer(space, node, room, found):
             heappush(heap, (max(bound, seconds) if child.level < Level.TIMED else bound, next(number), child))
     if not found.results and (tightest := space.tightest(room)):
         found.too_large(*tightest)
-    return found
 
 
 def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
@@ -145,12 +181,21 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
     match node.level:
         case Level.SHAPE:
             for pipeline in space.pipelines(choice):
-                fits = found.fits(space.estimate.memory(pipeline), pipeline, room)
-                if fits and space.can_be_planned(shape, pipeline):
+                needed = space.estimate.memory(pipeline)
+                fits, planned = found.fits(needed, pipeline, room), space.can_be_planned(shape, pipeline)
+                if fits and planned:
                     yield space.least.of_pipeline(shape, pipeline), Node(Level.PIPELINE, shape, pipeline)
+                if planned and (bound := space.moves.of_pipeline(shape, pipeline, needed)) is not None:
+                    yield bound, Node(Level.MOVED, shape, pipeline)
         case Level.PIPELINE:
             for bound, layout in space.layouts(shape, choice):
                 yield bound, Node(Level.SHARED, shape, layout)
+        case Level.MOVED:
+            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice)):
+                yield bound, Node(Level.UNSPLIT, shape, layout)
+        case Level.UNSPLIT:
+            for bound, split in space.moves.splits(shape, choice):
+                yield bound, Node(Level.SHARED, shape, choice._replace(split=split))
         case Level.SHARED:
             found.layouts += 1
             if found.fits(space.estimate.memory(choice), choice, room):

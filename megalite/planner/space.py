@@ -7,6 +7,7 @@ their time, so that the search needs to look at few of them closely; layouts als
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from megalite.config.layers import layer_kinds
@@ -16,6 +17,7 @@ from megalite.planner.bounds import Passes
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
+from megalite.planner.moved import Moves
 from megalite.planner.stages import Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.actions import MOST_ACTIONS
@@ -30,10 +32,18 @@ class Space:
     """The layouts of `config` on `gpus` GPUs of a cluster.
 
     pins: keys of SEARCHED that keep the values that `config` has. offload: whether tensors may be moved to host memory
-    without being pinned there.
+    without being pinned there. limit: bytes that tensors may take; layers are moved where it is near.
     """
 
-    def __init__(self, config: Config, gpus: int, timer: Timer, pins: Mapping[str, Any], offload: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        gpus: int,
+        timer: Timer,
+        pins: Mapping[str, Any],
+        offload: bool,
+        limit: float = inf,
+    ) -> None:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
         self._too_large = list[Choice]()
@@ -44,6 +54,7 @@ class Space:
         self._times: dict[tuple[object, ...], Passes] = {}
         self.estimate = Estimate(config, pins, self.kinds)
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
+        self.moves = Moves(self.estimate, self.least, limit)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
@@ -140,6 +151,7 @@ class Space:
     def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
         each = self.config.batch.global_ // dp
         micros = every_divisor(each, LARGEST_MICRO)
+        split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
         activations, optimizer = (
             bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
         )
@@ -147,7 +159,9 @@ class Space:
             if each % micro:
                 continue
             for recompute in self._recompute():
-                yield Choice(tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer)
+                yield Choice(
+                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer, split
+                )
 
     def _recompute(self) -> list[Recomputed]:
         found: list[Recomputed] = self._pinned("train.recompute", lambda: ["none", "selective", "full"])

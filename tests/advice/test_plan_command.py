@@ -131,11 +131,31 @@ def test_a_pinned_split_has_a_stage_for_each_entry(plan: Run) -> None:
     assert all("pp 2 " in layout for layout in layouts)
 
 
+def test_layers_are_moved_where_the_default_split_does_not_fit(plan: Run, tmp_path: Path) -> None:
+    path, pins = tmp_path / "best.yaml", ["parallel.pp=4", "parallel.pipeline.schedule=1f1b", "parallel.tp=1"]
+    pins += ["parallel.cp=1", "batch.micro=1", "train.recompute=none"]
+    asked = [MODEL, "batch.global=16", *pins, "--gpus", "4"]
+    output = plan(*asked, "--max-memory", "18", "--explain", "--write", str(path))
+    told = re.search(r"pp 4 1f1b layers (.*?) · micro 1", output)
+    assert told
+    config = check(load([str(path)], ["run.device=cuda"]), 4)
+    split = config.parallel.pipeline.split
+    assert split is not None
+    assert told[1].replace("×", "") == " ".join(map(str, split))
+    assert f"parallel.pipeline.split={split}: " in output
+    assert "and it does not fit" in output
+    default = plan(*asked, "--as-is")
+    assert "does not fit" in plan(*asked, "--as-is", "--max-memory", "18")
+    assert seconds(default)[0] != seconds(output)[0]
+    assert seconds(plan(str(path), "--as-is", "--gpus", "4"))[0] == seconds(output)[0]
+
+
 def test_a_layout_tells_its_data_mode_where_ranks_share_states() -> None:
     alone = Choice(1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, False)
     assert "zero2" not in layout_text(alone)
     assert "zero2" in layout_text(alone._replace(cp=2))
     assert "zero2" in layout_text(alone._replace(shards=2))
+    assert "1f1b layers 7 9×2 7 ·" in layout_text(alone._replace(pp=4, split=(7, 9, 9, 7)))
 
 
 def test_what_another_run_has_written_meanwhile_stays(

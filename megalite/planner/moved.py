@@ -190,10 +190,13 @@ class Load:
 
 
 class Moves:
-    """The splits of layouts whose memory has a limit, in bytes; pinned ones have none."""
+    """The splits of layouts whose memory has a limit, in bytes; pinned ones have none.
 
-    def __init__(self, estimate: Estimate, least: Least, limit: float) -> None:
-        self.estimate, self.least, self.limit = estimate, least, limit
+    missed: times the limit that a layout may be estimated to need under the default split.
+    """
+
+    def __init__(self, estimate: Estimate, least: Least, limit: float, missed: float = MISSED) -> None:
+        self.estimate, self.least, self.limit, self.missed = estimate, least, limit, missed
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._loads: dict[tuple[object, ...], Load] = {}
         self._smallest = min(estimate.layer_parameters.values())
@@ -205,7 +208,7 @@ class Moves:
         needed: bytes that the lightest of these layouts is estimated to need under the default split.
         """
         free = pipeline.pp > 1 and pipeline.split is None and pipeline.schedule in NAMES
-        if not free or needed > MISSED * self.limit or not self._may_fit(shape, pipeline):
+        if not free or needed > self.missed * self.limit or not self._may_fit(shape, pipeline):
             return None
         load = self._load(shape, pipeline)
         return self.least.of_any_split(shape, pipeline, load.least * self._alike)
@@ -227,7 +230,7 @@ class Moves:
             if key not in known:
                 needed = max([each * (not offloads) + states * parameters for each, parameters in ranks])
                 near = needed > NEARLY * self.limit or load.slow
-                known[key] = near and needed <= MISSED * self.limit and self._may_fit(shape, layout)
+                known[key] = near and needed <= self.missed * self.limit and self._may_fit(shape, layout)
             if known[key]:
                 yield bound, layout
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
+from math import inf
 from typing import Any, NamedTuple
 
 from megalite.config.errors import InputError
@@ -25,6 +26,7 @@ from megalite.plan.total import Total
 from megalite.plan.total import fullest as fullest_of
 from megalite.planner.choice import Choice
 from megalite.planner.least import Shape
+from megalite.planner.moved import MISSED
 from megalite.planner.predict import Prediction, Trial, predict
 from megalite.planner.space import Space
 from megalite.planner.stages import Timer
@@ -130,9 +132,14 @@ def search(
     exhaustive: simulate every layout and walk through its memory, whatever bounds and estimates say. tell: is called
     with what is found so far, before each walk.
     """
-    space, found = Space(config, gpus, timer, pins or {}, offload, limit), Found()
     with _uncollected():
-        _look(space, found, limit, wanted, exhaustive, tell)
+        for missed in (MISSED, inf):  # if nothing fits, layers are moved however little the default split would fit
+            found = Found()
+            _look(
+                Space(config, gpus, timer, pins or {}, offload, limit, missed), found, limit, wanted, exhaustive, tell
+            )
+            if found.results:
+                break
     return found
 
 

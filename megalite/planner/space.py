@@ -17,7 +17,7 @@ from megalite.planner.bounds import Passes
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
-from megalite.planner.moved import Moves
+from megalite.planner.moved import MISSED, Moves
 from megalite.planner.stages import Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.actions import MOST_ACTIONS
@@ -32,7 +32,8 @@ class Space:
     """The layouts of `config` on `gpus` GPUs of a cluster.
 
     pins: keys of SEARCHED that keep the values that `config` has. offload: whether tensors may be moved to host memory
-    without being pinned there. limit: bytes that tensors may take; layers are moved where it is near.
+    without being pinned there. limit: bytes that tensors may take; layers are moved where it
+    is near, or missed by up to `missed` times.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Space:
         pins: Mapping[str, Any],
         offload: bool,
         limit: float = inf,
+        missed: float = MISSED,
     ) -> None:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
@@ -54,7 +56,7 @@ class Space:
         self._times: dict[tuple[object, ...], Passes] = {}
         self.estimate = Estimate(config, pins, self.kinds)
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
-        self.moves = Moves(self.estimate, self.least, limit)
+        self.moves = Moves(self.estimate, self.least, limit, missed)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""

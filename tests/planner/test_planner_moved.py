@@ -45,6 +45,15 @@ def test_the_search_finds_the_fastest_splits_that_fit(case: tuple) -> None:
     assert best == pytest.approx(one_by_one(Space(config, gpus, timer, pins, False, limit), limit), rel=1e-9)
 
 
+def test_layers_are_moved_wherever_else_nothing_fits() -> None:
+    pins = {**FEW, "parallel.pp": 4, "parallel.pipeline.schedule": "1f1b"}
+    given = [f"{key}={value}" for key, value in pins.items()]
+    config = load(["configs/model/llama3.2_1b.yaml"], ["run.device=cuda", "batch.global=16", *given])
+    (result,) = search(config, 4, TIMERS["h100_sxm"], 16 * GIB, pins, wanted=1).results
+    assert result.choice.split is not None
+    assert result.memory <= 16 * GIB
+
+
 def one_by_one(space: Space, limit: float) -> dict[object, float]:
     """By layout: seconds of the fastest of its splits that fits."""
     best: dict[object, float] = {}

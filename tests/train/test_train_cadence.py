@@ -43,7 +43,7 @@ def test_an_interval_is_that_of_daly_in_whole_steps(save: float, write: float, s
     assert found.steps >= 1
     assert found.steps * step >= write
     assert abs(found.steps * step - seconds) <= step
-    assert f"every {found.steps} steps" in str(found)
+    assert f"every {found.steps:,} step" in str(found)
 
 
 def test_more_failures_shorten_the_interval() -> None:

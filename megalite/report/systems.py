@@ -53,6 +53,14 @@ def _with(runs: Sequence[Run], *columns: str) -> list[Run]:
     return [run for run in runs if any(run.number(column) > 0 for column in columns) and run.number("gpus") > 0]
 
 
+def _medians(gpus: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """A line: by number of GPUs, the median of the repeats."""
+    places = sorted(set(gpus))
+    return places, [
+        float(np.median([value for each, value in zip(gpus, values, strict=True) if each == place])) for place in places
+    ]
+
+
 def _speed(layouts: dict[str, list[Run]]) -> Picture:
     rows: list[list[Any]] = [
         [name, run.slug, run.number("gpus"), run.number(SPEED), run.number(LOW), run.number(HIGH)]
@@ -69,15 +77,19 @@ def _speed(layouts: dict[str, list[Run]]) -> Picture:
             below = [max(run.number(SPEED) - run.number(LOW), 0) if isfinite(run.number(LOW)) else 0 for run in some]
             above = [max(run.number(HIGH) - run.number(SPEED), 0) if isfinite(run.number(HIGH)) else 0 for run in some]
             axes.errorbar(
-                x, y, (below, above), fmt="o-", color=colour, capsize=3, label=label(name) if at in named else None
+                x, y, (below, above), fmt="o", color=colour, capsize=3, label=label(name) if at in named else None
             )
+            axes.plot(*_medians(x, y), "-", color=colour)
         _gpus(axes, [row[2] for row in rows])
         axes.set_ylabel("tokens/s per GPU")
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
         beside(axes)
 
-    told = "Median of the measured steps; whiskers go from the tenth to the ninetieth percentile."
+    told = (
+        "Median of the measured steps of each run; whiskers go from the tenth to the ninetieth percentile, and lines "
+        "through the median of repeats."
+    )
     header = ["layout", "run", "gpus", "tokens_per_second_per_gpu", "low", "high"]
     return Picture("throughput", "Throughput of a GPU", told, header, rows, paint)
 
@@ -95,15 +107,19 @@ def _efficiency(layouts: dict[str, list[Run]]) -> Picture:
         axes.axhline(1, color=PALE, linestyle="--", label="ideal")
         named = in_legend(len(layouts))
         for at, (name, colour) in enumerate(zip(layouts, kinds(len(layouts)), strict=True)):
-            points = [(gpus, share) for layout, gpus, share in rows if layout == name]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label(name) if at in named else None)
+            x, y = zip(*[(gpus, share) for layout, gpus, share in rows if layout == name], strict=True)
+            axes.plot(x, y, "o", color=colour, label=label(name) if at in named else None)
+            axes.plot(*_medians(x, y), "-", color=colour)
         _gpus(axes, [row[1] for row in rows])
         axes.set_ylabel("tokens/s per GPU, relative")
         axes.set_ylim(0, max(1.08, 1.05 * max(row[2] for row in rows)))
         axes.yaxis.set_major_formatter(ticker.PercentFormatter(1))
         beside(axes)
 
-    told = "Of each layout, relative to its fewest GPUs. Ideal is to keep the throughput of a GPU."
+    told = (
+        "Of each layout, relative to the median on its fewest GPUs; lines go through the median of repeats. Ideal is to"
+    )
+    told += " keep the throughput of a GPU."
     return Picture("efficiency", "Efficiency of scaling", told, ["layout", "gpus", "efficiency"], rows, paint)
 
 
@@ -123,7 +139,8 @@ def _mfu(layouts: dict[str, list[Run]]) -> Picture:
                 some = [run for run in _with(runs, column) if isfinite(run.number(column))]
                 words = label(name) if at in named and style == "-" else None
                 x, y = [run.number("gpus") for run in some], [run.number(column) for run in some]
-                axes.plot(x, y, f"o{style}", color=colour, label=words)
+                axes.plot(x, y, "o", color=colour, label=words)
+                axes.plot(*_medians(x, y), style, color=colour)
         _gpus(axes, [row[1] for row in rows])
         axes.set_ylabel("MFU")
         axes.set_ylim(bottom=0)

@@ -13,6 +13,7 @@ from megalite.config.errors import InputError
 from megalite.report.axes import steps
 from megalite.report.command import report
 from megalite.report.picture import colours, in_legend
+from megalite.report.systems import _medians
 from megalite.scaling.command import fit
 
 SHAPES = ((64, 2), (80, 2), (96, 3), (128, 4), (160, 4), (192, 5), (256, 6))
@@ -139,6 +140,10 @@ def test_a_systems_experiment_shows_scaling_and_what_ran_out_of_memory(tmp_path:
     assert "no fit.json" not in page.text
     first = next(csv.DictReader((folder / "report" / "efficiency.csv").open()))
     assert float(first["efficiency"]) == 1
+
+
+def test_lines_go_through_the_median_of_repeats():
+    assert _medians([8, 2, 2, 8, 2], [5.0, 1.0, 4.0, 7.0, 2.0]) == ([2, 8], [2.0, 6.0])
 
 
 def test_an_old_fit_is_told_and_a_broken_one_refused(tmp_path: Path):

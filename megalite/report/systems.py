@@ -117,9 +117,9 @@ def _efficiency(layouts: dict[str, list[Run]]) -> Picture:
         beside(axes)
 
     told = (
-        "Of each layout, relative to the median on its fewest GPUs; lines go through the median of repeats. Ideal is to"
+        "Of each layout, relative to the median on its fewest GPUs; lines go through the median of repeats. "
+        "Ideal is to keep the throughput of a GPU."
     )
-    told += " keep the throughput of a GPU."
     return Picture("efficiency", "Efficiency of scaling", told, ["layout", "gpus", "efficiency"], rows, paint)
 
 

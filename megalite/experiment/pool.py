@@ -21,6 +21,7 @@ from megalite.stop import listen, restore
 from megalite_launch.processes import prepared
 
 LOOK = 0.1  # seconds between two looks at the tasks
+TELL = 2.0  # seconds between two looks at the files of their runs
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE = re.compile(r"nvidia\d+")  # in /dev, one for each GPU
 TOLD = 3  # names of runs that the progress shows
@@ -187,6 +188,7 @@ class _Shown:
         self.bar = Progress(*columns, console=console, disable=not self.terminal)
         self.task = self.bar.add_task("", total=total)
         self.told: set[str] = set()  # names of runs that have ended
+        self.next_look = 0.0
 
     def __enter__(self) -> "_Shown":
         self.bar.start()
@@ -197,8 +199,10 @@ class _Shown:
 
     def show(self, tasks: Sequence[Task]) -> None:
         """Name the runs at work, and tell which of them are done: a trunk may be long before its branches."""
-        for task in tasks:
-            self._tell(task)
+        if (now := time.monotonic()) >= self.next_look:
+            self.next_look = now + TELL
+            for task in tasks:
+                self._tell(task)
         names = [name for task in tasks for name in task.names if name not in self.told]
         more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
         self.bar.update(self.task, description=", ".join(names[:TOLD]) + more)

@@ -66,23 +66,12 @@ def _by_size(found: Found) -> Picture:
     n, loss = found.column(runs, "N"), found.column(runs, "loss")
     groups = series(levels)
 
+    def of(places: Array) -> tuple[str, Array, Array, Array]:
+        level, line = float(np.median(levels[places])), np.geomspace(n.min(), n.max(), FINE)
+        return f"{name} {text(level)}", line, line, tokens_of(level, line)
+
     def paint(figure: Any) -> None:
-        axes = figure.add_subplot()
-        named = in_legend(len(groups))
-        for at, (places, colour) in enumerate(zip(groups, colours(len(groups)), strict=True)):
-            level = float(np.median(levels[places]))
-            axes.plot(
-                n[places], loss[places], "o", color=colour, label=f"{name} {text(level)}" if at in named else None
-            )
-            if found.losses is not None:
-                line = np.geomspace(n.min(), n.max(), FINE)
-                axes.plot(line, found.losses[0].loss(line, tokens_of(level, line)), color=colour, lw=1.1)
-            elif len(places) > 1:
-                order = places[np.argsort(n[places])]
-                axes.plot(n[order], loss[order], color=colour, lw=1.1)
-        logarithmic(axes, "x", "parameters N")
-        logarithmic(axes, "y", "loss, nats per token", loss_text)
-        beside(axes)
+        _with_law(figure, found, groups, n, loss, of, "parameters N")
 
     rows = [[run.slug, x, level, y] for run, x, level, y in zip(runs, n, levels, loss, strict=True)]
     told = f"Final losses of fitted runs, by {name}. Lines are {_line(found)}."
@@ -94,25 +83,40 @@ def _by_tokens(found: Found) -> Picture:
     n, d, loss = (found.column(runs, name) for name in ("N", "D", "loss"))
     groups = series(n)
 
+    def of(places: Array) -> tuple[str, Array, Array, Array]:
+        size, line = float(np.median(n[places])), np.geomspace(d[places].min() / 1.3, d[places].max() * 1.3, FINE)
+        return f"N {number(size)}", line, np.full_like(line, size), line
+
     def paint(figure: Any) -> None:
-        axes = figure.add_subplot()
-        named = in_legend(len(groups))
-        for at, (places, colour) in enumerate(zip(groups, colours(len(groups)), strict=True)):
-            size = float(np.median(n[places]))
-            axes.plot(d[places], loss[places], "o", color=colour, label=f"N {number(size)}" if at in named else None)
-            if found.losses is not None:
-                line = np.geomspace(d[places].min() / 1.3, d[places].max() * 1.3, FINE)
-                axes.plot(line, found.losses[0].loss(size, line), color=colour, lw=1.1)
-            elif len(places) > 1:
-                order = places[np.argsort(d[places])]
-                axes.plot(d[order], loss[order], color=colour, lw=1.1)
-        logarithmic(axes, "x", "tokens D")
-        logarithmic(axes, "y", "loss, nats per token", loss_text)
-        beside(axes)
+        _with_law(figure, found, groups, d, loss, of, "tokens D")
 
     rows = [[run.slug, *values] for run, values in zip(runs, np.stack([n, d, loss], 1).tolist(), strict=True)]
     told = f"Final losses of fitted runs, by size. Lines are {_line(found)}."
     return Picture("loss_by_tokens", "Loss by tokens", told, ["run", "N", "D", "loss"], rows, paint)
+
+
+def _with_law(
+    figure: Any,
+    found: Found,
+    groups: Sequence[Array],
+    x: Array,
+    loss: Array,
+    of: Callable[[Array], tuple[str, Array, Array, Array]],
+    title: str,
+) -> None:
+    """Losses over `x`, a colour for each group. of: its words, and x, N and D of the law's line."""
+    axes, named = figure.add_subplot(), in_legend(len(groups))
+    for at, (places, colour) in enumerate(zip(groups, colours(len(groups)), strict=True)):
+        words, line, sizes, tokens = of(places)
+        axes.plot(x[places], loss[places], "o", color=colour, label=words if at in named else None)
+        if found.losses is not None:
+            axes.plot(line, found.losses[0].loss(sizes, tokens), color=colour, lw=1.1)
+        elif len(places) > 1:
+            order = places[np.argsort(x[places])]
+            axes.plot(x[order], loss[order], color=colour, lw=1.1)
+    logarithmic(axes, "x", title)
+    logarithmic(axes, "y", "loss, nats per token", loss_text)
+    beside(axes)
 
 
 def _line(found: Found) -> str:

@@ -49,10 +49,8 @@ def test_the_law_and_what_it_tells_of_the_held_out_runs(tmp_path: Path) -> None:
     of = found["fits"]["with_head"]["approach3"]
     law = of["law"]
     terms = f"{law['A']:.2f} / N^{plain(law['alpha'], 3)} + {law['B']:.0f} / D^{plain(law['beta'], 3)}"
-    assert (
-        f"loss = {law['E']:.3f} + {terms}, R² = {plain(of['r2'], 4)} (of ln(loss)), rms {of['rms']:.2%}"
-        in PAGE.replace("rms .", "rms 0.").replace(" %", "%")
-    )
+    quality = f"R² = {plain(of['r2'], 4)} (of ln(loss)), rms {plain(100 * of['rms'], 2)} %"
+    assert f"loss = {law['E']:.3f} + {terms}, {quality}" in PAGE
     assert of["r2"] > 0.995
     assert len(found["holdout"]) == 3
     for row in found["holdout"]:

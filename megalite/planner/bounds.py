@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from megalite.schedule.generate import V_SHAPED
 
+ROUNDING = 1e-9  # of a layer
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -104,6 +106,21 @@ class Passes:
             return way
         counts, (forward, inputs, weights) = longest_path(schedule, len(split) // 2, m), shortest
         return max(way, counts[0] * forward + longer * (counts[1] * inputs + counts[2] * weights))
+
+
+def slowest(layers: int, ranks: int, layer: float, head: float) -> float:
+    """Seconds of the slowest of some pipeline ranks at least, whatever the split of `layers` layers.
+
+    layer, head: seconds of a layer, and of the head, which one of the ranks has.
+    """
+    others, ends = ranks - 1, head / layer
+    whole = layers // ranks  # layers in this time, if a rank without the head is the slowest
+    while others * whole + max(0, int(whole - ends + ROUNDING)) < layers:
+        whole += 1
+    beside = max(0, int(layers / ranks - ends) - 1)  # and if it is that with the head
+    while others * int(beside + ends + ROUNDING) + beside < layers:
+        beside += 1
+    return min(whole, beside + ends) * layer
 
 
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns
+from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, slowest
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.predict import adamw_seconds
@@ -29,12 +29,13 @@ ONCE = ("ddp", "zero1")  # modes that reduce gradients once a step
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the time of layers, with a lower bound of the seconds of a step."""
+    """What decides the time of layers. computes, bound: seconds of a step at least, without the optimizer and whole."""
 
     choice: Choice  # of its first layout
     micro_batches: int
     dp: int
     passes: Passes
+    computes: float
     bound: float
 
 
@@ -81,6 +82,16 @@ class Least:
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
 
+    def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
+        """The shape of a first layout. splits: whether its schedules may split backward passes."""
+        m, pp = self.config.batch.global_ // (first.shards * first.micro), first.pp
+        way = passes.split_way(1.0) if splits else passes.there + passes.back + (m - 1) * sum(passes.head[:2])
+        way += 2 * (pp - 1) * self._hop(first)
+        alike, fullest = len(passes.kinds) == 1, -(-passes.layers // pp)  # layers of some rank
+        busy = slowest(passes.layers, pp, passes.shortest, sum(passes.head[:2])) if alike else fullest * passes.shortest
+        computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
+        return Shape(first, m, first.shards, passes, computes, computes + self._least_update(passes.layers, first))
+
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout whose states are shared out so."""
         pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest()
@@ -89,7 +100,7 @@ class Least:
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
         edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
         waits = shape.passes.first_waits(pp, fewest, self._hop(shape.choice) + edge)
-        computes = max(shape.bound, start + waits + self._mean(shape, choice, data))
+        computes = max(shape.computes, start + waits + self._mean(shape, choice, data))
         return max(computes, self._reductions(shape, choice, data, None)) + self._update(shape, choice, data, 0)
 
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
@@ -98,7 +109,7 @@ class Least:
         halves, most = 1 + SPLIT * (choice.schedule in HALVED), max(waiting.back, waiting.way + 2 * waiting.hops * hop)
         for each in waiting.chains:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
-        return max(shape.bound, most) + self._least_update(shape, choice)
+        return max(shape.computes, most) + self._least_update(shape.passes.layers, choice)
 
     def of_any_split(self, shape: Shape, choice: Choice, busy: float) -> float:
         """Seconds of the best layout with this schedule, whatever its split.
@@ -111,7 +122,7 @@ class Least:
         else:
             way = passes.split_way(1 + SPLIT * (choice.schedule in HALVED))
         way += 2 * self._ranks_of(choice._replace(split=None)).hops[-1] * hop
-        return max(shape.bound, way, m * busy) + self._least_update(shape, choice)
+        return max(shape.computes, way, m * busy) + self._least_update(shape.passes.layers, choice)
 
     def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
         """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""
@@ -141,7 +152,7 @@ class Least:
         for turn in self._turns(shape, choice) if choice.mode in ONCE else ():
             most = max(most, self._turn(turn, m, data, hop, once))
         start, end = self._start(shape, choice, data, split[0]), self._end(shape, choice, data, split[0]) * whole
-        computes = max(shape.bound, self._mean(shape, choice, data), start + most + end)
+        computes = max(shape.computes, self._mean(shape, choice, data), start + most + end)
         reduces = self._reductions(shape, choice, data, choice.schedule)
         return max(computes, reduces) + self._update(shape, choice, data, max(each.layers for each in found))
 
@@ -321,10 +332,10 @@ class Least:
         offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
         return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
 
-    def _least_update(self, shape: Shape, choice: Choice) -> float:
-        """The same of the best layout with this schedule."""
-        held = self._share_of_model(shape.passes.layers, choice.pp) / choice.tp
-        return held / (shape.dp * choice.cp) * min(self._updating.values())
+    def _least_update(self, layers: int, choice: Choice) -> float:
+        """The same of the best layout of a shape of so many layers."""
+        held = self._share_of_model(layers, choice.pp) / choice.tp
+        return held / (choice.replicas * choice.shards * choice.cp) * min(self._updating.values())
 
     def _share_of_model(self, layers: int, pp: int) -> float:
         """Parameters that some pipeline rank has at least."""

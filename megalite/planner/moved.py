@@ -13,6 +13,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from megalite.config.schema import SCHEDULES
+from megalite.planner.bounds import ROUNDING, slowest
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import ONCE, Estimate
 from megalite.planner.flight import Flights, flights
@@ -23,7 +24,6 @@ from megalite.schedule.generate import NAMES
 NEARLY, MISSED = 0.8, 1.3  # of the limit: between these is the estimate of a default split whose layers are moved
 FASTER = 5e-3  # by which the slowest rank must become faster for layers to be moved though all fits
 SLOWER = 1.25  # times as long as necessary may the slowest rank take
-ROUNDING = 1e-9  # of a layer
 BLOCKS = 8  # of ranks, in which it is looked whether any split may fit
 MANY = 1 << 30  # layers: more than any model has
 TRIED = 2  # splits of a layout that are estimated to fit, as the estimate is a little below the walk
@@ -118,14 +118,7 @@ class Load:
     @cached_property
     def least(self) -> float:
         """Seconds of the slowest rank at least, whatever the split: `quickest` without the embedding, in less time."""
-        layers, others, head = sum(self.ranks.default), len(self.ranks.stages) - 1, self.head / self.layer
-        whole = layers // (others + 1)  # layers in this time, if a rank without the head is the slowest
-        while others * whole + max(0, int(whole - head + ROUNDING)) < layers:
-            whole += 1
-        beside = max(0, int(layers / (others + 1) - head) - 1)  # and if it is that with the head
-        while others * int(beside + head + ROUNDING) + beside < layers:
-            beside += 1
-        return min(whole, beside + head) * self.layer
+        return slowest(sum(self.ranks.default), len(self.ranks.stages), self.layer, self.head)
 
     @cached_property
     def quickest(self) -> list[int]:

@@ -18,7 +18,7 @@ from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
 from megalite.planner.moved import MISSED, Moves
-from megalite.planner.stages import Timer, work_of
+from megalite.planner.stages import WHOLE, Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.actions import MOST_ACTIONS
 from megalite.schedule.generate import NAMES, SPLITTING, actions_of
@@ -54,6 +54,7 @@ class Space:
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
+        self._splitting: dict[tuple[int, bool], bool] = {}
         self.estimate = Estimate(config, pins, self.kinds)
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
         self.moves = Moves(self.estimate, self.least, limit, missed)
@@ -171,11 +172,14 @@ class Space:
         return [mode for mode in found if not (compiled and mode == "selective")]
 
     def _shape(self, first: Choice) -> Shape:
-        m = self.config.batch.global_ // (first.shards * first.micro)
-        passes = self._passes(first)
-        fullest = -(-passes.layers // first.pp)  # layers of some rank
-        bound = m * max((passes.there + passes.back) / first.pp, fullest * passes.shortest)
-        return Shape(first, m, first.shards, passes, bound)
+        return self.least.shape(first, self._passes(first), self._splits_backward(first))
+
+    def _splits_backward(self, first: Choice) -> bool:
+        """Whether a schedule that a shape can have may split backward passes."""
+        key = first.pp, first.recompute == "full"
+        if key not in self._splitting:
+            self._splitting[key] = any(name not in WHOLE for name, _ in self._schedules(first))
+        return self._splitting[key]
 
     def _passes(self, choice: Choice) -> Passes:
         """Seconds of the model's passes for a micro-batch."""

@@ -123,6 +123,28 @@ def slowest(layers: int, ranks: int, layer: float, head: float) -> float:
     return min(whole, beside + ends) * layer
 
 
+def slowest_waiting(
+    layers: int, ranks: int, stages: int, layer: float, ends: tuple[float, float], before: float
+) -> float:
+    """The same for ranks that wait for others' layers, in a pipeline that is not V-shaped and has evenly filled stages.
+
+    A rank begins when the first stages of all ranks before have computed. So in T seconds it has at most
+    (T - before · their layers) / layer of its own, of which its first stage has 1 / stages, rounded down: in all, as
+    many layers as fewer ranks without waiting.
+
+    stages: of each rank. layer, ends: seconds of a layer, and of embedding and head as stages of the first rank are
+    filled by them and the last one has it, for all micro-batches. before: seconds that each layer before takes.
+    """
+    embedding, head = ends
+    if not before:
+        return (layers * layer + head) / ranks
+    share = before / (stages * layer)
+    left = 1 - share
+    working = (1 - left**ranks) / share
+    rounded = (stages - 1) / stages * ((ranks - working) + embedding / layer * (1 - left ** (ranks - 1))) / share
+    return (layers * layer + head - before * rounded) / working
+
+
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
     """How many F, I and W lie on a path through a V-shaped schedule: a longest one while the pipeline is not full.
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megalite.config.schema import Config
-from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, slowest
+from megalite.config.schema import SCHEDULES, Config
+from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, slowest, slowest_waiting
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.predict import adamw_seconds
@@ -27,7 +27,7 @@ VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 ONCE = ("ddp", "zero1")  # modes that reduce gradients once a step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # which makes it a quick key
 class Shape:
     """What decides the time of layers. computes, bound: seconds of a step at least, without the optimizer and whole."""
 
@@ -64,6 +64,9 @@ class Waits:
     way: float
 
 
+NO_LONGER = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)
+
+
 class Least:
     """Bounds of the layouts of `config` on `gpus` GPUs. pins: keys that keep their values."""
 
@@ -84,7 +87,7 @@ class Least:
 
     def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
         """The shape of a first layout. splits: whether its schedules may split backward passes."""
-        m, pp = self.config.batch.global_ // (first.shards * first.micro), first.pp
+        m, pp = first.micro_batches(self.config.batch.global_), first.pp
         way = passes.split_way(1.0) if splits else passes.there + passes.back + (m - 1) * sum(passes.head[:2])
         way += 2 * (pp - 1) * self._hop(first)
         alike, fullest = len(passes.kinds) == 1, -(-passes.layers // pp)  # layers of some rank
@@ -111,18 +114,41 @@ class Least:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
         return max(shape.computes, most) + self._least_update(shape.passes.layers, choice)
 
-    def of_any_split(self, shape: Shape, choice: Choice, busy: float) -> float:
-        """Seconds of the best layout with this schedule, whatever its split.
-
-        busy: seconds that some rank computes for a micro-batch at least.
-        """
-        m, passes, hop = shape.micro_batches, shape.passes, self._hop(shape.choice)
+    def of_any_split(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of the best layout with this schedule, whatever its split. choice: with the default one."""
+        passes, halves, computes = shape.passes, choice.schedule in HALVED, shape.computes
+        way = passes.split_way(1 + SPLIT * halves)
         if choice.schedule in WHOLE:
-            way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
-        else:
-            way = passes.split_way(1 + SPLIT * (choice.schedule in HALVED))
-        way += 2 * self._ranks_of(choice._replace(split=None)).hops[-1] * hop
-        return max(shape.computes, way, m * busy) + self._least_update(shape.passes.layers, choice)
+            way = passes.there + passes.back + (shape.micro_batches - 1) * sum(passes.head[:2])
+        way += 2 * self._ranks_of(choice).hops[-1] * self._hop(shape.choice)
+        if len(passes.kinds) == 1:
+            computes = max(computes, self._slowest(shape, choice, NO_LONGER))
+        return max(computes, way) + self._least_update(passes.layers, choice)
+
+    def of_unsplit(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of a layout, whatever its split; all layers must be alike."""
+        data = self._exchanges(choice)
+        computes = self._slowest(shape, choice, self._longer(shape, choice, data))
+        start = 0.0 if choice.mode == "zero3" else data.end.gathered + data.end.copied + data.least.copied
+        return max(shape.computes, start + computes) + self._update(shape, choice, data, 0)
+
+    def _slowest(self, shape: Shape, choice: Choice, more: Longer) -> float:
+        """Seconds that some rank waits and computes, whatever the split. more: by how much passes are longer."""
+        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in WHOLE
+        halves, (forward, backward, _) = 1 + SPLIT * (choice.schedule in HALVED), passes.kinds[0]
+        forward, backward = forward + more.layer[0], backward + more.layer[1]
+        layer, embedding, head = (
+            forward + halves * backward,
+            *(
+                each[0] + longer[0] + halves * (each[1] + longer[1])
+                for each, longer in ((passes.embedding, more.embedding), (passes.head, more.head))
+            ),
+        )
+        found = m * slowest(passes.layers, pp, layer, head)
+        if choice.schedule in V_SHAPED:
+            return found
+        stages, before = choice.virtual or SCHEDULES[choice.schedule], forward + whole * backward
+        return max(found, slowest_waiting(passes.layers, pp, stages, m * layer, (m * embedding, m * head), before))
 
     def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
         """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""
@@ -296,7 +322,7 @@ class Least:
 
     def _turns(self, shape: Shape, choice: Choice) -> list[Turns]:
         """Of the ranks of an interleaved pipeline."""
-        key = shape.choice, choice.schedule, choice.virtual, choice.split
+        key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._interleaved:
             found, m, pp = list[Turns](), shape.micro_batches, choice.pp
             if choice.schedule == "interleaved_1f1b" and pp > 1:
@@ -349,7 +375,7 @@ class Least:
 
     def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
         """What pipeline ranks wait for and do."""
-        key = shape.choice, choice.schedule, choice.virtual, choice.split
+        key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._waits:
             ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes
             back = way = 0.0

@@ -29,15 +29,15 @@ class Passes:
     embedding: tuple[float, float, float]
     head: tuple[float, float, float]
 
-    @property
+    @cached_property
     def there(self) -> float:
         return self.forward[-1] + self.embedding[0] + self.head[0]
 
-    @property
+    @cached_property
     def back(self) -> float:
         return self.backward[-1] + self.embedding[1] + self.head[1]
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return len(self.forward) - 1
 

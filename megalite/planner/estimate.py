@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.activations import BYTES, Activations
-from megalite.plan.pipeline import micro_batches, placement
+from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.size import layer_parameters
 from megalite.plan.split import balance
@@ -70,6 +70,7 @@ class Estimate:
         self._keep: dict[tuple[object, ...], list[int]] = {}
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
+        self._scheduled: dict[tuple[object, ...], Config] = {}
         self._of_rank: dict[tuple[object, ...], float] = {}
         self._kinds = found
         self._made_of: dict[tuple[object, ...], list[Alike]] = {}
@@ -130,17 +131,17 @@ class Estimate:
         """
         if choice.schedule not in NAMES:
             return 0.0
-        config = choice.applied(self.config, self.pins)
-        owners, m, alike = self.owners(choice), micro_batches(config), self._alike(choice)
+        m = choice.micro_batches(self.config.batch.global_)
+        config, owners, alike = self.scheduled(choice), self.owners(choice), self._alike(choice)
         managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.precision == "bf16"
         inputs, most = m * self.sizes(choice).inputs, 0.0
-        known: dict[Alike, StageBytes] = {}
+        known, few = dict[Alike, StageBytes](), filled(config, m)
         for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):
             mine = {stage: alike[stage] for stage, owner in enumerate(owners) if owner == rank}
             for what in {*mine.values()} - known.keys():
                 known[what] = self._stage(choice, *what)
             held = {stage: known[what] for stage, what in mine.items()}
-            steps = tables.steps(config, filled(config, m), rank)
+            steps = tables.steps(config, few, rank)
             states = self._held(choice, rank) * self.each(choice).states + inputs
             most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
             if most > room:
@@ -232,11 +233,18 @@ class Estimate:
             self._of_rank[key] = layers + self.matrix * outer
         return self._of_rank[key]
 
+    def scheduled(self, choice: Choice) -> Config:
+        """A configuration with the schedule of a layout, whatever else it has."""
+        key = choice.pp, choice.schedule, choice.virtual
+        if key not in self._scheduled:
+            self._scheduled[key] = choice.applied(self.config, self.pins)
+        return self._scheduled[key]
+
     def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""
         key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
         if key not in self._placements:
-            self._placements[key] = placement(choice.applied(self.config, self.pins))
+            self._placements[key] = placement(self.scheduled(choice))
         return self._placements[key]
 
     def each(self, choice: Choice) -> Each:

@@ -188,13 +188,12 @@ class Least:
         The chain is the longest for the first layout that was asked for with this schedule, and a long one for others.
         What is gathered or reduced between its actions is left out. Raises InputError for a schedule that cannot run.
         """
-        config, m = choice.applied(self.config, self.pins), shape.micro_batches
-        data = self._exchanges(choice)
+        m, data = shape.micro_batches, self._exchanges(choice)
         stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
-        few = enough(config, m)
+        few = enough(self.estimate.scheduled(choice), m)
         key = choice.pp, choice.schedule, choice.virtual, few
         if key not in self._longest:
-            clock = self.timer.tables.clock(config, few)
+            clock = self.timer.tables.clock(choice.applied(self.config, self.pins), few)
             costs = [stages[cost.stage].get(cost.kind, 0.0) for cost in clock.classes]
             found, hops = clock.longest(costs, hop)
             counts = Counter[tuple[Kind, int]]()

@@ -231,9 +231,9 @@ def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Fo
     if not (plan := _checked(space, planned)):
         return None
     found.walked += 1
-    needed = _likely_fullest(plan, limit)
+    needed = 0 if choice.pp <= ALL_RANKS else _likely_fullest(plan, limit)
     if needed <= limit and (not found.results or choice.pp <= ALL_RANKS):
-        needed = _all_ranks(plan, space.timer)
+        needed = _all_ranks(plan, space.timer, limit)
     if not found.fits(needed, choice, limit):
         return None
     return Result(choice, predict(plan.config, space.timer.cluster, space.timer, plan), needed)
@@ -297,8 +297,8 @@ def _kept_at_once(plan: Plan, m: int) -> list[int]:
     ]
 
 
-def _all_ranks(plan: Plan, timer: Timer) -> int:
-    """Bytes of the fullest of all pipeline ranks."""
+def _all_ranks(plan: Plan, timer: Timer, limit: float = inf) -> int:
+    """Bytes of the fullest of all pipeline ranks; or of one that needs more than `limit`, if any does."""
     config = plan.config
     steps = {
         m: timer.tables.of(config, m, transfers=True) for m in (as_full(config, each) for each in fullest_steps(config))
@@ -306,7 +306,12 @@ def _all_ranks(plan: Plan, timer: Timer) -> int:
     whole = plan.of(config, steps)
     if config.parallel.pipeline.schedule == "gpipe":
         return max(memory.total for memory in each_rank(config, whole))
-    return fullest_of(whole, range(config.parallel.pp))
+    kept, most = _kept_at_once(whole, max(steps)), 0
+    for rank in sorted(range(config.parallel.pp), key=lambda rank: -kept[rank]):
+        most = max(most, fullest_of(whole, [rank]))
+        if most > limit:
+            break
+    return most
 
 
 def fullest_rank(config: Config) -> Memory:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megalite.planner.stages import HALVED
 from megalite.schedule.generate import V_SHAPED
 
 ROUNDING = 1e-9  # of a layer
@@ -155,6 +156,19 @@ def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
     if m <= p:
         return 2 * p, 2 * (p + m - 1), 2 * m + p - 1
     return 2 * m - 1, 2 * (p + m - 1), 3 * p + 1
+
+
+def halved(schedule: str, split: Sequence[int], m: int) -> tuple[int, int]:
+    """How many of m backward passes are split at least: of any stage, and of all layers together.
+
+    A test counts them in the schedules.
+    """
+    layers, fewest, p = sum(split), min(split), len(split) // 2
+    if schedule in HALVED:
+        return m, m * layers
+    if schedule != "dualpipev" or m < 2 * p:
+        return 0, 0
+    return p // 2, fewest * p * (3 * p - 1) // 2 + (layers - 2 * p * fewest) * (p // 2)
 
 
 class Moved(NamedTuple):

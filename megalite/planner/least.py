@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megalite.config.schema import SCHEDULES, Config
-from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, slowest, slowest_waiting
+from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, halved, slowest, slowest_waiting
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.predict import adamw_seconds
@@ -280,16 +280,22 @@ class Least:
         return not choice.offload_activations and not mixed(self.config, self.pins, choice)
 
     def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str | None) -> float:
-        """Seconds of a rank's reductions after micro-batches, which wait for each other."""
+        """Seconds until a rank's reductions after micro-batches have ended, which wait for each other.
+
+        None begins before a micro-batch has come through all stages. Beside the halves of a backward pass nothing is reduced, and replicas are summed each time if there are any.
+        """
         if choice.mode in ONCE:
             return 0.0
-        m, reduced = shape.micro_batches, data.all.reduced + 2 * data.end.reduced
-        if schedule in HALVED:
-            return (m * reduced + data.all.summed + 2 * data.end.summed) / choice.pp
-        if choice.mode == "zero3" or not self._known(choice):  # whose backward passes are longer
-            return 0.0
-        back = shape.passes.back + data.all.added + 2 * data.end.added
-        return m * (reduced - (1 + self.timer.constants.overlap) * back) / choice.pp
+        m, passes, overlap = shape.micro_batches, shape.passes, self.timer.constants.overlap
+        each, layers = halved(schedule, self.estimate.split(choice), m) if schedule in SPLITTING else (0, 0)
+        reduced = data.all.reduced + 2 * data.end.reduced
+        if each:
+            reduced += data.all.summed + 2 * data.end.summed
+        left = 0.0
+        if choice.mode != "zero3" and self._known(choice):  # otherwise, backward passes are longer
+            back = passes.back + data.all.added + 2 * data.end.added
+            left = m * reduced - (1 + overlap) * (m * back - layers * passes.least[1])
+        return passes.there + max(each * reduced, left) / choice.pp
 
     def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
         """Seconds until the first stage, of `first` layers, has the weights that it waits for."""

@@ -149,11 +149,14 @@ def test_no_numbers_of_layers_are_faster_or_need_less_memory(of: Load) -> None:
 def test_no_split_makes_ranks_wait_and_compute_for_less_than_is_told() -> None:
     """Against all numbers of layers; three of the cases are told to one part in ten."""
     draw, close = random.Random(5), []
+    cases = [(2, 3, 11, 1.0, 1.6, 1.0, 1.0)]  # where the embedding counts
     for stages, _ in product((1, 2, 3), range(12)):
-        layer, embedding, head = draw.uniform(0.5, 2), draw.choice([0.0, 4.0]), draw.uniform(0, 3)
-        p, before = draw.choice([2, 3, 4]), layer * draw.choice([0.1, 0.6, 1.0])
+        layer, p = draw.uniform(0.5, 2), draw.choice([2, 3, 4])
+        ends, before = (draw.choice([0.0, 4.0]), draw.uniform(0, 3)), layer * draw.choice([0.1, 0.6, 1.0])
+        cases.append((stages, p, stages * p + draw.randrange(8), layer, *ends, before))
+    for stages, p, layers, layer, embedding, head, before in cases:
         load_of = Load(ranks_of([1] * (stages * p), [*range(p)] * stages), 1.0, layer, embedding, head)
-        layers, best = stages * p + draw.randrange(8), float("inf")
+        best = float("inf")
         for ranks in product(range(layers + 1), repeat=p):
             if sum(ranks) == layers and all(map(int.__ge__, ranks, load_of.ranks.fewest)):
                 waits, most = 0.0, 0.0

@@ -15,6 +15,7 @@ PARTS = {  # of `Prediction.parts`, in words
     "host": "waiting for the host's launches",
     "offload": "copies to and from host memory",
     "optimizer": "optimizer",
+    "slowest": "waiting for the slowest GPU",
 }
 
 

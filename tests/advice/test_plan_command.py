@@ -78,6 +78,16 @@ def test_an_explanation_adds_up(plan: Run) -> None:
     assert "Single changes that would help most" in output
 
 
+def test_an_explanation_has_the_wait_for_the_slowest_gpu(plan: Run, tmp_path: Path) -> None:
+    text = Path("configs/cluster/h100_sxm.yaml").read_text().replace("gpu:\n", "gpu:\n  spread: 0.04\n", 1)
+    (tmp_path / "ours.yaml").write_text(text)
+    arguments = (*SMALL, "--gpus", "8", "--top", "1", "--explain")
+    told = plan(*arguments, "--cluster", str(tmp_path / "ours.yaml"), "--html", str(tmp_path / "plan.html"))
+    assert re.search(r"waiting for the slowest GPU +[\d.]+ +4\.6%", told)  # 1.43 · (4 % - 0.6 %), over the sum
+    assert "waiting for the slowest GPU" in (tmp_path / "plan.html").read_text()
+    assert "slowest GPU" not in plan(*arguments)
+
+
 def test_the_whole_run_is_told_with_its_tokens(plan: Run) -> None:
     output = plan(*SMALL, "--gpus", "8", "--tokens", "1T", "--top", "1")
     rate = float(re.search(r"\)\s+([\d,]+)", output)[1].replace(",", ""))  # type: ignore[index]

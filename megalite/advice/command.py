@@ -22,13 +22,12 @@ from megalite.config.errors import InputError, counted
 from megalite.config.files import check_writable, exists, write_new
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
-from megalite.plan.fit import GIB
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
 from megalite.planner.space import Space
-from megalite.planner.texts import seconds_text, step_text
+from megalite.planner.texts import money, seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO
@@ -226,7 +225,9 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)
-    return f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {run.days:,.1f} days, ${run.cost:,.0f}."
+    return (
+        f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {seconds_text(run.seconds)}, {money(run.cost)}."
+    )
 
 
 def _one_count(args: argparse.Namespace) -> int:
@@ -254,7 +255,7 @@ def _told(asked: Asked, found: Found) -> str:
     spread = asked.timer.constants.spread
     return (
         f"{counted(found.layouts, 'layout')} had a bound, {found.timed:,} were simulated, the memory of "
-        f"{found.walked:,} was walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. "
+        f"{found.walked:,} was walked through. Tensors may take {memory(asked.limit)} of a GPU. "
         f"Intervals are ±{spread:.0%}; docs/planner.md tells how predictions compare with published runs."
     )
 

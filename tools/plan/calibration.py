@@ -16,6 +16,7 @@ from megalite.plan.resolved import Plan, resolve
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import BEST
 from megalite.planner.predict import Trial
+from megalite.planner.slowest import waiting
 from megalite.planner.stages import Timer
 from megalite_tools.plan.measured_runs import Run
 
@@ -51,7 +52,8 @@ class Runs:
     def predicted(self, cluster: Cluster) -> list[float]:
         """Seconds of a step of every run."""
         timer = Timer(cluster)
-        return [Trial(plan, timer).seconds for plan in self._plans]
+        waits = [waiting(cluster.gpu.spread, plan.config.parallel.layout.world_size) for plan in self._plans]
+        return [wait * Trial(plan, timer).seconds for wait, plan in zip(waits, self._plans, strict=True)]
 
     @cached_property
     def measured(self) -> numpy.ndarray:

@@ -282,7 +282,8 @@ class Least:
     def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str | None) -> float:
         """Seconds until a rank's reductions after micro-batches have ended, which wait for each other.
 
-        None begins before a micro-batch has come through all stages. Beside the halves of a backward pass nothing is reduced, and replicas are summed each time if there are any.
+        None begins before a micro-batch has come through all stages. Beside the halves of a backward pass nothing is
+        reduced, and replicas are summed each time if there are any.
         """
         if choice.mode in ONCE:
             return 0.0

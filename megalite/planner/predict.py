@@ -111,7 +111,7 @@ class Trial:
     @property
     def least(self) -> float:
         """Seconds that it takes at least: where a part is left out, each micro-batch what a rank does for it."""
-        return self.begun[0] + self.left_out * self._pace + self.update
+        return self.begun[0] + self.left_out * self.pace + self.update
 
     @property
     def seconds(self) -> float:
@@ -120,11 +120,17 @@ class Trial:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds without the update. What is left out takes as long as the last round that is run, or `_pace`."""
-        end, pp = self.begun[0], self.plan.config.parallel.pp
-        if not self.left_out:
-            return end
-        return end + self.left_out * max((end - self._run(self._few - pp)[0]) / pp, self._pace)
+        """Seconds without the update. What is left out takes as long as the rounds before, or `pace`.
+
+        The latter is too long where the slowest rank waits in these rounds, and would catch up in later ones.
+        """
+        return self.begun[0] + (self.left_out * max(self.round, self.pace) if self.left_out else 0.0)
+
+    @cached_property
+    def round(self) -> float:
+        """Seconds that each micro-batch of the last two rounds adds. Two, as rounds may alternate."""
+        last = 2 * self.plan.config.parallel.pp
+        return (self.begun[0] - self._run(self._few - last)[0]) / last
 
     @cached_property
     def begun(self) -> tuple[float, float]:
@@ -149,7 +155,8 @@ class Trial:
         return enough(self.plan.config, micro_batches(self.plan.config))
 
     @cached_property
-    def _pace(self) -> float:
+    def pace(self) -> float:
+        """Seconds of a micro-batch on the slowest rank."""
         return _pace(self.plan, self.stages)
 
     def _run(self, m: int) -> tuple[float, float]:

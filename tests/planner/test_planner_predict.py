@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import megalite.planner.predict as predicting
@@ -50,6 +50,8 @@ def pipelined(schedule: str, pp: int, m: int, mode: str, layers: int, virtual: i
     st.integers(15, 24),
     st.integers(2, 3),
 )
+@example("1f1b", 3, 45, "ddp", 20, 2)  # whose rounds alternate
+@example("zb_h2", 3, 36, "zero3", 20, 2)  # whose slowest rank waits at first, and determines the pace after 51
 def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(
     schedule: str, pp: int, m: int, mode: str, layers: int, virtual: int
 ) -> None:
@@ -58,7 +60,9 @@ def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(predicting, "enough", lambda config, m, *_: m)
         whole = predict(config, H100, TIMER)
-    assert short.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    trial = Trial(short.plan, TIMER)
+    catches_up = trial.left_out > 0 and trial.round < (1 - 1e-3) * trial.pace
+    assert -1e-3 <= short.seconds / whole.seconds - 1 <= (5e-3 if catches_up else 1e-3)
 
 
 @settings(max_examples=25, deadline=None)

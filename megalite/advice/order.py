@@ -15,8 +15,8 @@ from megalite.advice.asked import Asked
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.plan.memory import each_rank, memory_of_ranks
-from megalite.plan.pipeline import micro_batches, sharded, sharding_mode, table_of
+from megalite.plan.memory import each_rank
+from megalite.plan.pipeline import micro_batches, sharded, sharding_mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.total import Total
 from megalite.planner.least import VIRTUAL
@@ -115,12 +115,12 @@ class _Placed:
 
     def __init__(self, asked: Asked, config: Config) -> None:
         self.asked, self.config, self.m = asked, config, micro_batches(config)
-        self.plan, self.tries = resolve(config), 0
+        self.plan, self.tries = resolve(config, costing=asked.timer.costs), 0
         self.schedule = config.parallel.pipeline.schedule
         self.named = dict(self._named())
         problem = problem_of(self.plan, self.m, (), asked.timer)
         counted = problem.peaks(problem.coded(self.named[self.schedule]))
-        held = [memory.total for memory in memory_of_ranks(config)]
+        held = [memory.total for memory in each_rank(config, self.plan)]
         self.own_memory = max(held)
         # What a walk finds beside the activations that the search counts is about the same under other orders.
         limits = (asked.limit - (whole - part) for whole, part in zip(held, counted, strict=True))
@@ -131,7 +131,7 @@ class _Placed:
         """The schedules that place stages likewise: the configuration's own first, then others that have names."""
         pp, stages = self.config.parallel.pp, self.config.parallel.pipeline.stages_per_rank
         if self.schedule not in NAMES:
-            yield self.schedule, table_of(self.config).orders
+            yield self.schedule, self.plan.table(self.m).orders
         others = (name for name in (*ONE_STAGE, *V_SHAPED, "interleaved_1f1b") if name != self.schedule)
         for name in (self.schedule, *others):
             if name in NAMES and not (self.config.train.compile and name in SPLITTING):
@@ -202,7 +202,7 @@ class _Placed:
             return self.plan
         if name == AUTO:
             table = sharded(self.table(name, orders), sharding_mode(self.config))
-            return resolve(self.config, tables={self.m: table})
+            return resolve(self.config, tables={self.m: table}, costing=self.asked.timer.costs)
         pipeline = replace(self.config.parallel.pipeline, schedule=name)
         return resolve(replace(self.config, parallel=replace(self.config.parallel, pipeline=pipeline)))
 

@@ -1,7 +1,8 @@
 """What `parallel.pipeline.schedule: auto` searches an order for: the costs of stages and the memory of ranks.
 
-Times follow from FLOPs, as nothing is measured yet. Per token, with M those of a layer's matrices and S those of its
-attention scores and values:
+Where the cluster is known, the planner tells the times of stages, and what is exchanged beside them: it stands above
+this package, so its `Costing` is handed in. Otherwise times follow from FLOPs. Per token, with M those of a layer's
+matrices and S those of its attention scores and values:
 
     F       M + S
     I       M + 2S, and what recompute runs again
@@ -9,10 +10,10 @@ attention scores and values:
     B       I + W
     head    M in F and 2M in I, none in W; with logits in chunks, all 3M in F
 
-Transfers count as free. Memory is what `plan.activations` says that stages keep of a micro-batch.
+Transfers count as free then. In both cases memory is what `plan.activations` says that stages keep of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -27,11 +28,29 @@ from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, placement_of
-from megalite.schedule.problem import StageCosts
+from megalite.schedule.problem import Beside, StageCosts
 from megalite.schedule.search import Found, least_memory, search
+from megalite.schedule.simulate import COLUMN
 
 Flops = tuple[float, float, float]  # per token, of F, I and W
 GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exactly and equal moments are found equal
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the stages of a pipeline, for one micro-batch.
+
+    stages: their times, in any unit, and the bytes that they keep. cluster: whose times these are; None: those of
+    FLOPs. transfer: until a result is on another rank. beside: what runs beside compute; None: nothing.
+    """
+
+    stages: tuple[StageCosts, ...]
+    cluster: str | None = None
+    transfer: float = 0.0
+    beside: Beside | None = None
+
+
+Costing = Callable[[Config], Costs]  # tells costs of a configuration with numbers as dp_shard and batch.micro
 
 
 @dataclass(frozen=True)
@@ -40,29 +59,42 @@ class Wanted:
 
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     m: int
-    costs: tuple[StageCosts, ...]
+    costs: Costs
     limit: float  # bytes of activations on every rank
     splits: bool  # backward may be split
 
 
-def wanted(config: Config, m: int) -> Wanted:
-    """For a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`."""
+def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
+    """For a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`.
+
+    costing: None for times by FLOPs, which is for configurations that name no cluster.
+    """
     check_limit(config)
-    return Wanted(placement(config), m, tuple(costs_of(config)), limit_of(config, m), not config.train.compile)
+    if costing is None and config.run.cluster is not None:
+        raise ValueError("a configuration with run.cluster needs the costing of planner.ordering")
+    costs = Costs(tuple(costs_of(config))) if costing is None else costing(config)
+    return Wanted(placement(config), m, costs, limit_of(config, m), not config.train.compile)
 
 
 @lru_cache(maxsize=64)  # a search takes up to seconds, and commands ask for the same one several times
 def found(wanted: Wanted) -> Found:
     """The result of the search."""
-    limits = (wanted.limit,) * (max(wanted.placement) + 1)
-    return search(wanted.placement, wanted.m, wanted.costs, limits, splits=wanted.splits)
+    costs, limits = wanted.costs, (wanted.limit,) * (max(wanted.placement) + 1)
+    return search(wanted.placement, wanted.m, costs.stages, limits, costs.transfer, wanted.splits, costs.beside)
 
 
 def build(wanted: Wanted) -> Table:
     """The order that is found, with its transfers."""
-    order, times = found(wanted), tuple(costs.times for costs in wanted.costs)
+    order, times = found(wanted), tuple(stage.times for stage in wanted.costs.stages)
     name = AUTO if order.name == AUTO else f"{AUTO} ({order.name})"
     return Table(name, wanted.m, wanted.placement, communicate(order.orders, wanted.placement, times), times)
+
+
+def idle(wanted: Wanted) -> float:
+    """The share of a step in which ranks compute nothing under the order that is found."""
+    order, stages = found(wanted), wanted.costs.stages
+    busy = sum(stages[action.stage].times[COLUMN[action.kind]] for each in order.orders for action in each)
+    return 1 - busy / (len(order.orders) * order.makespan)
 
 
 def check_limit(config: Config) -> None:
@@ -111,7 +143,7 @@ def as_tight(config: Config, small: Config) -> float:
 
 
 def costs_of(config: Config) -> list[StageCosts]:
-    """By stage: the times of its actions, in forwards of an average stage, and the bytes that it keeps.
+    """By stage: the times of its actions by FLOPs, in forwards of an average stage, and the bytes that it keeps.
 
     With `train.recompute: budget`, layers count as if they recomputed nothing: what they do follows from the order.
     """

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.activations import Activations
 from megalite.plan.muon import Matrix
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve
@@ -21,7 +20,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
-from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer
+from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer, transfer_seconds
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.simulate import Timeline, simulate
@@ -151,7 +150,7 @@ class Trial:
     def _run(self, m: int) -> tuple[float, float]:
         clock = self.timer.tables.clock(self.plan.config, m)
         costs = [seconds_of(cost, self.stages) for cost in clock.classes]
-        return clock.run(costs, transfer_seconds(self.plan.config, self.timer))
+        return clock.run(costs, transfer_seconds(self.plan.config, self.timer.net))
 
 
 def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: Plan | None = None) -> Prediction:
@@ -160,7 +159,7 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     timer: of the cluster, where several are predicted. Raises InputError for a schedule that cannot run.
     """
     timer = timer or Timer(cluster)
-    plan = plan or resolve(config)
+    plan = plan or resolve(config, costing=timer.costs)
     trial, m = Trial(plan, timer), micro_batches(config)
     stages, makespan, update = trial.stages, trial.makespan, trial.update
     tail = trial.begun[0] - trial.begun[1]
@@ -190,7 +189,9 @@ def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     config = prediction.config
     table = timer.tables.of(config, enough(config, micro_batches(config), PICTURED))
     of = costs_of(table)
-    return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
+    return simulate(
+        table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer.net)
+    )
 
 
 def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
@@ -259,14 +260,6 @@ def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank:
         if not split:
             found += Seconds(data=time.slowed(True) + (m - 1) * time.slowed(False) * each_time)
     return found
-
-
-def transfer_seconds(config: Config, timer: Timer) -> float:
-    """Seconds to send a micro-batch's activations to the next stage."""
-    layout = config.parallel.layout
-    if layout.pp == 1:
-        return 0.0
-    return timer.net.transfer(Activations(config).stream, layout.world_size // layout.pp)
 
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:

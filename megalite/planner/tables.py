@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megalite.config.schema import Config
-from megalite.plan.automatic import wanted
+from megalite.plan.automatic import Costing, wanted
 from megalite.plan.pipeline import as_full, sharded, sharding_mode, table_of, uses_fsdp
 from megalite.planner.held import steps_of
 from megalite.schedule.actions import Action, Kind, Orders, Table
@@ -54,9 +54,13 @@ class Cost(NamedTuple):
 
 
 class Tables:
-    """Tables by what they depend on. Named schedules are not checked again: tests prove them for all sizes."""
+    """Tables by what they depend on. Named schedules are not checked again: tests prove them for all sizes.
 
-    def __init__(self) -> None:
+    costing: what `auto` searches for; None: FLOPs.
+    """
+
+    def __init__(self, costing: Costing | None = None) -> None:
+        self._costing = costing
         self._orders: dict[tuple[object, ...], tuple[tuple[int, ...], Orders]] = {}
         self._steps: dict[tuple[object, int], list[int]] = {}
         self._tables: dict[tuple[object, ...], Table] = {}
@@ -68,7 +72,7 @@ class Tables:
         Raises InputError for one that cannot run.
         """
         if config.parallel.pipeline.schedule not in NAMES:
-            return table_of(config, m)
+            return table_of(config, m, self._costing)
         key = *self._key(config, m), transfers
         if key not in self._tables:
             placement, orders = self.orders(config, m)
@@ -111,7 +115,7 @@ class Tables:
         pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
         when = (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
         if pipeline.schedule == AUTO:  # its order depends on costs
-            return wanted(config, m), when
+            return wanted(config, m, self._costing), when
         return *self._named(config, m), when
 
 

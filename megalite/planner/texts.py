@@ -35,6 +35,11 @@ def step_text(prediction: Prediction) -> str:
     return f"{seconds_text(middle)} ({low} – {high})"
 
 
+def times_text(cluster: str | None) -> str:
+    """What times `schedule: auto` is searched for: of `plan.automatic.Costs`, the cluster."""
+    return "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
+
+
 def money(dollars: float) -> str:
     """`$1,234`, or `$12.3 M`."""
     return f"${dollars / 1e6:,.2f} M" if dollars >= 1e6 else f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"

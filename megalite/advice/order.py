@@ -18,17 +18,15 @@ from megalite.config.validate import check
 from megalite.plan.memory import each_rank
 from megalite.plan.pipeline import micro_batches, sharded, sharding_mode
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.total import Total
 from megalite.planner.least import VIRTUAL
 from megalite.planner.ordering import problem_of, seconds_under
 from megalite.planner.predict import Trial
+from megalite.planner.room import TRIES, memory_under, room_beside, tightened
 from megalite.schedule.actions import Orders, Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, NAMES, ONE_STAGE, SPLITTING, V_SHAPED, orders_of
 from megalite.schedule.search import EFFORT, search
 
-TRIES = 4  # searches for one placement, each with less room for activations, until a walk finds that they fit
-LESS = 0.99  # of the room that a rank gets in the next try, beside what it lacked
 FEW = 20  # orders: where a search could not try more, it takes long and seldom finds any
 
 
@@ -122,9 +120,7 @@ class _Placed:
         counted = problem.peaks(problem.coded(self.named[self.schedule]))
         held = [memory.total for memory in each_rank(config, self.plan)]
         self.own_memory = max(held)
-        # What a walk finds beside the activations that the search counts is about the same under other orders.
-        limits = (asked.limit - (whole - part) for whole, part in zip(held, counted, strict=True))
-        self.problem = replace(problem, limits=tuple(limits))
+        self.problem = replace(problem, limits=room_beside(held, counted, asked.limit))
         self.update = Trial(self.plan, asked.timer).update
 
     def _named(self) -> Iterator[tuple[str, Orders]]:
@@ -179,16 +175,12 @@ class _Placed:
                 if memory.total > self.asked.limit:
                     break
             return found
-        inputs = self.m * plan.sizes.inputs
-        return [Total(plan, self.m, pp).most_bytes() + inputs for pp in range(self.config.parallel.pp)]
+        return memory_under(plan, self.m)
 
     def tighten(self, memory: list[int]) -> None:
         """Leave less room to those ranks whose `memory` was more than the limit."""
-        over = [size - self.asked.limit for size in memory]
-        limits = [
-            LESS * (room - more) if more > 0 else room for room, more in zip(self.problem.limits, over, strict=True)
-        ]
-        self.problem = replace(self.problem, limits=tuple(limits))
+        limits = tightened(self.problem.limits, memory, self.asked.limit)
+        self.problem = replace(self.problem, limits=limits)
 
     def table(self, name: str, orders: Orders) -> Table:
         """The orders with their transfers."""

@@ -13,9 +13,10 @@ matrices and S those of its attention scores and values:
 Transfers count as free then. In both cases memory is what `plan.activations` says that stages keep of a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Protocol
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.layers import LayerKind, layer_kinds
@@ -41,16 +42,31 @@ class Costs:
     """Of the stages of a pipeline, for one micro-batch.
 
     stages: their times, in any unit, and the bytes that they keep. cluster: whose times these are; None: those of
-    FLOPs. transfer: until a result is on another rank. beside: what runs beside compute; None: nothing.
+    FLOPs. transfer: until a result is on another rank. beside: what runs beside compute; None: nothing. room: by
+    pipeline rank, bytes of activations that fit into memory; None: not known.
     """
 
     stages: tuple[StageCosts, ...]
     cluster: str | None = None
     transfer: float = 0.0
     beside: Beside | None = None
+    room: tuple[float, ...] | None = None
 
 
-Costing = Callable[[Config], Costs]  # tells costs of a configuration with numbers as dp_shard and batch.micro
+class Costing(Protocol):
+    """Tells the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
+
+    def __call__(self, config: Config, *, with_room: bool = True) -> Costs:
+        """with_room: False where the room is not asked for, as it takes a while to find."""
+
+
+def told(costs: Costs) -> Costing:
+    """For one configuration, whose costs are known."""
+
+    def costing(config: Config, *, with_room: bool = True) -> Costs:
+        return costs
+
+    return costing
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,7 @@ class Wanted:
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     m: int
     costs: Costs
-    limit: float  # bytes of activations on every rank
+    limits: tuple[float, ...]  # by rank: bytes of activations
     splits: bool  # backward may be split
 
 
@@ -73,14 +89,18 @@ def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
     if costing is None and config.run.cluster is not None:
         raise ValueError("a configuration with run.cluster needs the costing of planner.ordering")
     costs = Costs(tuple(costs_of(config))) if costing is None else costing(config)
-    return Wanted(placement(config), m, costs, limit_of(config, m), not config.train.compile)
+    if config.parallel.pipeline.memory is None and costs.room is not None:
+        limits = costs.room
+    else:
+        limits = (limit_of(config, m),) * config.parallel.pp
+    return Wanted(placement(config), m, costs, limits, not config.train.compile)
 
 
 @lru_cache(maxsize=64)  # a search takes up to seconds, and commands ask for the same one several times
 def found(wanted: Wanted) -> Found:
     """The result of the search."""
-    costs, limits = wanted.costs, (wanted.limit,) * (max(wanted.placement) + 1)
-    return search(wanted.placement, wanted.m, costs.stages, limits, costs.transfer, wanted.splits, costs.beside)
+    of, costs = wanted, wanted.costs
+    return search(of.placement, of.m, costs.stages, of.limits, costs.transfer, of.splits, costs.beside)
 
 
 def build(wanted: Wanted) -> Table:
@@ -102,7 +122,7 @@ def check_limit(config: Config) -> None:
     memory = config.parallel.pipeline.memory
     if memory is None:
         return
-    least = least_memory(placement(config), costs_of(config))
+    least = least_of(config)
     if max(least) > memory * GIB:
         rule = (
             f"is less than the {max(least) / GIB:.4f} GiB of activations of one micro-batch on pipeline rank "
@@ -123,7 +143,12 @@ def limit_of(config: Config, m: int) -> float:
         return memory * GIB
     costs, v = costs_of(config), config.parallel.pipeline.stages_per_rank
     kept = [sum(stage.kept for stage in costs[v * rank : v * (rank + 1)]) for rank in range(p)]
-    return max(*(min(m, p - rank) * size for rank, size in enumerate(kept)), *least_memory(placement(config), costs))
+    return max(*(min(m, p - rank) * size for rank, size in enumerate(kept)), *least_of(config))
+
+
+def least_of(config: Config) -> list[float]:
+    """By pipeline rank: the bytes of activations with which it can still run, those of one micro-batch."""
+    return least_memory(placement(config), costs_of(config))
 
 
 def as_tight(config: Config, small: Config) -> float:
@@ -138,7 +163,7 @@ def as_tight(config: Config, small: Config) -> float:
         return limit_of(config, config.batch.global_ // (config.batch.micro_size * config.parallel.layout.dp)) / GIB
 
     assert config.parallel.pipeline.memory is not None
-    least = max(least_memory(placement(small), costs_of(small))) / GIB
+    least = max(least_of(small)) / GIB
     return max(least, config.parallel.pipeline.memory * of_1f1b(small) / of_1f1b(config))
 
 

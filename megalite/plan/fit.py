@@ -45,7 +45,9 @@ def fit_micro(
     place of `peak_bytes`. costing: as for `resolve`. Raises InputError if not even one sequence fits, or if neither
     `batch.memory` nor `offered` is given.
     """
-    batch, peak = config.batch, peak or partial(peak_bytes, costing=costing)
+    # With the room that it has, `auto` fits any micro-batch, of which hardly two may be under way then.
+    held = None if costing is None else partial(costing, with_room=False)
+    batch, peak = config.batch, peak or partial(peak_bytes, costing=held)
     if batch.micro != "auto":
         return config
     limit = offered if batch.memory is None else round(batch.memory * GIB)

@@ -14,6 +14,7 @@ from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations
 from megalite.plan.automatic import Costs
 from megalite.plan.automatic import costs_of as sizes_of
+from megalite.plan.fit import FOR_TENSORS
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
@@ -24,6 +25,7 @@ from megalite.planner.kernels import Kernels
 from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Group, Net
 from megalite.planner.programs import MEGALITE
+from megalite.planner.room import room_for
 from megalite.planner.step import beside
 from megalite.planner.tables import Tables
 from megalite.planner.work import Work
@@ -133,14 +135,18 @@ class Timer:
             times.append(found[key])
         return times
 
-    def costs(self, config: Config) -> Costs:
-        """What `schedule: auto` searches for on this cluster, in seconds: the `Costing` of `plan.automatic`.
+    def costs(self, config: Config, *, with_room: bool = True) -> Costs:
+        """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
 
-        With `train.recompute: budget`, layers count as if they recomputed nothing: what they do follows from the order.
+        With `train.recompute: budget`, layers count as if they recomputed nothing, as what they do follows from the
+        order; and there is no room, since they would recompute more to let more micro-batches be under way.
         """
         if config.train.recompute == "budget":
-            config = replace(config, train=replace(config.train, recompute="none"))
-        return self.costs_of(resolve(config))
+            return self.costs_of(resolve(replace(config, train=replace(config.train, recompute="none"))))
+        costs = self.costs_of(resolve(config))
+        if not with_room or config.parallel.pipeline.memory is not None:
+            return costs
+        return replace(costs, room=room_for(config, costs, self.cluster.gpu.memory * FOR_TENSORS))
 
     def costs_of(self, plan: Plan) -> Costs:
         """The same for the stages of `plan`, whose layers recompute as it says."""

@@ -10,7 +10,7 @@ import torch
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.config.schema import Config
-from megalite.plan.automatic import Costing
+from megalite.plan.automatic import Costing, told
 from megalite.plan.pipeline import micro_batches
 from megalite.planner.devices import cluster_of
 from megalite.planner.hardware import Cluster, load_cluster
@@ -39,8 +39,7 @@ def shared_costing(config: Config, cluster: Cluster | None, group: HostGroup) ->
     """
     if cluster is None or config.parallel.pipeline.schedule != AUTO:
         return None
-    costs = group.once(partial(Timer(cluster).costs, config))
-    return lambda _: costs
+    return told(group.once(partial(Timer(cluster).costs, config)))
 
 
 def searched_order(job: Job) -> Table | None:

@@ -38,7 +38,7 @@ GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exact
 
 
 @dataclass(frozen=True)
-class Costs:
+class OrderCosts:
     """Of the stages of a pipeline, for one micro-batch.
 
     stages: their times, in any unit, and the bytes that they keep. cluster: whose times these are; None: those of
@@ -56,14 +56,14 @@ class Costs:
 class Costing(Protocol):
     """Tells the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
 
-    def __call__(self, config: Config, *, with_room: bool = True) -> Costs:
+    def __call__(self, config: Config, *, with_room: bool = True) -> OrderCosts:
         """with_room: False where the room is not asked for, as it takes a while to find."""
 
 
-def told(costs: Costs) -> Costing:
+def told(costs: OrderCosts) -> Costing:
     """For one configuration, whose costs are known."""
 
-    def costing(config: Config, *, with_room: bool = True) -> Costs:
+    def costing(config: Config, *, with_room: bool = True) -> OrderCosts:
         return costs
 
     return costing
@@ -75,7 +75,7 @@ class Wanted:
 
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     m: int
-    costs: Costs
+    costs: OrderCosts
     limits: tuple[float, ...]  # by rank: bytes of activations
     splits: bool  # backward may be split
 
@@ -88,7 +88,7 @@ def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
     check_limit(config)
     if costing is None and config.run.cluster is not None:
         raise ValueError("a configuration with run.cluster needs the costing of planner.ordering")
-    costs = Costs(tuple(costs_of(config))) if costing is None else costing(config)
+    costs = OrderCosts(tuple(costs_of(config))) if costing is None else costing(config)
     if config.parallel.pipeline.memory is None and costs.room is not None:
         limits = costs.room
     else:

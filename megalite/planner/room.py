@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
-from megalite.plan.automatic import Costs, least_of, placement, told
+from megalite.plan.automatic import OrderCosts, least_of, placement, told
 from megalite.plan.memory import memory_of_ranks
 from megalite.plan.pipeline import as_full, micro_batches
 from megalite.plan.resolved import Plan, resolve
@@ -19,7 +19,7 @@ TRIES = 4  # orders that are searched for a pipeline, each with less room, until
 LESS = 0.99  # of the room that a rank gets in the next try, beside what it lacked
 
 
-def room_for(config: Config, costs: Costs, limit: float) -> tuple[float, ...] | None:
+def room_for(config: Config, costs: OrderCosts, limit: float) -> tuple[float, ...] | None:
     """By pipeline rank: bytes of activations with which the order of `auto` keeps within `limit` bytes of a GPU.
 
     None where that is not known: no named schedule has the placement and whole backward passes, if they must be whole;
@@ -38,7 +38,7 @@ class _Asked:
 
 
 @lru_cache(maxsize=64)  # a walk takes up to seconds, and commands ask for the same one several times
-def _found(asked: _Asked, costs: Costs, limit: float) -> tuple[float, ...] | None:
+def _found(asked: _Asked, costs: OrderCosts, limit: float) -> tuple[float, ...] | None:
     config, m = asked.config, micro_batches(asked.config)
     named = _named(config)
     if named is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations
-from megalite.plan.automatic import Costs
+from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.fit import FOR_TENSORS
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
@@ -135,7 +135,7 @@ class Timer:
             times.append(found[key])
         return times
 
-    def costs(self, config: Config, *, with_room: bool = True) -> Costs:
+    def costs(self, config: Config, *, with_room: bool = True) -> OrderCosts:
         """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
 
         With `train.recompute: budget`, layers count as if they recomputed nothing, as what they do follows from the
@@ -148,12 +148,12 @@ class Timer:
             return costs
         return replace(costs, room=room_for(config, costs, self.cluster.gpu.memory * FOR_TENSORS))
 
-    def costs_of(self, plan: Plan) -> Costs:
+    def costs_of(self, plan: Plan) -> OrderCosts:
         """The same for the stages of `plan`, whose layers recompute as it says."""
         times, sizes = self.stages(plan), sizes_of(plan.config)
         stages = tuple(time.as_costs(size) for time, size in zip(times, sizes, strict=True))
         transfer, beside = transfer_seconds(plan.config, self.net), _beside(plan.config, times)
-        return Costs(stages, self.cluster.name, transfer, beside)
+        return OrderCosts(stages, self.cluster.name, transfer, beside)
 
     def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
         zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"

@@ -36,7 +36,7 @@ def step_text(prediction: Prediction) -> str:
 
 
 def times_text(cluster: str | None) -> str:
-    """What times `schedule: auto` is searched for: of `plan.automatic.Costs`, the cluster."""
+    """What times `schedule: auto` is searched for: of `plan.automatic.OrderCosts`, the cluster."""
     return "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
 
 

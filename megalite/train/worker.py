@@ -98,9 +98,9 @@ def _train(
     asked = config.batch.micro
     if asked == "auto":
         of_any = None if cluster is None else Timer(cluster).costs
-        fitted = group.once(partial(fit_micro, here, device_memory(device), costing=of_any))
-        config = replace(config, batch=fitted.batch)
-    costing = shared_costing(config, cluster, group)
+        here = group.once(partial(fit_micro, here, device_memory(device), costing=of_any))
+        config = replace(config, batch=here.batch)
+    costing = shared_costing(here, cluster, group)
     # A local launcher has compared its ranks on CPUs.
     if asked != "auto" and (MEETING not in os.environ or device.type == "cuda"):
         told = check_memory(here, *smallest_memory(device), costing=costing)

@@ -14,7 +14,7 @@ from megalite.plan.memory import Memory
 from megalite.planner.goodput import run_of
 from megalite.planner.hardware import Cluster
 from megalite.planner.predict import Prediction, predict
-from megalite.planner.texts import money, seconds_text, step_text
+from megalite.planner.texts import money, number, seconds_text, step_text
 from megalite.terminal import memory as memory_size
 from megalite.terminal import table
 
@@ -43,7 +43,7 @@ def _usual(needed: int | None) -> RenderableType:
     shown = table("GPU", "for tensors", "needed", "", text=("",))
     for size in USUAL:
         room = size * FOR_TENSORS * GIB
-        shown.add_row(f"{size} GiB", memory_size(round(room)), memory_size(needed), _verdict(needed, room))
+        shown.add_row(f"{size} GiB", memory_size(room), memory_size(needed), _verdict(needed, room))
     return shown
 
 
@@ -57,7 +57,7 @@ def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
     if needed is None:
         shown.add_row("memory", UNKNOWN)
     else:
-        fits = _verdict(needed, room).append(f": {memory_size(needed)} of {memory_size(round(room))} for tensors")
+        fits = _verdict(needed, room).append(f": {memory_size(needed)} of {memory_size(room)} for tensors")
         shown.add_row("memory", fits)
     steps = config.train.steps
     run = run_of(prediction, samples_after(config, steps) * config.model.sequence_length)
@@ -65,7 +65,7 @@ def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
     shown.add_row("tokens/s/GPU", f"{prediction.tokens_per_second:,.0f}")
     shown.add_row("MFU", f"{prediction.mfu:.1%} (attention counted in full: {prediction.mfu_full:.1%})")
     shown.add_row(counted(steps, "step"), f"{seconds_text(run.seconds)}, failures and checkpoints included")
-    shown.add_row("GPU-hours", f"{run.gpu_hours:,.1f}")
+    shown.add_row("GPU-hours", number(run.gpu_hours))
     shown.add_row("cost", f"{money(run.cost)} at ${prediction.cluster.price:.2f} for a GPU and an hour")
     return shown
 

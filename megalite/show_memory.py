@@ -27,9 +27,8 @@ from megalite.plan.split import split_of, stage_costs
 from megalite.plan.walk import HOST
 from megalite.planner.ordering import costing_of
 from megalite.terminal import memory as memory_size
-from megalite.terminal import table
+from megalite.terminal import memory_unit, table
 
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of tables
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # in this order; others follow
 SHORT = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
 GPU = 80  # GiB of a GPU, where nothing else is known
@@ -173,7 +172,7 @@ def memory_sections(
         ("Conventions", Text(note + ON_CUDA * on_cuda + LATE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
     if len(memories) > 1:
-        name, unit = _unit(most.total)
+        name, unit = memory_unit(most.total)
         sections.insert(2, (f"Pipeline ranks, {name}", _ranks(memories, unit)))
     return sections
 
@@ -207,7 +206,7 @@ def split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
 
 def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
     """A row for each kind, followed by rows for its components. Measured bytes are known for kinds only."""
-    name, unit = _unit(memory.total)
+    name, unit = memory_unit(memory.total)
     counts = ("measured", "difference") if measured is not None else ()
     shown = table("", name, "share", *counts, text=("",))
 
@@ -255,11 +254,6 @@ def _in_order(parts: dict[str, int]) -> list[tuple[str, int]]:
     """Components with their bytes, in the order of COMPONENTS, then the others."""
     order = (*(name for name in COMPONENTS if name in parts), *(name for name in parts if name not in COMPONENTS))
     return [(name, parts[name]) for name in order]
-
-
-def _unit(size: int) -> tuple[str, int]:
-    """The largest unit of which `size` has at least two: its name and its bytes."""
-    return next((unit for unit in UNITS if size >= 2 * unit[1]), UNITS[-1])
 
 
 def _difference(predicted: int, counted: int) -> str:

@@ -10,6 +10,8 @@ from rich.text import Text
 from megalite.output import UNBOUNDED
 from megalite_launch.words import BINARY, scaled
 
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of memory in tables
+
 
 def console() -> Console:
     """Of stdout. It prints texts as they are, without markup."""
@@ -33,6 +35,11 @@ def sections(on: Console, parts: list[tuple[str, RenderableType]]) -> None:
         on.print(body)
 
 
-def memory(size: int) -> str:
+def memory(size: float) -> str:
     """Bytes of memory: `51.2 GiB`."""
-    return scaled(size, "B", BINARY)
+    return scaled(round(size), "B", BINARY)
+
+
+def memory_unit(size: float) -> tuple[str, int]:
+    """The largest unit of which `size` has at least two, for a whole table: its name and its bytes."""
+    return next((unit for unit in UNITS if size >= 2 * unit[1]), UNITS[-1])

@@ -54,8 +54,15 @@ def test_on_a_cluster_it_is_the_planners_prediction(show: Show) -> None:
     assert facts["tokens/s/GPU"] == f"{prediction.tokens_per_second:,.0f}"
     assert facts["MFU"].startswith(f"{prediction.mfu:.1%} ")
     assert facts["240,000 steps"].startswith(f"{run.days:.1f} days")
-    assert facts["GPU-hours"] == f"{run.gpu_hours:,.1f}"
+    assert facts["GPU-hours"] == f"{run.gpu_hours:,.0f}"
     assert facts["cost"].startswith(f"${run.cost:,.0f} at $3.99 ")
+
+
+def test_a_tiny_run_has_digits_too(show: Show) -> None:
+    told = show("configs/model/tiny.yaml", "--cluster", "h100_sxm", "train.steps=10")
+    assert re.search(r"fits: [\d.]+ MiB of 71.7 GiB", told)
+    assert re.search(r"GPU-hours +7\.\d\de-05 ", told)
+    assert re.search(r"cost +under \$0.01 at", told)
 
 
 def test_a_smaller_gpu_does_not_fit(show: Show) -> None:

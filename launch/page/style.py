@@ -15,6 +15,7 @@ COLOURS = (  # of stacked bars, lines and groups; middle tones, which both schem
     "#8d6e4a",
     "#27a3a3",
     "#b5a02c",
+    "#7f9a2f",
 )
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --panel: #f4f6f8; --ink: #1f2933; --pale: #5d6b78; --line: #cdd4db;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any, Optional
 
 from ..errors import UserError
@@ -15,10 +15,14 @@ from .thresholds import Thresholds
 from .trainer import Trainer, TrainerError
 
 PROGRAM = "megalite.planner.measured"
+ENOUGH = 8  # GPUs from which on a spread is told, within a quarter of it; of fewer it could be anything
 
 
 def figures(verdict: Verdict) -> dict[str, Any]:
-    """Medians over the nodes that are fine: GPUs per node, and bytes/s or FLOP/s for a GPU. Raises UserError."""
+    """Of the nodes that are fine: GPUs per node, medians of bytes/s or FLOP/s for a GPU, and the spread of products.
+
+    Raises UserError.
+    """
     sheets = [verdict.sheets[node] for node in verdict.ok]
     products = [value for sheet in sheets for _, value in gpu_values(sheet.measured, "matmul")]
     if not products:
@@ -36,11 +40,13 @@ def figures(verdict: Verdict) -> dict[str, Any]:
         for pair in sheet.measured.get("pairs", ())
         if number(pair, "rate") and number(pair, "ranks")
     ]
+    on_gpus = sheets[0].gpu != "cpu"
     return {
         "nodes": len(sheets),
         "gpus": gpus,
-        "precision": "fp32" if sheets[0].gpu == "cpu" else "bf16",
+        "precision": "bf16" if on_gpus else "fp32",
         "matmul": median(products),
+        "spread": stdev(products) / mean(products) if on_gpus and len(products) >= ENOUGH else None,
         "host": median(copies) if copies else None,
         "node": median(reduced) if reduced and gpus > 1 else None,
         "network": median(pairs) if pairs else None,

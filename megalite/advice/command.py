@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from megalite import selfcheck
+from megalite.advice.alike import told_alike
 from megalite.advice.asked import Asked, as_is, as_overrides, ask, doubled
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
@@ -22,13 +23,12 @@ from megalite.config.errors import InputError, counted
 from megalite.config.files import check_writable, exists, write_new
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
-from megalite.plan.fit import GIB
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
 from megalite.planner.space import Space
-from megalite.planner.texts import seconds_text, step_text
+from megalite.planner.texts import money, seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO
@@ -97,23 +97,36 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
 
 def _ranked(args: argparse.Namespace) -> Parts:
     asked, gpus = ask(args), _one_count(args)
-    planning, wanted = f"Planning for {counted(gpus, 'GPU')} ...", args.top or SHOWN
+    planning, wanted = f"Planning for {counted(gpus, 'GPU')} ...", max(args.top or SHOWN, args.pick or 1)
     with Console(stderr=True).status(planning) as status:
         found = asked.search(
             gpus, wanted, args.exhaustive, lambda so_far: status.update(f"{planning} {_progress(so_far, wanted, args)}")
         )
     if not found.results:
         raise InputError(_nothing_fits(asked, gpus, found))
-    prediction = found.results[0].prediction
-    parts: Parts = [(_heading(asked, gpus), ranking(asked, found)), ("How it was found", Text(_told(asked, found)))]
+    prediction = _picked(args, found)
+    heading, told = _heading(asked, gpus), _told(asked, found)
+    parts: Parts = [(heading, ranking(asked, found))]
+    if choice := told_alike(found.results, len(found.results) == wanted):
+        parts.append(("Which one?", Text(choice)))
+    parts.append(("How it was found", Text(told)))
     if args.explain:
         parts += explained(asked, prediction.config, *asked.predict(prediction.config))
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
-    heading, told = _heading(asked, gpus), _told(asked, found)
+    told = f"{choice} {told}".lstrip()
     _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=True))
     return parts
+
+
+def _picked(args: argparse.Namespace, found: Found) -> Prediction:
+    """The layout that --pick names by its row; the fastest without it."""
+    row = args.pick or 1
+    if row > len(found.results):
+        there = counted(len(found.results), "layout")
+        raise InputError(f"--pick {row}: there is no such row, as only {there} can run and fit; use one of their rows")
+    return found.results[row - 1].prediction
 
 
 def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
@@ -226,7 +239,9 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)
-    return f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {run.days:,.1f} days, ${run.cost:,.0f}."
+    return (
+        f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {seconds_text(run.seconds)}, {money(run.cost)}."
+    )
 
 
 def _one_count(args: argparse.Namespace) -> int:
@@ -254,7 +269,7 @@ def _told(asked: Asked, found: Found) -> str:
     spread = asked.timer.constants.spread
     return (
         f"{counted(found.layouts, 'layout')} had a bound, {found.timed:,} were simulated, the memory of "
-        f"{found.walked:,} was walked through. Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. "
+        f"{found.walked:,} was walked through. Tensors may take {memory(asked.limit)} of a GPU. "
         f"Intervals are ±{spread:.0%}; docs/planner.md tells how predictions compare with published runs."
     )
 

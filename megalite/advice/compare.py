@@ -6,12 +6,12 @@ from rich.console import RenderableType
 
 from megalite.advice.asked import Asked
 from megalite.advice.rows import fits_text, layout_text
-from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
-from megalite.planner.texts import PARTS, step_text
+from megalite.planner.texts import PARTS, money, seconds_text, step_text
+from megalite.terminal import memory as memory_size
 from megalite.terminal import table
 
 Pair = tuple[Prediction, Memory]
@@ -24,26 +24,26 @@ def comparison(asked: Sequence[Asked], names: Sequence[str], found: Sequence[Pai
     shown.add_row("GPUs", *(f"{of.gpus:,}" for of, _ in found))
     shown.add_row("step", *(step_text(of) for of, _ in found))
 
-    def row(name: str, value: Callable[[Pair], float], form: str) -> None:
+    def row(name: str, value: Callable[[Pair], float], text: Callable[[float], str]) -> None:
         first = value(found[0])
-        cells = [f"{value(found[0]):{form}}"]
+        cells = [text(first)]
         for pair in found[1:]:
             times = f" ({value(pair) / first:.2f}×)" if first else ""
-            cells.append(f"{value(pair):{form}}{times}")
+            cells.append(f"{text(value(pair))}{times}")
         shown.add_row(name, *cells)
 
-    row("tokens/s/GPU", lambda pair: pair[0].tokens_per_second, ",.0f")
-    row("MFU", lambda pair: pair[0].mfu, ".1%")
+    row("tokens/s/GPU", lambda pair: pair[0].tokens_per_second, "{:,.0f}".format)
+    row("MFU", lambda pair: pair[0].mfu, "{:.1%}".format)
     for name, text in PARTS.items():
         if any(of.parts[name] > 1e-4 * of.seconds for of, _ in found):
-            row(f"  {text}, s", lambda pair, name=name: pair[0].parts[name], ".3f")  # type: ignore[misc]
-    row("memory, GiB", lambda pair: pair[1].total / GIB, ".1f")
+            row(f"  {text}", lambda pair, name=name: pair[0].parts[name], seconds_text)  # type: ignore[misc]
+    row("memory", lambda pair: pair[1].total, memory_size)
     for kind in KINDS:
         if any(memory.of(kind) for _, memory in found):
-            row(f"  {kind}", lambda pair, kind=kind: sum(pair[1].of(kind).values()) / GIB, ".2f")  # type: ignore[misc]
+            row(f"  {kind}", lambda pair, kind=kind: sum(pair[1].of(kind).values()), memory_size)  # type: ignore[misc]
     shown.add_row("", *(fits_text(memory.total, one.limit) for one, (_, memory) in zip(asked, found, strict=True)))
     if asked[0].tokens:
         tokens = asked[0].tokens
-        row("days", lambda pair: run_of(pair[0], tokens).days, ",.1f")
-        row("cost, $", lambda pair: run_of(pair[0], tokens).cost, ",.0f")
+        row("whole run", lambda pair: run_of(pair[0], tokens).seconds, seconds_text)
+        row("cost", lambda pair: run_of(pair[0], tokens).cost, money)
     return [(f"On {asked[0].cluster.gpu.name} ({asked[0].cluster.name})", shown)]

@@ -13,7 +13,6 @@ from megalite.config.errors import InputError, counted, number_ranges
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory, memory_of_ranks
 from megalite.plan.rebalance import flatter_split
 from megalite.plan.split import split_of
@@ -21,9 +20,10 @@ from megalite.planner.choice import Choice, choice_of
 from megalite.planner.goodput import goodput
 from megalite.planner.least import VIRTUAL
 from megalite.planner.predict import Prediction
-from megalite.planner.texts import PARTS, seconds_text, step_text
+from megalite.planner.texts import PARTS, number, seconds_text, step_text, time_unit
 from megalite.schedule.generate import NAMES
-from megalite.terminal import table
+from megalite.terminal import memory as memory_size
+from megalite.terminal import memory_unit, table
 
 BAR = 40  # characters of the longest bar
 SHOWN = 6  # changes
@@ -51,7 +51,7 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
         ("Where a step's time goes, on the busiest pipeline rank", _time(prediction)),
     ]
     if config.parallel.pp > 1:
-        parts.append(("Pipeline stages, seconds of a micro-batch", _stages(prediction)))
+        parts.append(("Pipeline stages, times of a micro-batch", _stages(prediction)))
     if choice.split is not None:
         parts.append(("Layers of the stages", _split(asked, config, prediction, memory)))
     parts.append((f"Where memory goes, on pipeline rank {memory.pp} at its peak", _memory(memory, asked.limit)))
@@ -128,14 +128,15 @@ def _summary(prediction: Prediction) -> Text:
 
 
 def _time(prediction: Prediction) -> Table:
-    shown = table("", "seconds", "share", " ", text=("", " "))
+    size, unit = time_unit(prediction.seconds)
+    shown = table("", unit, "share", " ", text=("", " "))
     longest = max(prediction.parts.values())
     for name, text in PARTS.items():
         seconds = prediction.parts[name]
         if seconds > 1e-4 * prediction.seconds:
             bar = "█" * max(1, round(BAR * seconds / longest))
-            shown.add_row(text, f"{seconds:#.3g}", f"{seconds / prediction.seconds:.1%}", bar)
-    shown.add_row("step", f"{prediction.seconds:#.4g}", "100.0%", "", style="bold")
+            shown.add_row(text, number(seconds / size), f"{seconds / prediction.seconds:.1%}", bar)
+    shown.add_row("step", number(prediction.seconds / size), "100.0%", "", style="bold")
     return shown
 
 
@@ -143,7 +144,7 @@ def _stages(prediction: Prediction) -> Table:
     """Equal neighbours share a row."""
     shown = table("stage", "layers", "forward", "backward", "gather", "reduce", text=("stage",))
     rows = [
-        (len(layers), *(f"{value:#.3g}" for value in (stage.forward.total, stage.backward.total, stage.gather,
+        (len(layers), *(seconds_text(value) for value in (stage.forward.total, stage.backward.total, stage.gather,
                                                      stage.reducing(True))))
         for layers, stage in zip(prediction.plan.layers, prediction.stages, strict=True)
     ]  # fmt: skip
@@ -163,23 +164,24 @@ def _split(asked: Asked, config: Config, prediction: Prediction, memory: Memory)
     before, held = asked.predict(default)
     return Text(
         f"parallel.pipeline.split={config.parallel.pipeline.split}: {seconds_text(prediction.seconds)} a step, with "
-        f"{memory.total / GIB:.1f} GiB on the fullest rank.\nThe default, {split_of(default)}: "
+        f"{memory_size(memory.total)} on the fullest rank.\nThe default, {split_of(default)}: "
         f"{seconds_text(before.seconds)}, and it {fits_text(held.total, asked.limit)}."
     )
 
 
 def _memory(memory: Memory, limit: float) -> Table:
-    shown = table("", "GiB", "share", " ", text=("", " "))
+    name, unit = memory_unit(memory.total)
+    shown = table("", name, "share", " ", text=("", " "))
     sizes = {kind: sum(memory.of(kind).values()) for kind in KINDS}
     longest = max(sizes.values())
     for kind, size in sizes.items():
         if size:
             bar = "█" * max(1, round(BAR * size / longest))
-            shown.add_row(kind, f"{size / GIB:,.2f}", f"{size / memory.total:.1%}", bar)
+            shown.add_row(kind, f"{size / unit:,.2f}", f"{size / memory.total:.1%}", bar)
             largest = sorted(memory.of(kind).items(), key=lambda item: -item[1])
             for component, part in largest[:3] if len(largest) > 1 else ():
-                shown.add_row(f"  {component}", f"{part / GIB:,.2f}", f"{part / memory.total:.1%}", "")
-    shown.add_row("total", f"{memory.total / GIB:,.2f}", "100.0%", str(fits_text(memory.total, limit)), style="bold")
+                shown.add_row(f"  {component}", f"{part / unit:,.2f}", f"{part / memory.total:.1%}", "")
+    shown.add_row("total", f"{memory.total / unit:,.2f}", "100.0%", str(fits_text(memory.total, limit)), style="bold")
     return shown
 
 
@@ -201,11 +203,11 @@ def _fitting(asked: Asked, config: Config, found: list[Change]) -> RenderableTyp
     if config.parallel.pp > 1:
         split = flatter_split(config, memory_of_ranks(config, costing), costing)
     if split and split[1] <= asked.limit:
-        return Text(f"parallel.pipeline.split=[{', '.join(map(str, split[0]))}] would fit: {split[1] / GIB:.1f} GiB")
+        return Text(f"parallel.pipeline.split=[{', '.join(map(str, split[0]))}] would fit: {memory_size(split[1])}")
     least = min(found, key=lambda each: each.memory.total, default=None)
     if least is None:
         return Text("No single change can run.")
-    return Text(f"No single change fits. {least.text} comes nearest, with {least.memory.total / GIB:.1f} GiB.")
+    return Text(f"No single change fits. {least.text} comes nearest, with {memory_size(least.memory.total)}.")
 
 
 def _changes(found: list[Change], before: Prediction | None) -> Table:
@@ -213,7 +215,7 @@ def _changes(found: list[Change], before: Prediction | None) -> Table:
     for each in found[:SHOWN]:
         of = each.prediction
         third = f"{1 - of.seconds / before.seconds:.1%}" if before else f"{of.tokens_per_second:,.0f}"
-        shown.add_row(each.text, seconds_text(of.seconds), third, f"{each.memory.total / GIB:.1f} GiB")
+        shown.add_row(each.text, seconds_text(of.seconds), third, memory_size(each.memory.total))
     return shown
 
 

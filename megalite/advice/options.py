@@ -6,10 +6,10 @@ from megalite.config.errors import InputError
 
 # By kind of plan, the first that is asked for: options that it would not read.
 UNREAD = {
-    "--dry-run": "compare top exhaustive explain schedule write html tokens days budget",
-    "--compare": "as_is top exhaustive offload explain schedule write days budget",
-    "--as-is": "top exhaustive offload days budget",
-    "a range of GPUs": "top exhaustive explain schedule",
+    "--dry-run": "compare top pick exhaustive explain schedule write html tokens days budget",
+    "--compare": "as_is top pick exhaustive offload explain schedule write days budget",
+    "--as-is": "top pick exhaustive offload days budget",
+    "a range of GPUs": "top pick exhaustive explain schedule",
     "a search on one number of GPUs": "days budget",
 }
 

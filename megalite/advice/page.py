@@ -18,7 +18,6 @@ from megalite.advice.page_scaling import front_chart, scaling_charts
 from megalite.advice.rows import front, layout_text, ranking
 from megalite.config.errors import counted
 from megalite.config.schema import Config
-from megalite.plan.fit import GIB
 from megalite.plan.memory import KINDS, Memory
 from megalite.plan.pipeline import micro_batches
 from megalite.planner.choice import choice_of
@@ -27,6 +26,7 @@ from megalite.planner.search import Found, Result, fullest_rank
 from megalite.planner.texts import seconds_text, step_text
 from megalite.planner.traffic import flows
 from megalite.schedule.draw import draw_svg
+from megalite.terminal import memory as memory_size
 from megalite_launch.page.html import Key, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
 
@@ -115,10 +115,10 @@ def _head(asked: Asked, given: Sequence[str], heading: str) -> str:
         f"{model.kv_heads} of keys and values, MLPs of {model.ffn:,}, a vocabulary of {model.vocab_size:,}.",
         f"Batch: {counted(asked.config.batch.global_, 'sequence')} of {model.sequence_length:,} tokens a step"
         + (f"; the whole run has {asked.tokens:,.0f} tokens." if asked.tokens else "."),
-        f"Cluster {cluster.name}: {cluster.gpu.name} with {cluster.gpu.memory / GIB:.1f} GiB; nodes of "
+        f"Cluster {cluster.name}: {cluster.gpu.name} with {memory_size(cluster.gpu.memory)}; nodes of "
         f"{'; islands of '.join(reversed(levels))}; between nodes "
         f"{cluster.network.bandwidth / 1e9:,.0f} GB/s for each GPU.",
-        f"Tensors may take {asked.limit / GIB:.1f} GiB of a GPU. All times are predictions, with intervals of "
+        f"Tensors may take {memory_size(asked.limit)} of a GPU. All times are predictions, with intervals of "
         f"±{spread:.0%}.",
     ]
     command = escape(shlex.join(["megalite", *given]))
@@ -139,7 +139,7 @@ def _bars(names: Sequence[str], pairs: Sequence[tuple[Prediction, Memory]], limi
         for name, (of, _) in zip(names, pairs, strict=True)
     ]
     held = [
-        Bar(name, _gib(memory.total), {kind: float(sum(memory.of(kind).values())) for kind in KINDS})
+        Bar(name, memory_size(memory.total), {kind: float(sum(memory.of(kind).values())) for kind in KINDS})
         for name, (_, memory) in zip(names, pairs, strict=True)
     ]
     return [
@@ -151,7 +151,7 @@ def _bars(names: Sequence[str], pairs: Sequence[tuple[Prediction, Memory]], limi
         section(
             "Where memory goes",
             paragraph("On the fullest pipeline rank at its peak.", "pale"),
-            stacked(held, MEMORY_KEYS, _gib, ("limit", limit)),
+            stacked(held, MEMORY_KEYS, memory_size, ("limit", limit)),
         ),
     ]
 
@@ -198,7 +198,3 @@ def _map(asked: Asked, prediction: Prediction) -> str:
         "node to node."
     )
     return paragraph(told, "pale") + communication(found, prediction)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB:.2f} GiB"

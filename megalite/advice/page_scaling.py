@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from megalite.advice.asked import Asked
 from megalite.advice.page_lines import Axis, Line, line_chart
-from megalite.advice.rows import layout_text, pareto
+from megalite.advice.rows import layout_text, pareto, run_unit
 from megalite.advice.scaling import Point, scaling
 from megalite.config.errors import counted
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Result
-from megalite.planner.texts import seconds_text
+from megalite.planner.texts import seconds_text, time_unit
 from megalite_launch.page.html import columns, paragraph, section, table
 from megalite_launch.words import scaled
 
@@ -34,13 +34,14 @@ def scaling_charts(asked: Asked, prediction: Prediction, searched: bool) -> str:
 
 def _chart(name: str, points: Sequence[Point], base: Prediction, grows: bool) -> str:
     counts = [point.gpus for point in points]
-    ideal = [(float(gpus), base.seconds if grows else base.seconds * base.gpus / gpus) for gpus in counts]
+    size, unit = time_unit(base.seconds)
+    ideal = [(float(gpus), base.seconds / size * (1 if grows else base.gpus / gpus)) for gpus in counts]
     lines = [Line("ideal", ideal, ideal=True)]
     for number, (label, found) in enumerate(((SAME, [p.same for p in points]), (BEST, [p.best for p in points]))):
-        drawn = [(float(gpus), of.seconds) for gpus, of in zip(counts, found, strict=True) if of]
+        drawn = [(float(gpus), of.seconds / size) for gpus, of in zip(counts, found, strict=True) if of]
         if len(drawn) > 1 or label == SAME:
             lines.append(Line(label, drawn, 1 - number))
-    return line_chart(name, _gpus(counts), Axis("seconds of a step", _plain, logarithmic=not grows), lines)
+    return line_chart(name, _gpus(counts), Axis(f"a step, {unit}", _plain, logarithmic=not grows), lines)
 
 
 def _table(points: Sequence[Point], base: Prediction, grows: bool) -> str:
@@ -63,14 +64,15 @@ def _table(points: Sequence[Point], base: Prediction, grows: bool) -> str:
 
 
 def front_chart(asked: Asked, best: Sequence[tuple[int, Result]]) -> str:
-    """Days against cost where the run's tokens are known; the time of a step by number of GPUs."""
+    """Time against cost where the run's tokens are known; the time of a step by number of GPUs."""
     counts = [gpus for gpus, _ in best]
     first = best[0][1].prediction
-    ideal = [(float(gpus), first.seconds * first.gpus / gpus) for gpus in counts]
-    steps = [(float(gpus), result.seconds) for gpus, result in best]
+    size, unit = time_unit(first.seconds)
+    ideal = [(float(gpus), first.seconds / size * first.gpus / gpus) for gpus in counts]
+    steps = [(float(gpus), result.seconds / size) for gpus, result in best]
     name = "Time of a step by number of GPUs"
     lines = [Line("ideal", ideal, ideal=True), Line(BEST, steps)]
-    axis = Axis("seconds of a step", _plain, logarithmic=True)
+    axis = Axis(f"a step, {unit}", _plain, logarithmic=True)
     charts = [f"<h3>{name}</h3>{line_chart(name, _gpus(counts), axis, lines)}"]
     if asked.tokens:
         charts.append(_costs(asked.tokens, best))
@@ -80,20 +82,21 @@ def front_chart(asked: Asked, best: Sequence[tuple[int, Result]]) -> str:
 def _costs(tokens: float, best: Sequence[tuple[int, Result]]) -> str:
     runs = [run_of(result.prediction, tokens) for _, result in best]
     on_front = pareto(runs)
+    size, unit = run_unit(runs)
     kept: list[tuple[float, float, str]] = []
     beaten: list[tuple[float, float, str]] = []
     for (gpus, _), run, optimal in zip(best, runs, on_front, strict=True):
-        (kept if optimal else beaten).append((run.days, run.cost, counted(gpus, "GPU")))
+        (kept if optimal else beaten).append((run.seconds / size, run.cost, counted(gpus, "GPU")))
     lines = [
-        Line(told, [(days, cost) for days, cost, _ in each], colour, [label for *_, label in each])
+        Line(told, [(length, cost) for length, cost, _ in each], colour, [label for *_, label in each])
         for told, colour, each in (
             ("no other is both faster and cheaper", 0, sorted(kept)),
             ("beaten in both", 6, sorted(beaten)),
         )
         if each
     ]
-    name = "Days against cost of the whole run"
-    chart = line_chart(name, Axis("days", _plain, logarithmic=True), Axis("US dollars", _dollars), lines)
+    name = "Time against cost of the whole run"
+    chart = line_chart(name, Axis(unit, _plain, logarithmic=True), Axis("US dollars", _dollars), lines)
     return f"<h3>{name}</h3>{chart}"
 
 

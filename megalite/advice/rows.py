@@ -1,6 +1,6 @@
 """Predictions as tables for people."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.table import Table
@@ -8,12 +8,11 @@ from rich.text import Text
 
 from megalite.advice.asked import Asked
 from megalite.config.schema import SCHEDULES
-from megalite.plan.fit import GIB
 from megalite.planner.choice import Choice
 from megalite.planner.goodput import DAY, Run, goodput, run_of
 from megalite.planner.search import Found, Result
-from megalite.planner.texts import money, step_text
-from megalite.terminal import table
+from megalite.planner.texts import money, number, step_text, time_unit
+from megalite.terminal import memory, table
 from megalite_launch.words import scaled
 
 
@@ -53,39 +52,48 @@ def split_text(split: Sequence[int]) -> str:
 def ranking(asked: Asked, found: Found) -> Table:
     """The layouts that a search found, the fastest first."""
     columns = ["", "layout", "step", "tokens/s/GPU", "MFU", "MFU full", "memory", "bubble", "exposed", "tokens/day"]
-    run = ["days", "GPU-hours", "cost", "energy"] if asked.tokens else []
+    runs = [run_of(result.prediction, asked.tokens) for result in found.results] if asked.tokens else []
+    size, unit = run_unit(runs)
+    run = [unit, "GPU-hours", "cost", "energy"] if runs else []
     shown = table(*columns, *run, text=("layout",))
-    for number, result in enumerate(found.results, 1):
+    for at, result in enumerate(found.results):
         of = result.prediction
         share, _ = goodput(of)
         cells = [
-            str(number),
+            str(at + 1),
             layout_text(result.choice),
             step_text(of),
             f"{of.tokens_per_second:,.0f}",
             f"{of.mfu:.1%}",
             f"{of.mfu_full:.1%}",
-            f"{result.memory / GIB:.1f} GiB",
+            memory(result.memory),
             f"{of.bubble:.1%}",
             f"{of.exposed:.1%}",
             scaled(of.tokens_per_second * of.gpus * DAY * share, ""),
         ]
-        shown.add_row(*cells, *(_run_cells(run_of(of, asked.tokens)) if asked.tokens else []))
+        shown.add_row(*cells, *(_run_cells(runs[at], size) if runs else []))
     return shown
 
 
-def _run_cells(run: Run) -> list[str]:
-    return [f"{run.days:,.1f}", f"{run.gpu_hours:,.0f}", money(run.cost), scaled(run.energy, "Wh")]
+def run_unit(runs: Iterable[Run]) -> tuple[float, str]:
+    """The unit in which the longest of some runs is told: its seconds, and its name."""
+    size, name = time_unit(max((run.seconds for run in runs), default=DAY))
+    return (1.0, "seconds") if size <= 1 else (size, name)
+
+
+def _run_cells(run: Run, size: float) -> list[str]:
+    return [number(run.seconds / size), number(run.gpu_hours), money(run.cost), scaled(run.energy, "Wh")]
 
 
 def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
     """By number of GPUs: the fastest layout, and what a run takes. `*` marks those that nothing beats in both."""
     columns = ["GPUs", "layout", "step", "tokens/s/GPU", "MFU", "memory", "goodput"]
-    run = ["days", "GPU-hours", "cost", "energy", "front"] if asked.tokens else ["speed-up", "efficiency"]
+    runs = [run_of(result.prediction, asked.tokens or 1e9) for _, result in best]
+    size, unit = run_unit(runs)
+    run = [unit, "GPU-hours", "cost", "energy", "front"] if asked.tokens else ["speed-up", "efficiency"]
     shown = table(*columns, *run, text=("layout", "front"))
-    optimal = pareto([(run_of(result.prediction, asked.tokens or 1e9)) for _, result in best])
     first = best[0][1].prediction
-    for (gpus, result), on_front in zip(best, optimal, strict=True):
+    for (gpus, result), whole, on_front in zip(best, runs, pareto(runs), strict=True):
         of = result.prediction
         cells = [
             f"{gpus:,}",
@@ -93,12 +101,11 @@ def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
             step_text(of),
             f"{of.tokens_per_second:,.0f}",
             f"{of.mfu:.1%}",
-            f"{result.memory / GIB:.1f} GiB",
+            memory(result.memory),
             f"{goodput(of)[0]:.1%}",
         ]
         if asked.tokens:
-            whole = run_of(of, asked.tokens)
-            cells += [*_run_cells(whole), "*" * on_front + _limits(asked, whole)]
+            cells += [*_run_cells(whole, size), "*" * on_front + _limits(asked, whole)]
         else:
             faster = first.seconds / of.seconds
             cells += [f"{faster:.2f}×", f"{faster * first.gpus / gpus:.0%}"]
@@ -129,7 +136,6 @@ def pareto(runs: Sequence[Run]) -> list[bool]:
 def fits_text(needed: float, limit: float) -> Text:
     """Whether bytes fit, with both numbers."""
     if needed <= limit:
-        return Text(f"fits: {needed / GIB:.1f} GiB of {limit / GIB:.1f} GiB for tensors", style="green")
-    over = (needed - limit) / GIB
-    return Text(f"does not fit: {needed / GIB:.1f} GiB, {over:.1f} GiB more than the {limit / GIB:.1f} GiB for tensors",
-                style="bold red")  # fmt: skip
+        return Text(f"fits: {memory(needed)} of {memory(limit)} for tensors", style="green")
+    over = f"{memory(needed - limit)} more than the {memory(limit)} for tensors"
+    return Text(f"does not fit: {memory(needed)}, {over}", style="bold red")

@@ -12,7 +12,7 @@ from megalite.plan.instant import Instant
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts import Item, Moment, Part
 from megalite.plan.resolved import Plan
-from megalite.schedule.actions import Action, Exchange, Kind
+from megalite.schedule.actions import SENDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
 HOST = "host memory"
@@ -345,7 +345,7 @@ class Walk:
 
     def _exchange(self, exchange: Exchange) -> None:
         """Hold buffers for the tensors to receive, and free the tensors that the exchange before has sent."""
-        sends = sum(action == action.transfer for action in exchange.actions)
+        sends = sum(action.kind in SENDS for action in exchange.actions)
         self._hold("activations", "between stages", -self.sending * self.sizes.stream)
         self._hold("activations", "between stages", (len(exchange.actions) - sends) * self.sizes.stream)
         self.sending = sends

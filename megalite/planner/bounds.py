@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megalite.planner.stages import HALVED
 from megalite.schedule.generate import V_SHAPED
+
+ROUNDING = 1e-9  # of a layer
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,15 @@ class Passes:
     embedding: tuple[float, float, float]
     head: tuple[float, float, float]
 
-    @property
+    @cached_property
     def there(self) -> float:
         return self.forward[-1] + self.embedding[0] + self.head[0]
 
-    @property
+    @cached_property
     def back(self) -> float:
         return self.backward[-1] + self.embedding[1] + self.head[1]
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return len(self.forward) - 1
 
@@ -106,6 +109,43 @@ class Passes:
         return max(way, counts[0] * forward + longer * (counts[1] * inputs + counts[2] * weights))
 
 
+def slowest(layers: int, ranks: int, layer: float, head: float) -> float:
+    """Seconds of the slowest of some pipeline ranks at least, whatever the split of `layers` layers.
+
+    layer, head: seconds of a layer, and of the head, which one of the ranks has.
+    """
+    others, ends = ranks - 1, head / layer
+    whole = layers // ranks  # layers in this time, if a rank without the head is the slowest
+    while others * whole + max(0, int(whole - ends + ROUNDING)) < layers:
+        whole += 1
+    beside = max(0, int(layers / ranks - ends) - 1)  # and if it is that with the head
+    while others * int(beside + ends + ROUNDING) + beside < layers:
+        beside += 1
+    return min(whole, beside + ends) * layer
+
+
+def slowest_waiting(
+    layers: int, ranks: int, stages: int, layer: float, ends: tuple[float, float], before: float
+) -> float:
+    """The same for ranks that wait for others' layers, in a pipeline that is not V-shaped and has evenly filled stages.
+
+    A rank begins when the first stages of all ranks before have computed. So in T seconds it has at most
+    (T - before · their layers) / layer of its own, of which its first stage has 1 / stages, rounded down: in all, as
+    many layers as fewer ranks without waiting.
+
+    stages: of each rank. layer, ends: seconds of a layer, and of embedding and head as stages of the first rank are
+    filled by them and the last one has it, for all micro-batches. before: seconds that each layer before takes.
+    """
+    embedding, head = ends
+    if not before:
+        return (layers * layer + head) / ranks
+    share = before / (stages * layer)
+    left = 1 - share
+    working = (1 - left**ranks) / share
+    rounded = (stages - 1) / stages * ((ranks - working) + embedding / layer * (1 - left ** (ranks - 1))) / share
+    return (layers * layer + head - before * rounded) / working
+
+
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
     """How many F, I and W lie on a path through a V-shaped schedule: a longest one while the pipeline is not full.
 
@@ -116,6 +156,19 @@ def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
     if m <= p:
         return 2 * p, 2 * (p + m - 1), 2 * m + p - 1
     return 2 * m - 1, 2 * (p + m - 1), 3 * p + 1
+
+
+def halved(schedule: str, split: Sequence[int], m: int) -> tuple[int, int]:
+    """How many of m backward passes are split at least: of any stage, and of all layers together.
+
+    A test counts them in the schedules.
+    """
+    layers, fewest, p = sum(split), min(split), len(split) // 2
+    if schedule in HALVED:
+        return m, m * layers
+    if schedule != "dualpipev" or m < 2 * p:
+        return 0, 0
+    return p // 2, fewest * p * (3 * p - 1) // 2 + (layers - 2 * p * fewest) * (p // 2)
 
 
 class Moved(NamedTuple):

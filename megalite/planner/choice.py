@@ -49,6 +49,10 @@ class Choice(NamedTuple):
     offload_optimizer: bool
     split: tuple[int, ...] | None = None
 
+    def micro_batches(self, sequences: int) -> int:
+        """Micro-batches in a step of so many sequences."""
+        return sequences // (self.replicas * self.shards * self.micro)
+
     def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
         """`config` with this layout. What is pinned and not part of a choice stays as it is."""
         parallel, train = config.parallel, config.train

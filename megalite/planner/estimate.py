@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.activations import BYTES, Activations
-from megalite.plan.pipeline import micro_batches, placement
+from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.size import layer_parameters
 from megalite.plan.split import balance
@@ -34,6 +34,20 @@ class Each(NamedTuple):
     reduced: float
 
 
+class First(NamedTuple):
+    """The first rank of a pipeline.
+
+    parameters: those of norms and of a second matrix of a tied embedding aside. stages: of each that counts, its layers
+    by kind. most, beside: as in a `Flight`. single: whether the rank has one stage.
+    """
+
+    parameters: float
+    stages: tuple[tuple[int, ...], ...]
+    most: int
+    beside: int | None
+    single: bool
+
+
 class Estimate:
     """Bytes of the layouts of `config`.
 
@@ -56,12 +70,12 @@ class Estimate:
         self._keep: dict[tuple[object, ...], list[int]] = {}
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
+        self._scheduled: dict[tuple[object, ...], Config] = {}
         self._of_rank: dict[tuple[object, ...], float] = {}
         self._kinds = found
         self._made_of: dict[tuple[object, ...], list[Alike]] = {}
-        self._flying: dict[tuple[object, ...], tuple[float, float | None]] = {}
         self._each_of: dict[tuple[object, ...], Each] = {}
-        self._first: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
+        self._firsts: dict[tuple[object, ...], First] = {}
 
     def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
         """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
@@ -70,16 +84,45 @@ class Estimate:
 
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
-        found = self.of_states(choice)
-        if choice.schedule not in NAMES:  # where its stages are is not known
-            return found
-        each, first, once = self.each(choice), self._held(choice, 0), choice.mode in ONCE
-        most, beside = self._in_flight(choice)
-        here = first * (each.states + each.gathered)
-        found = max(found, here + most, first * self._after(choice, each))
-        if beside is not None:
-            found = max(found, here + first * (each.whole if once else each.reduced) + beside)
+        return self.memories([choice])[0]
+
+    def memories(self, layouts: Sequence[Choice]) -> list[float]:
+        """`memory` of layouts that differ in data parallelism and offloading alone."""
+        if not layouts or layouts[0].schedule not in NAMES:  # where stages are is not known
+            return [self.of_states(choice) for choice in layouts]
+        first, active = self.first(layouts[0]), dict[bool, tuple[float, float | None]]()
+        found = list[float]()
+        for choice in layouts:
+            offloads = choice.offload_activations
+            if offloads not in active:
+                active[offloads] = self._activations(choice, first)
+            found.append(self._needed(choice, first, *active[offloads]))
         return found
+
+    def lightest(self, choice: Choice, parameters: float, layers: float) -> float:
+        """What `memory` is at least, if the first rank has so many parameters and activations of so many layers."""
+        each, kept = self.each(choice), 0 if choice.offload_activations else min(self.kept(choice))
+        return parameters * (each.states + each.gathered) + layers * kept
+
+    def _needed(self, choice: Choice, first: First, most: float, beside: float | None) -> float:
+        """Bytes with a first rank, and with its activations: at most, and while all of its gradients are there."""
+        states, gathered, whole, reduced = self.each(choice)
+        held = states + gathered
+        after = states + reduced + gathered * first.single  # of several stages, others have freed weights
+        parameters = first.parameters
+        found = max(self._all / choice.pp * max(held, after), parameters * after, parameters * held + most)
+        if beside is not None:
+            found = max(found, parameters * (held + (whole if choice.mode in ONCE else reduced)) + beside)
+        return found
+
+    def _activations(self, choice: Choice, first: First) -> tuple[float, float | None]:
+        """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
+        if choice.offload_activations:
+            return 0.0, None if first.beside is None else 0.0
+        by_kind = self.kept(choice)
+        kept = min([sum(map(mul, counts, by_kind)) for counts in first.stages])
+        outside = self.sizes(choice).outside(1)[0] if first.single and choice.pp == 1 else 0
+        return first.most * kept + outside, None if first.beside is None else first.beside * kept
 
     def of_actions(self, choice: Choice, tables: Tables, room: float) -> float:
         """Bytes that the fullest of some ranks has at least, as its actions tell; 0 where that is not told.
@@ -88,17 +131,17 @@ class Estimate:
         """
         if choice.schedule not in NAMES:
             return 0.0
-        config = choice.applied(self.config, self.pins)
-        owners, m, alike = self.owners(choice), micro_batches(config), self._alike(choice)
+        m = choice.micro_batches(self.config.batch.global_)
+        config, owners, alike = self.scheduled(choice), self.owners(choice), self._alike(choice)
         managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.precision == "bf16"
         inputs, most = m * self.sizes(choice).inputs, 0.0
-        known: dict[Alike, StageBytes] = {}
+        known, few = dict[Alike, StageBytes](), filled(config, m)
         for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):
             mine = {stage: alike[stage] for stage, owner in enumerate(owners) if owner == rank}
             for what in {*mine.values()} - known.keys():
                 known[what] = self._stage(choice, *what)
             held = {stage: known[what] for stage, what in mine.items()}
-            steps = tables.steps(config, filled(config, m), rank)
+            steps = tables.steps(config, few, rank)
             states = self._held(choice, rank) * self.each(choice).states + inputs
             most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
             if most > room:
@@ -148,40 +191,21 @@ class Estimate:
     def of_states(self, choice: Choice) -> float:
         """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
         each = self.each(choice)
-        return self._all / choice.pp * max(each.states + each.gathered, self._after(choice, each))
+        after = each.states + each.reduced + each.gathered * (self._virtual(choice) == 1)
+        return self._all / choice.pp * max(each.states + each.gathered, after)
 
-    def _after(self, choice: Choice, each: Each) -> float:
-        """Bytes for each parameter when the last gradient is there; of several stages, others have freed weights."""
-        return each.states + each.reduced + (each.gathered if self._virtual(choice) == 1 else 0.0)
-
-    def _in_flight(self, choice: Choice) -> tuple[float, float | None]:
-        """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
-        tp, cp, method, pp, micro, recompute, schedule, virtual, replicas, shards, _, offloads, _, split = choice
-        key = tp, cp, method, pp, micro, recompute, schedule, virtual, replicas * shards, offloads, split
-        if key not in self._flying:
-            self._flying[key] = self._count(choice)
-        return self._flying[key]
-
-    def _count(self, choice: Choice) -> tuple[float, float | None]:
-        m = self.config.batch.global_ // (choice.replicas * choice.shards * choice.micro)
-        virtual = self._virtual(choice)
-        most, beside = flight(choice.schedule, choice.pp, m, virtual)
-        if choice.offload_activations:
-            return 0.0, None if beside is None else 0.0
-        kept = self.kept(choice)
-        each = min(sum(map(mul, counts, kept)) for counts in self._first_stages(choice))
-        outside = self.sizes(choice).outside(1)[0] if choice.pp * virtual == 1 else 0
-        return most * each + outside, None if beside is None else beside * each
-
-    def _first_stages(self, choice: Choice) -> set[tuple[int, ...]]:
-        """Layers of each kind, of the first rank's stages; of a V, or a pipeline of one stage a rank, of the first."""
-        key = choice.pp, self._virtual(choice), choice.schedule == "interleaved_1f1b", choice.split
-        if key not in self._first:
-            ends = list(accumulate(self.split(choice), initial=0))
-            stages = range(0, len(ends) - 1, choice.pp) if key[2] else range(1)
-            layers = [self.order[ends[stage] : ends[stage + 1]] for stage in stages]
-            self._first[key] = {tuple(each.count(kind) for kind in range(len(self.kinds))) for each in layers}
-        return self._first[key]
+    def first(self, choice: Choice) -> First:
+        """The first rank, and what is in flight there: in a V, or with one stage a rank, on the first stage."""
+        m = choice.micro_batches(self.config.batch.global_)
+        key = choice.pp, choice.schedule, choice.virtual, choice.split, m
+        if key not in self._firsts:
+            virtual, ends = self._virtual(choice), list(accumulate(self.split(choice), initial=0))
+            counted = range(0, len(ends) - 1, choice.pp) if choice.schedule == "interleaved_1f1b" else range(1)
+            layers = [self.order[ends[stage] : ends[stage + 1]] for stage in counted]
+            stages = {tuple(each.count(kind) for kind in range(len(self.kinds))) for each in layers}
+            flying = flight(choice.schedule, choice.pp, m, virtual)
+            self._firsts[key] = First(self._held(choice, 0), tuple(stages), *flying, virtual == 1)
+        return self._firsts[key]
 
     def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""
@@ -209,11 +233,18 @@ class Estimate:
             self._of_rank[key] = layers + self.matrix * outer
         return self._of_rank[key]
 
+    def scheduled(self, choice: Choice) -> Config:
+        """A configuration with the schedule of a layout, whatever else it has."""
+        key = choice.pp, choice.schedule, choice.virtual
+        if key not in self._scheduled:
+            self._scheduled[key] = choice.applied(self.config, self.pins)
+        return self._scheduled[key]
+
     def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""
         key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
         if key not in self._placements:
-            self._placements[key] = placement(choice.applied(self.config, self.pins))
+            self._placements[key] = placement(self.scheduled(choice))
         return self._placements[key]
 
     def each(self, choice: Choice) -> Each:

@@ -14,6 +14,7 @@ from typing import Any
 from megalite.config.errors import InputError, listing
 from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.yaml import read_mapping
+from megalite.planner.slowest import MOST
 
 PACKAGE = "megalite_clusters"  # configs/cluster, as it is installed
 USUAL = 0.8  # share of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
@@ -26,7 +27,8 @@ class Gpu:
 
     peak: dense FLOP/s by precision. measured: the best that a matrix product has reached, where somebody measured it.
     multiprocessors: units that share the tiles of a matrix product. memory: bytes. bandwidth: of memory, bytes/s.
-    power: its limit in watts. host: bytes/s to host memory, and as many from there.
+    power: its limit in watts. host: bytes/s to host memory, and as many from there. spread: relative standard deviation
+    of the speeds of a cluster's GPUs; None where nobody has measured it.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Gpu:
     bandwidth: float
     power: float
     host: float
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Cluster:
 
 
 ABOVE_0 = Kind("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e15)
+SPREAD = Kind(f"a number from 0 to {MOST}", lambda value: type(value) in (int, float) and 0 <= value <= MOST)
 COUNT = Kind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
 LINK = {"bandwidth": ABOVE_0, "latency": ABOVE_0}
 FILE = {
@@ -103,6 +107,7 @@ FILE = {
         "bandwidth": ABOVE_0,
         "power": ABOVE_0,
         "host": ABOVE_0,
+        "spread": OrNull(SPREAD),
     },
     "island": OrNull({"gpus": COUNT, **LINK}),
     "node": {"gpus": COUNT, **LINK, "measured": OrNull(ABOVE_0)},
@@ -144,6 +149,7 @@ def read_cluster(path: Path) -> Cluster:
     gpu = fields.get("gpu")
     if isinstance(gpu, dict):
         gpu.setdefault("measured", {})
+        gpu.setdefault("spread", None)
     if isinstance(fields.get("node"), dict):
         fields["node"].setdefault("measured", None)
     if problem := next(misfits(fields, FILE, str(path)), None):
@@ -170,6 +176,7 @@ def read_cluster(path: Path) -> Cluster:
             gpu["bandwidth"] * 1e9,
             float(gpu["power"]),
             gpu["host"] * 1e9,
+            gpu["spread"],
         ),
         tuple(Level(level["gpus"], _link(level)) for level in (fields["island"], fields["node"]) if level),
         _link(fields["network"]),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megalite.config.schema import Config
-from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns
+from megalite.config.schema import SCHEDULES, Config
+from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, halved, slowest, slowest_waiting
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.predict import adamw_seconds
@@ -27,14 +27,15 @@ VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 ONCE = ("ddp", "zero1")  # modes that reduce gradients once a step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # which makes it a quick key
 class Shape:
-    """What decides the time of layers, with a lower bound of the seconds of a step."""
+    """What decides the time of layers. computes, bound: seconds of a step at least, without the optimizer and whole."""
 
     choice: Choice  # of its first layout
     micro_batches: int
     dp: int
     passes: Passes
+    computes: float
     bound: float
 
 
@@ -63,6 +64,9 @@ class Waits:
     way: float
 
 
+NO_LONGER = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)
+
+
 class Least:
     """Bounds of the layouts of `config` on `gpus` GPUs. pins: keys that keep their values."""
 
@@ -81,6 +85,16 @@ class Least:
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
 
+    def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
+        """The shape of a first layout. splits: whether its schedules may split backward passes."""
+        m, pp = first.micro_batches(self.config.batch.global_), first.pp
+        way = passes.split_way(1.0) if splits else passes.there + passes.back + (m - 1) * sum(passes.head[:2])
+        way += 2 * (pp - 1) * self._hop(first)
+        alike, fullest = len(passes.kinds) == 1, -(-passes.layers // pp)  # layers of some rank
+        busy = slowest(passes.layers, pp, passes.shortest, sum(passes.head[:2])) if alike else fullest * passes.shortest
+        computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
+        return Shape(first, m, first.shards, passes, computes, computes + self._least_update(passes.layers, first))
+
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout whose states are shared out so."""
         pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest()
@@ -89,7 +103,7 @@ class Least:
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
         edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
         waits = shape.passes.first_waits(pp, fewest, self._hop(shape.choice) + edge)
-        computes = max(shape.bound, start + waits + self._mean(shape, choice, data))
+        computes = max(shape.computes, start + waits + self._mean(shape, choice, data))
         return max(computes, self._reductions(shape, choice, data, None)) + self._update(shape, choice, data, 0)
 
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
@@ -98,20 +112,43 @@ class Least:
         halves, most = 1 + SPLIT * (choice.schedule in HALVED), max(waiting.back, waiting.way + 2 * waiting.hops * hop)
         for each in waiting.chains:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
-        return max(shape.bound, most) + self._least_update(shape, choice)
+        return max(shape.computes, most) + self._least_update(shape.passes.layers, choice)
 
-    def of_any_split(self, shape: Shape, choice: Choice, busy: float) -> float:
-        """Seconds of the best layout with this schedule, whatever its split.
-
-        busy: seconds that some rank computes for a micro-batch at least.
-        """
-        m, passes, hop = shape.micro_batches, shape.passes, self._hop(shape.choice)
+    def of_any_split(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of the best layout with this schedule, whatever its split. choice: with the default one."""
+        passes, halves, computes = shape.passes, choice.schedule in HALVED, shape.computes
+        way = passes.split_way(1 + SPLIT * halves)
         if choice.schedule in WHOLE:
-            way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
-        else:
-            way = passes.split_way(1 + SPLIT * (choice.schedule in HALVED))
-        way += 2 * self._ranks_of(choice._replace(split=None)).hops[-1] * hop
-        return max(shape.bound, way, m * busy) + self._least_update(shape, choice)
+            way = passes.there + passes.back + (shape.micro_batches - 1) * sum(passes.head[:2])
+        way += 2 * self._ranks_of(choice).hops[-1] * self._hop(shape.choice)
+        if len(passes.kinds) == 1:
+            computes = max(computes, self._slowest(shape, choice, NO_LONGER))
+        return max(computes, way) + self._least_update(passes.layers, choice)
+
+    def of_unsplit(self, shape: Shape, choice: Choice) -> float:
+        """Seconds of a layout, whatever its split; all layers must be alike."""
+        data = self._exchanges(choice)
+        computes = self._slowest(shape, choice, self._longer(shape, choice, data))
+        start = 0.0 if choice.mode == "zero3" else data.end.gathered + data.end.copied + data.least.copied
+        return max(shape.computes, start + computes) + self._update(shape, choice, data, 0)
+
+    def _slowest(self, shape: Shape, choice: Choice, more: Longer) -> float:
+        """Seconds that some rank waits and computes, whatever the split. more: by how much passes are longer."""
+        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in WHOLE
+        halves, (forward, backward, _) = 1 + SPLIT * (choice.schedule in HALVED), passes.kinds[0]
+        forward, backward = forward + more.layer[0], backward + more.layer[1]
+        layer, embedding, head = (
+            forward + halves * backward,
+            *(
+                each[0] + longer[0] + halves * (each[1] + longer[1])
+                for each, longer in ((passes.embedding, more.embedding), (passes.head, more.head))
+            ),
+        )
+        found = m * slowest(passes.layers, pp, layer, head)
+        if choice.schedule in V_SHAPED:
+            return found
+        stages, before = choice.virtual or SCHEDULES[choice.schedule], forward + whole * backward
+        return max(found, slowest_waiting(passes.layers, pp, stages, m * layer, (m * embedding, m * head), before))
 
     def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
         """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""
@@ -141,7 +178,7 @@ class Least:
         for turn in self._turns(shape, choice) if choice.mode in ONCE else ():
             most = max(most, self._turn(turn, m, data, hop, once))
         start, end = self._start(shape, choice, data, split[0]), self._end(shape, choice, data, split[0]) * whole
-        computes = max(shape.bound, self._mean(shape, choice, data), start + most + end)
+        computes = max(shape.computes, self._mean(shape, choice, data), start + most + end)
         reduces = self._reductions(shape, choice, data, choice.schedule)
         return max(computes, reduces) + self._update(shape, choice, data, max(each.layers for each in found))
 
@@ -151,13 +188,12 @@ class Least:
         The chain is the longest for the first layout that was asked for with this schedule, and a long one for others.
         What is gathered or reduced between its actions is left out. Raises InputError for a schedule that cannot run.
         """
-        config, m = choice.applied(self.config, self.pins), shape.micro_batches
-        data = self._exchanges(choice)
+        m, data = shape.micro_batches, self._exchanges(choice)
         stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
-        few = enough(config, m)
+        few = enough(self.estimate.scheduled(choice), m)
         key = choice.pp, choice.schedule, choice.virtual, few
         if key not in self._longest:
-            clock = self.timer.tables.clock(config, few)
+            clock = self.timer.tables.clock(choice.applied(self.config, self.pins), few)
             costs = [stages[cost.stage].get(cost.kind, 0.0) for cost in clock.classes]
             found, hops = clock.longest(costs, hop)
             counts = Counter[tuple[Kind, int]]()
@@ -244,16 +280,22 @@ class Least:
         return not choice.offload_activations and not mixed(self.config, self.pins, choice)
 
     def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str | None) -> float:
-        """Seconds of a rank's reductions after micro-batches, which wait for each other."""
+        """Seconds until a rank's reductions after micro-batches have ended, which wait for each other.
+
+        None begins before a micro-batch has come through all stages. Beside the halves of a backward pass nothing is reduced, and replicas are summed each time if there are any.
+        """
         if choice.mode in ONCE:
             return 0.0
-        m, reduced = shape.micro_batches, data.all.reduced + 2 * data.end.reduced
-        if schedule in HALVED:
-            return (m * reduced + data.all.summed + 2 * data.end.summed) / choice.pp
-        if choice.mode == "zero3" or not self._known(choice):  # whose backward passes are longer
-            return 0.0
-        back = shape.passes.back + data.all.added + 2 * data.end.added
-        return m * (reduced - (1 + self.timer.constants.overlap) * back) / choice.pp
+        m, passes, overlap = shape.micro_batches, shape.passes, self.timer.constants.overlap
+        each, layers = halved(schedule, self.estimate.split(choice), m) if schedule in SPLITTING else (0, 0)
+        reduced = data.all.reduced + 2 * data.end.reduced
+        if each:
+            reduced += data.all.summed + 2 * data.end.summed
+        left = 0.0
+        if choice.mode != "zero3" and self._known(choice):  # otherwise, backward passes are longer
+            back = passes.back + data.all.added + 2 * data.end.added
+            left = m * reduced - (1 + overlap) * (m * back - layers * passes.least[1])
+        return passes.there + max(each * reduced, left) / choice.pp
 
     def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
         """Seconds until the first stage, of `first` layers, has the weights that it waits for."""
@@ -285,7 +327,7 @@ class Least:
 
     def _turns(self, shape: Shape, choice: Choice) -> list[Turns]:
         """Of the ranks of an interleaved pipeline."""
-        key = shape.choice, choice.schedule, choice.virtual, choice.split
+        key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._interleaved:
             found, m, pp = list[Turns](), shape.micro_batches, choice.pp
             if choice.schedule == "interleaved_1f1b" and pp > 1:
@@ -321,10 +363,10 @@ class Least:
         offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
         return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
 
-    def _least_update(self, shape: Shape, choice: Choice) -> float:
-        """The same of the best layout with this schedule."""
-        held = self._share_of_model(shape.passes.layers, choice.pp) / choice.tp
-        return held / (shape.dp * choice.cp) * min(self._updating.values())
+    def _least_update(self, layers: int, choice: Choice) -> float:
+        """The same of the best layout of a shape of so many layers."""
+        held = self._share_of_model(layers, choice.pp) / choice.tp
+        return held / (choice.replicas * choice.shards * choice.cp) * min(self._updating.values())
 
     def _share_of_model(self, layers: int, pp: int) -> float:
         """Parameters that some pipeline rank has at least."""
@@ -338,7 +380,7 @@ class Least:
 
     def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
         """What pipeline ranks wait for and do."""
-        key = shape.choice, choice.schedule, choice.virtual, choice.split
+        key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._waits:
             ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes
             back = way = 0.0

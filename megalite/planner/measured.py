@@ -17,6 +17,7 @@ from megalite.config.files import check_output, write_new
 from megalite.config.yaml import read_mapping
 from megalite.exit_codes import ExitCode
 from megalite.planner.hardware import cluster_path, read_cluster
+from megalite.planner.slowest import MOST
 
 
 def main() -> int:
@@ -34,9 +35,10 @@ def main() -> int:
 def write_measured(base: str, out: Path, figures: Mapping[str, Any]) -> None:
     """Write the cluster `base` (a name or a file) to `out`, with measured figures.
 
-    figures: nodes, gpus (of a node), precision and matmul (FLOP/s of a GPU); and, if measured, host (bytes/s of the
-    slower direction), node and network (bytes/s of bus bandwidth for a GPU). What was not measured stays.
-    Raises InputError if a file is none, or a figure is no number above 0.
+    figures: nodes, gpus (of a node), precision and matmul (FLOP/s of a GPU); and, if measured, spread (standard
+    deviation of matmul, relative), host (bytes/s of the slower direction), node and network (bytes/s of bus bandwidth
+    for a GPU). What was not measured stays.
+    Raises InputError if a file is none, a figure is no number above 0, or a spread is none that a cluster file takes.
     """
     path = cluster_path(base)
     read_cluster(path)  # whose messages tell what is wrong with a file
@@ -46,6 +48,9 @@ def write_measured(base: str, out: Path, figures: Mapping[str, Any]) -> None:
     precision = figures["precision"]
     gpu["measured"] = {**gpu.get("measured", {}), precision: _figure(figures, "matmul", 1e12)}
     sources["gpu.measured"] = f"{precision}: {said}; before: {sources.get('gpu.measured', 'none')}"
+    if figures.get("spread") is not None:
+        gpu["spread"] = _spread(figures["spread"])
+        sources["gpu.spread"] = f"{said}: relative standard deviation of the GPUs' matrix products"
     if figures.get("host") is not None:
         gpu["host"] = _figure(figures, "host", 1e9)
         sources["gpu.host"] = f"{said}, pinned copies, the slower direction"
@@ -66,6 +71,13 @@ def write_measured(base: str, out: Path, figures: Mapping[str, Any]) -> None:
     text += yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=1000)
     write_new(out, text)
     read_cluster(out)
+
+
+def _spread(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= MOST:
+        rule = f"must be a number from 0 to {MOST}; GPUs of several kinds or sick ones are among these"
+        raise InputError(f"spread = {value!r:.40}: {rule}")
+    return float(f"{value:.3g}")
 
 
 def _figure(figures: Mapping[str, Any], key: str, unit: float) -> float:

@@ -13,6 +13,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from megalite.config.schema import SCHEDULES
+from megalite.planner.bounds import ROUNDING
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import ONCE, Estimate
 from megalite.planner.flight import Flights, flights
@@ -23,7 +24,6 @@ from megalite.schedule.generate import NAMES
 NEARLY, MISSED = 0.8, 1.3  # of the limit: between these is the estimate of a default split whose layers are moved
 FASTER = 5e-3  # by which the slowest rank must become faster for layers to be moved though all fits
 SLOWER = 1.25  # times as long as necessary may the slowest rank take
-ROUNDING = 1e-9  # of a layer
 BLOCKS = 8  # of ranks, in which it is looked whether any split may fit
 MANY = 1 << 30  # layers: more than any model has
 TRIED = 2  # splits of a layout that are estimated to fit, as the estimate is a little below the walk
@@ -116,18 +116,6 @@ class Load:
         return int(SLOWER * self.seconds(self.ranks.default) / self.layer) + 1
 
     @cached_property
-    def least(self) -> float:
-        """Seconds of the slowest rank at least, whatever the split: `quickest` without the embedding, in less time."""
-        layers, others, head = sum(self.ranks.default), len(self.ranks.stages) - 1, self.head / self.layer
-        whole = layers // (others + 1)  # layers in this time, if a rank without the head is the slowest
-        while others * whole + max(0, int(whole - head + ROUNDING)) < layers:
-            whole += 1
-        beside = max(0, int(layers / (others + 1) - head) - 1)  # and if it is that with the head
-        while others * int(beside + head + ROUNDING) + beside < layers:
-            beside += 1
-        return min(whole, beside + head) * self.layer
-
-    @cached_property
     def quickest(self) -> list[int]:
         """Layers of ranks such that the slowest is as fast as can be."""
         layers = sum(self.ranks.default)
@@ -210,16 +198,14 @@ class Moves:
         free = pipeline.pp > 1 and pipeline.split is None and pipeline.schedule in NAMES
         if not free or needed > self.missed * self.limit or not self._may_fit(shape, pipeline):
             return None
-        load = self._load(shape, pipeline)
-        return self.least.of_any_split(shape, pipeline, load.least * self._alike)
+        return self.least.of_any_split(shape, pipeline)
 
     def wanted(
         self, shape: Shape, pipeline: Choice, layouts: Iterable[tuple[float, Choice]]
     ) -> Iterator[tuple[float, Choice]]:
         """Of the layouts of a pipeline, with bounds, those whose layers are moved."""
         load, known = self._load(shape, pipeline), dict[tuple[float, bool], bool]()
-        kept = self._kept(pipeline._replace(offload_activations=False), load)
-        chunks, default = self._flying(shape, pipeline).most, load.ranks.default
+        kept, chunks, default = self._kept(pipeline, load), self._flying(shape, pipeline).most, load.ranks.default
         matrices = self._matrices(load)
         ranks = [  # under the default split: bytes of activations, and parameters
             (default[rank] * chunks[rank] * kept, default[rank] * self._smallest + matrices[rank])
@@ -232,17 +218,23 @@ class Moves:
                 near = needed > NEARLY * self.limit or load.slow
                 known[key] = near and needed <= self.missed * self.limit and self._may_fit(shape, layout)
             if known[key]:
-                yield bound, layout
+                yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
 
     def _may_fit(self, shape: Shape, layout: Choice) -> bool:
         """Whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
-        load, states, total = self._load(shape, layout), self._states(shape, layout) * self._smallest, 0
-        kept, chunks = self._kept(layout, load), self._flying(shape, layout).most
-        step = -(-len(chunks) // BLOCKS)
-        for begin in range(0, len(chunks), step):  # all of a block as its last rank, which holds least
+        layers, chunks = shape.passes.layers, self._flying(shape, layout).most
+        states, load = self._states(shape, layout) * self._smallest, self._load(shape, layout)
+        kept = 0.0 if layout.offload_activations else self._kept(layout, load)
+        limit, ranks = self.limit, len(chunks)
+        if (states + chunks[0] * kept) * -(-layers // ranks) <= limit:  # the first rank holds most
+            return True
+        if (states + chunks[-1] * kept) * layers > limit * ranks:
+            return False
+        step, total = -(-ranks // BLOCKS), 0
+        for begin in range(0, ranks, step):  # all of a block as its last rank, which holds least
             block = chunks[begin : begin + step]
-            total += len(block) * min(load.ceiling, int(min(MANY, self.limit / (states + block[-1] * kept))))
-        return total >= shape.passes.layers
+            total += len(block) * min(load.ceiling, int(min(MANY, limit / (states + block[-1] * kept))))
+        return total >= layers
 
     def splits(self, shape: Shape, layout: Choice) -> Iterator[tuple[float, tuple[int, ...]]]:
         """The splits of a layout, each with a lower bound of its seconds."""
@@ -289,7 +281,7 @@ class Moves:
 
     def _load(self, shape: Shape, choice: Choice) -> Load:
         """What the ranks of a layout do."""
-        key = shape.choice, choice.schedule, choice.virtual
+        key = shape, choice.schedule, choice.virtual
         if key not in self._loads:
             passes, halves = shape.passes, 1 + SPLIT * (choice.schedule in HALVED)
             self._loads[key] = Load(
@@ -320,8 +312,8 @@ class Moves:
         return flights(choice.schedule, choice.pp, shape.micro_batches, virtual)
 
     def _kept(self, choice: Choice, load: Load) -> float:
-        """Bytes that a layer keeps of a micro-batch, shared by the stages of a rank."""
-        return 0.0 if choice.offload_activations else min(self.estimate.kept(choice)) / len(load.ranks.stages[0])
+        """Bytes that a layer keeps of a micro-batch unless they are offloaded, shared by the stages of a rank."""
+        return min(self.estimate.kept(choice)) / len(load.ranks.stages[0])
 
     def _matrices(self, load: Load) -> list[int]:
         """Parameters of the embedding and the head on each rank."""
@@ -330,7 +322,8 @@ class Moves:
 
     def _held(self, shape: Shape, choice: Choice, load: Load) -> Held:
         """What the ranks of a layout hold."""
-        states, kept = self._states(shape, choice), self._kept(choice, load)
+        states = self._states(shape, choice)
+        kept = 0.0 if choice.offload_activations else self._kept(choice, load)
         return Held(
             [states * self._smallest + number * kept for number in self._flying(shape, choice).most],
             [states * matrices for matrices in self._matrices(load)],

@@ -20,6 +20,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
+from megalite.planner.slowest import waiting
 from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer, transfer_seconds
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
 from megalite.schedule.actions import Action, Kind, Table
@@ -38,8 +39,8 @@ class Prediction:
     """A step of `config` on `cluster`.
 
     seconds: of a step. spread: half the width of the interval, relative. parts: seconds of the busiest pipeline rank by
-    what takes them: those of `layer.Seconds`, "bubble" (waiting for other stages), and "optimizer". busy: by rank,
-    seconds in which it computes. stages: their times.
+    what takes them: those of `layer.Seconds`, "bubble" (waiting for other stages), "optimizer", and "slowest" (waiting
+    for the slowest GPU). busy: by rank, seconds in which it computes. stages: their times.
     """
 
     config: Config
@@ -99,7 +100,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Trial:
-    """A step of a plan on the clock, looked at as closely as is asked for. Only its beginning and end are run."""
+    """A step of a plan on the clock, looked at as closely as is asked for. Only its beginning and end are run.
+
+    How long a step waits for the slowest GPU is not in it: for all layouts on as many GPUs it is the same share.
+    """
 
     plan: Plan
     timer: Timer
@@ -111,7 +115,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """`predict`'s seconds alone, which take less time to find."""
+        """`predict`'s seconds but for the wait for the slowest GPU, which take less time to find."""
         return self.makespan + self.update
 
     @cached_property
@@ -175,11 +179,13 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     waited = "bubble" if config.parallel.pp > 1 else "data"  # without other stages: for the first weights
     parts[waited] += idle if idle > ROUNDING * makespan else 0.0
     parts["optimizer"] = update
+    seconds = makespan + update
+    parts["slowest"] = seconds * (waiting(cluster.gpu.spread, config.parallel.layout.world_size) - 1)
     return Prediction(
         config,
         cluster,
         plan,
-        makespan + update,
+        seconds + parts["slowest"],
         timer.constants.spread,
         parts,
         tuple(seconds.total for seconds in busy),

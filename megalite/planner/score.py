@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log
+from math import ceil, log, sqrt
+from statistics import fmean
 from typing import TypeVar
 
 from megalite.planner.constants import BOUNDS, FITTED, Constants
 from megalite.planner.memory import SPREADS, counted, fits
 from megalite.planner.published import Row, works_of
+from megalite.planner.slowest import slowest
 from megalite.planner.step import StepModel
 from megalite.planner.work import Work
 
+RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
 TOP = 3  # of a group's layouts, as predicted, among which the best measured one should be
 
 
@@ -72,6 +75,19 @@ class Ranking:
     right: int
     contested: int
     contested_right: int
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How much longer measured times are than predicted ones on more GPUs, within sources.
+
+    spread: relative standard deviation of GPUs' speeds with which waiting for the slowest would make it so. error: its
+    standard error, with rows of a source taken to err together. sources: of at least RANGE times as many GPUs.
+    """
+
+    spread: float
+    error: float
+    sources: int
 
 
 def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
@@ -143,6 +159,23 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
     for each in found:
         groups.setdefault(each.row.source, []).append(each)
     return groups
+
+
+def trend(found: Iterable[Compared]) -> Trend | None:
+    """Of step times; None where fewer than two sources tell one."""
+    deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
+    for group in by_source(found).values():
+        gpus = [each.row.work.gpus for each in group]
+        if max(gpus) >= RANGE * min(gpus):
+            behind, errors = [slowest(count) for count in gpus], [-log(1 + each.error) for each in group]
+            middle, bias = fmean(behind), fmean(errors)
+            deviations.append([(b - middle, e - bias) for b, e in zip(behind, errors, strict=True)])
+    if len(deviations) < 2:
+        return None
+    scale = sum(b * b for group in deviations for b, _ in group)
+    slope = sum(b * e for group in deviations for b, e in group) / scale
+    spread_out = sum(sum(b * (e - slope * b) for b, e in group) ** 2 for group in deviations)
+    return Trend(slope, sqrt(spread_out) / scale, len(deviations))
 
 
 def loss(rows: Sequence[Row], constants: Constants) -> float:

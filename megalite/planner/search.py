@@ -187,26 +187,33 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
         return
     match node.level:
         case Level.SHAPE:
+            if not space.may_fit(choice, room):
+                return
+            shared = min((bound for bound, _ in space.sharings(shape)), default=0.0)
             for pipeline in space.pipelines(choice):
                 needed = space.estimate.memory(pipeline)
-                fits, planned = found.fits(needed, pipeline, room), space.can_be_planned(shape, pipeline)
-                if fits and planned:
-                    yield space.least.of_pipeline(shape, pipeline), Node(Level.PIPELINE, shape, pipeline)
-                if planned and (bound := space.moves.of_pipeline(shape, pipeline, needed)) is not None:
-                    yield bound, Node(Level.MOVED, shape, pipeline)
+                if found.fits(needed, pipeline, room):
+                    yield max(shared, space.least.of_pipeline(shape, pipeline)), Node(Level.PIPELINE, shape, pipeline)
+                if (bound := space.moves.of_pipeline(shape, pipeline, needed)) is not None:
+                    yield max(shared, bound), Node(Level.MOVED, shape, pipeline)
         case Level.PIPELINE:
-            for bound, layout in space.layouts(shape, choice):
-                yield bound, Node(Level.SHARED, shape, layout)
+            layouts = list(space.layouts(shape, choice))
+            found.layouts += len(layouts)
+            needs = space.estimate.memories([layout for _, layout in layouts])
+            for (bound, layout), needed in zip(layouts, needs, strict=True):
+                if found.fits(needed, layout, room):
+                    yield bound, Node(Level.SHARED, shape, layout)
         case Level.MOVED:
             for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice)):
                 yield bound, Node(Level.UNSPLIT, shape, layout)
         case Level.UNSPLIT:
             for bound, split in space.moves.splits(shape, choice):
-                yield bound, Node(Level.SHARED, shape, choice._replace(split=split))
+                layout = choice._replace(split=split)
+                found.layouts += 1
+                if found.fits(space.estimate.memory(layout), layout, room):
+                    yield bound, Node(Level.SHARED, shape, layout)
         case Level.SHARED:
-            found.layouts += 1
-            if found.fits(space.estimate.memory(choice), choice, room):
-                yield space.least.of_layout(shape, choice), node._replace(level=Level.BOUNDED)
+            yield space.least.of_layout(shape, choice), node._replace(level=Level.BOUNDED)
         case Level.BOUNDED:
             if found.fits(space.estimate.of_actions(choice, space.timer.tables, room), choice, room):
                 chained = choice.pp > 1 and choice.schedule in NAMES
@@ -224,9 +231,9 @@ def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Fo
     if not (plan := _checked(space, planned)):
         return None
     found.walked += 1
-    needed = _likely_fullest(plan, limit)
+    needed = 0 if choice.pp <= ALL_RANKS else _likely_fullest(plan, limit)
     if needed <= limit and (not found.results or choice.pp <= ALL_RANKS):
-        needed = _all_ranks(plan, space.timer)
+        needed = _all_ranks(plan, space.timer, limit)
     if not found.fits(needed, choice, limit):
         return None
     return Result(choice, predict(plan.config, space.timer.cluster, space.timer, plan), needed)
@@ -290,8 +297,8 @@ def _kept_at_once(plan: Plan, m: int) -> list[int]:
     ]
 
 
-def _all_ranks(plan: Plan, timer: Timer) -> int:
-    """Bytes of the fullest of all pipeline ranks."""
+def _all_ranks(plan: Plan, timer: Timer, limit: float = inf) -> int:
+    """Bytes of the fullest of all pipeline ranks; or of one that needs more than `limit`, if any does."""
     config = plan.config
     steps = {
         m: timer.tables.of(config, m, transfers=True) for m in (as_full(config, each) for each in fullest_steps(config))
@@ -299,7 +306,12 @@ def _all_ranks(plan: Plan, timer: Timer) -> int:
     whole = plan.of(config, steps)
     if config.parallel.pipeline.schedule == "gpipe":
         return max(memory.total for memory in each_rank(config, whole))
-    return fullest_of(whole, range(config.parallel.pp))
+    kept, most = _kept_at_once(whole, max(steps)), 0
+    for rank in sorted(range(config.parallel.pp), key=lambda rank: -kept[rank]):
+        most = max(most, fullest_of(whole, [rank]))
+        if most > limit:
+            break
+    return most
 
 
 def fullest_rank(config: Config, timer: Timer) -> Memory:

@@ -8,7 +8,7 @@ their time, so that the search needs to look at few of them closely; layouts als
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
@@ -18,14 +18,29 @@ from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
 from megalite.planner.moved import MISSED, Moves
-from megalite.planner.stages import Timer, work_of
+from megalite.planner.stages import WHOLE, Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.actions import MOST_ACTIONS
 from megalite.schedule.generate import NAMES, SPLITTING, actions_of
 
+# Where in a choice the schedule begins, how states are shared out, and what is offloaded.
+SCHEDULE, SHARING, OFFLOADING = map(Choice._fields.index, ("schedule", "replicas", "offload_activations"))
 LARGEST_MICRO = 32  # sequences in a micro-batch
 LARGEST_CP = 64
 SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
+
+
+class Scheduled(NamedTuple):
+    """The schedules of a shape.
+
+    names: each with its virtual stages. split: whether any may split backward passes. parameters, layers: of the first
+    rank at least, the latter counted for each micro-batch in flight.
+    """
+
+    names: list[tuple[str, int | None]]
+    split: bool
+    parameters: float
+    layers: float
 
 
 class Space:
@@ -49,11 +64,12 @@ class Space:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
         self._too_large = list[Choice]()
-        self._sharings: dict[Choice, list[tuple[float, Choice]]] = {}
+        self._sharings: dict[Shape, list[tuple[float, Choice]]] = {}
         self.kinds: dict[Any, int] = {}
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
+        self._scheduled: dict[tuple[int, bool, int], Scheduled] = {}
         self.estimate = Estimate(config, pins, self.kinds)
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
         self.moves = Moves(self.estimate, self.least, limit, missed)
@@ -68,56 +84,51 @@ class Space:
                         if dp and not rest and self.config.batch.global_ % dp == 0:
                             for first in self._with_batches(tp, cp, method, pp, dp):
                                 if self.estimate.of_states(first) <= limit:
-                                    yield self._shape(first)
+                                    yield self.least.shape(first, self._passes(first), self._schedules(first).split)
                                 else:
                                     self._too_large.append(first)
 
+    def may_fit(self, first: Choice, limit: float) -> bool:
+        """Whether a shape may fit into `limit` bytes with any schedule and split; if not, it is remembered."""
+        schedules = self._schedules(first)
+        needed = self.estimate.lightest(first, schedules.parameters, schedules.layers)
+        if needed > self.moves.missed * limit:
+            self._too_large.append(first)
+        return needed <= self.moves.missed * limit
+
     def tightest(self, limit: float) -> tuple[float, Choice] | None:
-        """Of the shapes that `shapes` has left out: the bytes and the first layout of the one that needs least."""
+        """Of the shapes that do not fit: the bytes and the first layout of the one that needs least."""
         found: tuple[float, Choice] | None = None
         for first in self._too_large:
             if found is None or self.estimate.of_states(first) < found[0]:
-                needed = min(self.estimate.memory(choice) for choice in self.pipelines(first))
+                needed = min((self.estimate.memory(choice) for choice in self.pipelines(first)), default=inf)
                 if found is None or needed < found[0]:
                     found = needed, first
         return found
 
     def pipelines(self, first: Choice) -> Iterator[Choice]:
-        """A shape's first layout under each schedule that it can have."""
-        for schedule, virtual in self._schedules(first):
-            yield first._replace(schedule=schedule, virtual=virtual)
-
-    def can_be_planned(self, shape: Shape, choice: Choice) -> bool:
-        """Whether a schedule is not too long. That of a file is known when it is read."""
-        stages = choice.virtual or SCHEDULES.get(choice.schedule, 1)
-        return (
-            choice.schedule not in SCHEDULES
-            or actions_of(choice.schedule, choice.pp, shape.micro_batches, stages) <= MOST_ACTIONS
-        )
+        """A shape's first layout under each schedule that it can have, and that is not too long."""
+        head, tail = first[:SCHEDULE], first[SHARING:]
+        for name, virtual in self._schedules(first).names:
+            yield Choice._make((*head, name, virtual, *tail))
 
     def sharings(self, shape: Shape) -> list[tuple[float, Choice]]:
         """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
-        if shape.choice not in self._sharings:
-            found = self._sharings[shape.choice] = []
+        if shape not in self._sharings:
+            found = self._sharings[shape] = []
             for mode in self._modes(shape):
                 for replicas in self._replicas(shape, mode):
                     choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
                     found.append((self.least.of_sharing(shape, choice), choice))
-        return self._sharings[shape.choice]
+        return self._sharings[shape]
 
     def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
         """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
+        head, split, offloading = pipeline[:SHARING], pipeline.split, list(self._offloading(pipeline.schedule))
         for bound, shared in self.sharings(shape):
-            for activations, optimizer in self._offloading(pipeline.schedule):
-                yield (
-                    bound,
-                    shared._replace(
-                        schedule=pipeline.schedule,
-                        virtual=pipeline.virtual,
-                        offload_activations=activations,
-                        offload_optimizer=optimizer,
-                    ),
-                )
+            sharing = shared[SHARING:OFFLOADING]
+            for offloads in offloading:
+                yield bound, Choice._make((*head, *sharing, *offloads, split))
 
     def _work(self, choice: Choice) -> Work:
         """A micro-batch of the layout, for layers without windows that recompute nothing."""
@@ -170,13 +181,6 @@ class Space:
         compiled = self.config.train.compile
         return [mode for mode in found if not (compiled and mode == "selective")]
 
-    def _shape(self, first: Choice) -> Shape:
-        m = self.config.batch.global_ // (first.shards * first.micro)
-        passes = self._passes(first)
-        fullest = -(-passes.layers // first.pp)  # layers of some rank
-        bound = m * max((passes.there + passes.back) / first.pp, fullest * passes.shortest)
-        return Shape(first, m, first.shards, passes, bound)
-
     def _passes(self, choice: Choice) -> Passes:
         """Seconds of the model's passes for a micro-batch."""
         key = choice.tp, choice.cp, choice.method, choice.micro, choice.recompute
@@ -198,12 +202,28 @@ class Space:
             )
         return self._times[key]
 
-    def _schedules(self, first: Choice) -> Iterator[tuple[str, int | None]]:
-        """Schedules and virtual stages, with as many stages as a pinned split has."""
-        split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
-        for name, virtual in self._named(first):
-            if split is None or name not in NAMES or len(split) == first.pp * (virtual or SCHEDULES[name]):
-                yield name, virtual
+    def _schedules(self, first: Choice) -> Scheduled:
+        """The schedules of a shape, with as many stages as a pinned split has."""
+        m = first.micro_batches(self.config.batch.global_)
+        key = first.pp, first.recompute == "full", m
+        if key not in self._scheduled:
+            split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
+            names = [
+                (name, virtual)
+                for name, virtual in self._named(first)
+                if split is None or name not in NAMES or len(split) == first.pp * (virtual or SCHEDULES[name])
+                if _can_be_planned(first.pp, m, name, virtual)
+            ]
+            parameters = layers = inf if names else 0.0
+            for name, virtual in names:
+                if name not in NAMES:  # where its stages are is not known
+                    parameters = layers = 0.0
+                    continue
+                rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
+                parameters = min(parameters, rank.parameters)
+                layers = min(layers, rank.most * min(map(sum, rank.stages)))
+            self._scheduled[key] = Scheduled(names, any(name not in WHOLE for name, _ in names), parameters, layers)
+        return self._scheduled[key]
 
     def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
         """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
@@ -251,3 +271,8 @@ class Space:
         for activations in self._pinned("train.offload_activations", lambda: free):
             for optimizer in self._pinned("optim.offload", lambda: either):
                 yield activations, optimizer
+
+
+def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:
+    """Whether a schedule is not too long. That of a file is known when it is read."""
+    return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MOST_ACTIONS

@@ -1,9 +1,17 @@
 """Predictions in words: seconds, money, and what takes a step's time. Imports no torch."""
 
-from megalite.planner.goodput import DAY
+from megalite.planner.goodput import DAY, HOUR
 from megalite.planner.predict import Prediction
-from megalite_launch.words import scaled
 
+MINUTE, LONG = 60.0, 999.5  # seconds; from LONG on, a time is told in minutes
+UNITS = (  # of times: from how many seconds on, the seconds of one, and its name
+    (2 * DAY, (DAY, "days")),
+    (2 * HOUR, (HOUR, "hours")),
+    (LONG, (MINUTE, "minutes")),
+    (0.9995, (1.0, "s")),
+    (0.9995e-3, (1e-3, "ms")),
+    (0.0, (1e-6, "µs")),
+)
 PARTS = {  # of `Prediction.parts`, in words
     "products": "matrix products",
     "attention": "attention",
@@ -15,17 +23,25 @@ PARTS = {  # of `Prediction.parts`, in words
     "host": "waiting for the host's launches",
     "offload": "copies to and from host memory",
     "optimizer": "optimizer",
+    "slowest": "waiting for the slowest GPU",
 }
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which a time is told: its seconds, and its name. Two days and two hours are the least of theirs."""
+    return next((unit for least, unit in UNITS if seconds >= least), UNITS[-1][1])
+
+
+def number(value: float) -> str:
+    """Three digits, or all of a large number: `0.0123`, `45.6`, `1,234`."""
+    return f"{value:,.0f}" if value >= 999.5 or value == 0 else f"{value:#.3g}".rstrip(".")
+
+
 def seconds_text(seconds: float, beside: float | None = None) -> str:
-    """`1.23 s`, `45.6 ms`, or hours and days where `seconds`, or those that stand beside them, are as long."""
+    """`1.23 s`, `45.6 ms`, or minutes, hours and days where `seconds`, or those that stand beside them, are as long."""
     length = seconds if beside is None else beside
-    if length >= 2 * DAY:
-        return f"{seconds / DAY:,.1f} days"
-    if length >= 7200:
-        return f"{seconds / 3600:.1f} hours"
-    return scaled(float(seconds), "s") if seconds >= 1 else f"{seconds * 1e3:#.3g}".rstrip(".") + " ms"
+    size, name = time_unit(length if length >= LONG else min(seconds, LONG / 2))
+    return f"{seconds / size:,.1f} {name}" if size >= MINUTE else f"{number(seconds / size)} {name}"
 
 
 def step_text(prediction: Prediction) -> str:
@@ -41,5 +57,7 @@ def times_text(cluster: str | None) -> str:
 
 
 def money(dollars: float) -> str:
-    """`$1,234`, or `$12.3 M`."""
+    """`$1,234`, `$12.3 M`, or `under $0.01`."""
+    if dollars < 0.01:
+        return "under $0.01" if dollars else "$0"
     return f"${dollars / 1e6:,.2f} M" if dollars >= 1e6 else f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"

@@ -25,6 +25,7 @@ from megalite.scaling.rates import BATCH, RATE
 from megalite.scaling.shapes import Rule, size_of
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
+from megalite.terminal import memory
 
 FIRST_MFU, ROUNDS, SETTLED = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
 FAR = 100.0  # times the largest budget: beyond, a prediction is a guess
@@ -264,7 +265,7 @@ def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, R
         shape = config.model
         why = "none divides the batch and the model"
         if found.tightest is not None:
-            why = f"the nearest needs {found.tightest[0] / 2**30:.1f} GiB"
+            why = f"the nearest needs {memory(found.tightest[0])}"
         raise InputError(
             f"--gpus {machine.gpus}: no layout of {counted(shape.layers, 'layer')} of width {shape.width:,} with "
             f"{config.batch.global_:,} sequences a step fits {cluster.gpu.name}: {why}; use more GPUs, or a number "

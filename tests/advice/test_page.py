@@ -9,8 +9,8 @@ from megalite.advice.page import compared_page, ranked_page
 from megalite.advice.rows import layout_text, step_text
 from megalite.advice.scaling import FACTORS, scaling
 from megalite.cli import main
-from megalite.plan.fit import GIB
 from megalite.planner.predict import Prediction
+from megalite.terminal import memory
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'.yaml"
 
@@ -40,8 +40,8 @@ def test_a_page_has_the_numbers_of_every_layout(ranked):
     assert len(found.results) == 3
     for result in found.results:
         of = result.prediction
-        memory = asked.predict(of.config)[1].total
-        numbers = (layout_text(result.choice), step_text(of), f"{of.tokens_per_second:,.0f}", f"{memory / GIB:.1f} GiB")
+        total = memory(asked.predict(of.config)[1].total)
+        numbers = (layout_text(result.choice), step_text(of), f"{of.tokens_per_second:,.0f}", total)
         assert [number for number in numbers if number not in text] == []
 
 
@@ -107,7 +107,7 @@ def test_scaling_leaves_out_what_does_not_fit():
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--gpus", "4-8", "--tokens", "1B"], ["Days against cost", "8 GPUs", "The fastest layout for each"]),
+        (["--gpus", "4-8", "--tokens", "1B"], ["Time against cost", "a step, ms", "8 GPUs", "The fastest layout"]),
         (["--gpus", "4-8"], ["Time of a step by number of GPUs"]),
         (["--gpus", "4", "--as-is", "batch.micro=2"], ["The layout", "It fits:", "Scaling"]),
         (["--gpus", "1", "--as-is", "batch.micro=2"], ["talks to nobody"]),

@@ -15,6 +15,7 @@ from megalite.config.validate import check
 from megalite.planner.choice import Choice
 
 MODEL = "configs/model/llama3.2_1b.yaml"
+TINY = "configs/model/tiny.yaml"
 SMALL = [MODEL, "batch.global=16", "parallel.pp=1"]  # few layouts
 Run = Callable[..., str]
 
@@ -76,6 +77,31 @@ def test_an_explanation_adds_up(plan: Run) -> None:
     shares = [float(share) for share in re.findall(r"([\d.]+)%", rows)]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert "Single changes that would help most" in output
+
+
+def test_an_explanation_has_the_wait_for_the_slowest_gpu(plan: Run, tmp_path: Path) -> None:
+    text = Path("configs/cluster/h100_sxm.yaml").read_text().replace("gpu:\n", "gpu:\n  spread: 0.04\n", 1)
+    (tmp_path / "ours.yaml").write_text(text)
+    arguments = (*SMALL, "--gpus", "8", "--top", "1", "--explain")
+    told = plan(*arguments, "--cluster", str(tmp_path / "ours.yaml"), "--html", str(tmp_path / "plan.html"))
+    assert re.search(r"waiting for the slowest GPU +[\d.]+ +4\.6%", told)  # 1.43 · (4 % - 0.6 %), over the sum
+    assert "waiting for the slowest GPU" in (tmp_path / "plan.html").read_text()
+    assert "slowest GPU" not in plan(*arguments)
+
+
+@pytest.mark.parametrize("options", [["--explain"], ["--as-is", "batch.micro=2"], ["--compare", TINY, "batch.micro=2"]])
+def test_tiny_models_have_digits_in_units_of_their_own(plan: Run, tmp_path: Path, options: list[str]) -> None:
+    page = tmp_path / "plan.html"
+    told = plan(TINY, "batch.global=16", "--gpus", "2", "--tokens", "10M", "--html", str(page), *options)
+    for text in (told, page.read_text()):
+        assert " MiB" in text
+        assert re.search(r"\b0\.0+ (GiB|MiB|days|hours|minutes|s)\b|\$0\.00", text) is None
+
+
+def test_a_run_has_the_unit_of_the_longest(plan: Run) -> None:
+    told = plan(TINY, "batch.global=16", "--gpus", "1-4", "--tokens", "2B")
+    assert "  minutes  GPU-hours " in told
+    assert re.search(r" micro 16 .* 28\.\d +0\.4[78]\d +\$1\.9\d", told)
 
 
 def test_the_whole_run_is_told_with_its_tokens(plan: Run) -> None:

@@ -34,6 +34,20 @@ def test_measured_figures_replace_those_of_datasheets(tmp_path: Path) -> None:
     assert ours.sources["gpu.measured"].endswith(theirs.sources["gpu.measured"])
 
 
+def test_a_spread_of_gpus_is_written_where_it_was_measured(tmp_path: Path) -> None:
+    write_measured("h100_sxm", tmp_path / "ours.yaml", FIGURES | {"spread": 0.012345})
+    ours = load_cluster(str(tmp_path / "ours.yaml"))
+    assert ours.gpu.spread == 0.0123
+    assert "on 4 nodes: relative standard deviation" in ours.sources["gpu.spread"]
+    write_measured(str(tmp_path / "ours.yaml"), tmp_path / "equal.yaml", FIGURES | {"spread": 0.0})
+    assert load_cluster(str(tmp_path / "equal.yaml")).gpu.spread == 0
+    write_measured(str(tmp_path / "ours.yaml"), tmp_path / "kept.yaml", FIGURES | {"spread": None})
+    assert load_cluster(str(tmp_path / "kept.yaml")).gpu.spread == 0.0123
+    with pytest.raises(InputError, match=r"spread = 0.25: must be a number from 0 to 0.2; GPUs of several kinds"):
+        write_measured("h100_sxm", tmp_path / "wild.yaml", FIGURES | {"spread": 0.25})
+    assert not (tmp_path / "wild.yaml").exists()
+
+
 def test_what_was_not_measured_stays(tmp_path: Path) -> None:
     write_measured("h200", tmp_path / "ours.yaml", FIGURES | {"host": None, "node": None, "network": None})
     ours, theirs = load_cluster(str(tmp_path / "ours.yaml")), load_cluster("h200")

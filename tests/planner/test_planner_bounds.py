@@ -1,13 +1,14 @@
 """No bound is above what it bounds: seconds that are simulated, memory that is walked through, and schedules."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
 import pytest
 
 from megalite.config.load import load
-from megalite.planner.bounds import longest_path
+from megalite.planner.bounds import halved, longest_path
 from megalite.planner.choice import Choice
 from megalite.planner.flight import flight
 from megalite.planner.hardware import load_cluster
@@ -147,3 +148,19 @@ def counted(schedule: str, p: int, m: int, v: int | None) -> tuple[int, int]:
         live[stage] -= kind in (Kind.B, Kind.I)
         done[stage] += kind in (Kind.B, Kind.W)
     return most, beside
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zbv", "dualpipev"])
+def test_as_many_backward_passes_are_split_as_is_told(schedule: str) -> None:
+    """Of each stage, and weighted by its layers."""
+    draw, told = random.Random(2), 0
+    for p in range(2, 8):
+        for m in range(1, 4 * p):
+            placement, orders = orders_of(schedule, p, m, None)
+            split = [draw.randrange(1, 4) for _ in placement]
+            counts = Counter(action.stage for order in orders for action in order if action.kind is Kind.I)
+            each, layers = halved(schedule, split, m)
+            assert each <= min(counts[stage] for stage in range(len(split)))
+            assert layers <= sum(counts[stage] * number for stage, number in enumerate(split))
+            told += each > 0
+    assert told > 40

@@ -47,6 +47,7 @@ REFUSED = {
     "text for a number": ({"price": "much"}, r"'price' = 'much': must be a number above 0"),
     "nothing": ({"price": 0}, r"'price' = 0: must be a number above 0"),
     "an unknown precision": ({"gpu": {"peak": {"bf16": 1.0, "int3": 2.0}}}, r"peak: 'int3' is no precision"),
+    "GPUs that are all different": ({"gpu": {"spread": 0.3}}, r"'spread' = 0.3: must be a number from 0 to 0.2"),
     "no bf16": ({"gpu": {"peak": {"fp8": 1.0}}}, r"peak: bf16 is missing"),
     "a board as large as the node": ({"island": {"gpus": 8, "bandwidth": 1, "latency": 1}}, r"island: gpus = 8"),
     "a board that does not divide it": ({"island": {"gpus": 3, "bandwidth": 1, "latency": 1}}, r"a part of the 8 GPUs"),

@@ -3,14 +3,17 @@
 import csv
 from collections.abc import Callable
 from dataclasses import replace
-from math import isfinite
+from itertools import combinations
+from math import isfinite, log
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.advice.alike import CLOSE
 from megalite.config.errors import InputError
 from megalite.planner.constants import BOUNDS, FITTED
 from megalite.planner.memory import fits
@@ -290,6 +293,17 @@ def test_the_best_layout_is_near_the_top(rows: list[Row]) -> None:
     found = ranking(timed(rows))
     assert found.groups == found.right == 77
     assert found.contested == found.contested_right == 14
+
+
+def test_one_per_cent_between_two_layouts_is_less_than_predictions_tell(rows: list[Row]) -> None:
+    """How far the ratio of two layouts' predicted times is off, of one model on as many GPUs."""
+    groups: dict[object, dict[object, float]] = {}
+    for each in timed(rows):
+        groups.setdefault(each.row.group, {})[each.row.work, each.row.program] = log(1 + each.error)
+    off = [abs(a - b) for group in groups.values() for a, b in combinations(group.values(), 2)]
+    assert len(off) == 374
+    assert 0.02 < median(off) < 0.03
+    assert median(off) / 2 > CLOSE
 
 
 def test_a_ranking_counts_a_group_whose_best_layout_is_predicted_as_slow(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import BEST
 from megalite.planner.ordering import costing_of
 from megalite.planner.predict import Trial
+from megalite.planner.slowest import waiting
 from megalite.planner.stages import Timer
 from megalite_tools.plan.measured_runs import Run
 
@@ -53,7 +54,8 @@ class Runs:
     def predicted(self, cluster: Cluster) -> list[float]:
         """Seconds of a step of every run."""
         timer = Timer(cluster)
-        return [Trial(plan, timer).seconds for plan in self._plans]
+        waits = [waiting(cluster.gpu.spread, plan.config.parallel.layout.world_size) for plan in self._plans]
+        return [wait * Trial(plan, timer).seconds for wait, plan in zip(waits, self._plans, strict=True)]
 
     @cached_property
     def measured(self) -> numpy.ndarray:

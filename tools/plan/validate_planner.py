@@ -15,7 +15,20 @@ from megalite.exit_codes import ExitCode
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.peers import Peer, read_peers
 from megalite.planner.published import Row, read_rows
-from megalite.planner.score import TOP, Compared, Judged, by_source, fit, judged, ranking, score, timed, weighed
+from megalite.planner.score import (
+    RANGE,
+    TOP,
+    Compared,
+    Judged,
+    by_source,
+    fit,
+    judged,
+    ranking,
+    score,
+    timed,
+    trend,
+    weighed,
+)
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-validate-planner"
@@ -109,6 +122,12 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
             f"The best measured layout is among the {TOP} best predicted ones in {of.right} of {of.groups} groups of "
             f"layouts; of groups with more than {TOP}, in {of.contested_right} of {of.contested}."
         )
+    if grows := trend(times):
+        terminal.line(
+            f"On more GPUs, measured times grow beyond predicted ones as if GPUs' speeds had a spread of "
+            f"{grows.spread:.1%} ± {grows.error:.1%} ({grows.sources} sources with at least {RANGE} times as many GPUs "
+            "of their largest run as of their smallest)."
+        )
 
 
 def _show_peers(terminal: Terminal, peers: Sequence[Peer]) -> None:
@@ -184,6 +203,7 @@ def _told(times: list[Compared], memory: list[Compared], verdicts: list[Judged])
         "oom": _right(_ran_out(verdicts)),
         "fits": _right(_ran(verdicts)),
         "ranking": asdict(ranking(times)),
+        "trend": asdict(grows) if (grows := trend(times)) else None,
     }
 
 

@@ -1,11 +1,13 @@
 """What nodes have measured, side by side: pure functions of files that nodes leave."""
 
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
 
 from megalite_launch.errors import UserError
+from megalite_launch.preflight.cluster import figures
 from megalite_launch.preflight.compare import Verdict, compare, compare_folder
 from megalite_launch.preflight.findings import Finding, Sheet, as_json, read_sheet, write_sheet
 from megalite_launch.preflight.show import sheet_text, verdict_text
@@ -275,3 +277,19 @@ def test_tables_are_aligned_and_name_what_is_wrong() -> None:
     assert lines[3][15:].startswith(("is ", "full "))
     assert lines[-2] == "1 failed, 0 warned, 0 not checked"
     assert lines[-1].startswith("FAILED: write: disk \\x1b[31m is full is full")
+
+
+def test_the_spread_of_gpus_is_that_of_nodes_that_are_fine() -> None:
+    sheets = four()
+    for place, row in enumerate(sheets["n2"].measured["gpus"]):
+        row["matmul"] = 700e12 * (0.98 if place % 2 else 1.02)
+    for row in sheets["n3"].measured["gpus"]:
+        row["matmul"] = 500e12  # below 0.90 of the median
+    verdict = compared(sheets)
+    assert "n3" in verdict.bad
+    products = [700.0] * 16 + [686.0, 714.0] * 4
+    assert figures(verdict)["spread"] == pytest.approx(stdev(products) / 700)
+    few = {name: node(name, gpus=1) for name in NODES}
+    assert figures(compared(few))["spread"] is None
+    on_cpus = {name: node(name, gpu="cpu") for name in NODES}
+    assert figures(compared(on_cpus))["spread"] is None

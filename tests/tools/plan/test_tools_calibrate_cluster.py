@@ -10,7 +10,7 @@ from commands import in_process
 
 from megalite.config.load import dump, load
 from megalite.config.validate import check
-from megalite.planner.hardware import load_cluster, read_cluster
+from megalite.planner.hardware import Cluster, load_cluster, read_cluster
 from megalite.planner.predict import predict
 from megalite.train.records import WARM_UP, line_of
 from megalite_tools.plan.calibrate_cluster import main
@@ -34,11 +34,18 @@ def calibrate(capsys: pytest.CaptureFixture[str]) -> Calibrate:
     return in_process(main, capsys)
 
 
-def made(folder: Path, name: str, factors: Mapping[str, float], noise: float = 0.01, **changes: object) -> Path:
-    """The folder of a run on an H100 cluster with figures times `factors`, as training leaves it."""
+def made(
+    folder: Path,
+    name: str,
+    factors: Mapping[str, float],
+    noise: float = 0.01,
+    cluster: Cluster = H100,
+    **changes: object,
+) -> Path:
+    """The folder of a run on a cluster with figures times `factors`, as training leaves it."""
     overrides, gpus = RUNS[name]
     config = check(load([LLAMA], ["train.recompute=full", *overrides]), gpus)
-    seconds = predict(config, scaled(H100, factors, {"bf16"})).seconds
+    seconds = predict(config, scaled(cluster, factors, {"bf16"})).seconds
     run, draw = folder / name, random.Random(name)
     (run / "starts").mkdir(parents=True)
     (run / "starts/001.yaml").write_text(dump(config))
@@ -104,6 +111,17 @@ def test_only_the_latest_start_counts(tmp_path: Path, calibrate: Calibrate) -> N
     (run / "metrics.jsonl").write_bytes(metrics)
     assert calibrate("h100_sxm", run, "--out", tmp_path / "new.yaml")[0] == 0
     assert factors_in(tmp_path / "new.yaml")["gpu.measured"] == pytest.approx(0.9, rel=1e-3)
+
+
+def test_waiting_for_the_slowest_gpu_stays_out_of_the_factors(tmp_path: Path, calibrate: Calibrate) -> None:
+    fields = yaml.safe_load((ROOT / "configs/cluster/h100_sxm.yaml").read_text())
+    fields["gpu"]["spread"] = 0.03
+    (tmp_path / "unequal.yaml").write_text(yaml.safe_dump(fields))
+    unequal = read_cluster(tmp_path / "unequal.yaml")
+    runs = [made(tmp_path, name, TRUE, noise=0, cluster=unequal) for name in RUNS]
+    assert calibrate(tmp_path / "unequal.yaml", *runs, "--out", tmp_path / "new.yaml")[0] == 0
+    assert factors_in(tmp_path / "new.yaml") == pytest.approx(TRUE, rel=1e-3)
+    assert read_cluster(tmp_path / "new.yaml").gpu.spread == 0.03
 
 
 def test_an_island_is_scaled_with_its_node(tmp_path: Path, calibrate: Calibrate) -> None:

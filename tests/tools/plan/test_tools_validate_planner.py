@@ -35,6 +35,17 @@ def test_errors_by_source_as_tables_and_as_json(tmp_path: Path, capsys: pytest.C
     assert report["by_source"]["Korthikanti22 T5"]["memory"] is None
     assert report["ranking"]["groups"] == report["ranking"]["right"] > 0
     assert len(report["left_out"]) == 6
+    assert report["trend"] is None  # one source alone has runs on many and on few GPUs
+    assert "On more GPUs" not in out
+
+
+def test_the_trend_with_gpus_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [FOLDER / f"{name}.csv" for name in ("korthikanti22", "megascale")]
+    code, out, _ = in_process(main, capsys)(*files, "--json", tmp_path / "errors.json")
+    assert code == 0
+    told = json.loads((tmp_path / "errors.json").read_text())["trend"]
+    assert told["sources"] == 2
+    assert f"a spread of {told['spread']:.1%} ± {told['error']:.1%} (2 sources" in out
 
 
 def test_a_source_can_be_predicted_from_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ from megalite.plan.memory import enough_micro_batches, rank_memory
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.transfers import Transfer
 from megalite.plan.walk import HOST
+from megalite.planner.ordering import costing_of
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 
@@ -65,8 +66,9 @@ def dry_run(config: Config, pp: int) -> DryRun:
     micro-batches as reach the peak, but counts the inputs of all. It opens and closes the default process group.
     """
     config = as_counted(config)
-    full = rank_memory(config, pp).micro_batches
-    plan = resolve(config)  # nothing can be measured here, so costs of layers are estimated
+    costing = costing_of(config)
+    full = rank_memory(config, pp, costing).micro_batches
+    plan = resolve(config, costing=costing)  # nothing can be measured here, so costs of layers are estimated
     m = enough_micro_batches(plan, pp, full)
     length = config.model.sequence_length
     with dry_job(plan, busiest_rank(config, pp)) as (job, fake):
@@ -183,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         config = check(load(*files_and_overrides(args.inputs)), args.world_size)
-        found = dry_run(fit_micro(config), args.pp)
+        found = dry_run(fit_micro(config, costing=costing_of(config)), args.pp)
         print(json.dumps(asdict(found) | {"transfers": [[*key, times] for key, times in found.transfers.items()]}))
     except InputError as error:
         print(error, file=sys.stderr)

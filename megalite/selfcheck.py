@@ -25,6 +25,7 @@ from megalite.plan.resolved import resolve
 from megalite.plan.traffic import step_traffic
 from megalite.plan.transfers import Traffic, Transfer
 from megalite.plan.walk import HOST
+from megalite.planner.ordering import costing_of
 from megalite.show_memory import dry_run, fullest, split_otherwise
 from megalite.terminal import console, sections, table
 from megalite_launch.words import BINARY, scaled
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace, ranks: Sequence[int] | None = None) -> int:
     first, the last, and the one that needs most memory. Raises InputError for a bad configuration, for a pipeline rank
     that there is not, and for a dry run that would take too long or fails.
     """
-    config = fit_micro(check(load(args.files, args.overrides), args.world_size))
+    config = check(load(args.files, args.overrides), args.world_size)
+    config = fit_micro(config, costing=costing_of(config))
     checked = [_check(args, config, memory) for memory in _chosen(config, ranks)]
     parts = [part for each in checked for part in _parts(each)]
     sections(console(), [*parts, ("Self-check", _verdict(checked))])
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace, ranks: Sequence[int] | None = None) -> int:
 
 def _chosen(config: Config, ranks: Sequence[int] | None) -> list[Memory]:
     """The predicted memory of the pipeline ranks to check."""
-    memories = memory_of_ranks(as_counted(config))
+    memories = memory_of_ranks(as_counted(config), costing_of(config))
     wanted = {0, len(memories) - 1, fullest(memories).pp} if ranks is None else set(ranks)
     if unknown := sorted(wanted - set(range(len(memories)))):
         last = len(memories) - 1
@@ -92,7 +94,7 @@ def _chosen(config: Config, ranks: Sequence[int] | None) -> list[Memory]:
 def _check(args: argparse.Namespace, config: Config, memory: Memory) -> Checked:
     found = dry_run(args, config, memory, "--dry-run", "leave --dry-run out")
     rank, m = busiest_rank(config, memory.pp), found["micro_batches"]
-    traffic = step_traffic(resolve(as_counted(config)), rank, m)
+    traffic = step_traffic(resolve(as_counted(config), costing=costing_of(config)), rank, m)
     transfers = Counter({Transfer(*key): times for *key, times in found["transfers"]})
     return Checked(rank, memory, found["bytes"], found["doing"], traffic, transfers, m)
 

@@ -36,6 +36,8 @@ from megalite.plan.size import (
 )
 from megalite.plan.split import layers_of, split_of, stage_costs
 from megalite.planner.hardware import Cluster, load_cluster
+from megalite.planner.ordering import costing_of
+from megalite.planner.texts import times_text
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import SUFFIXES, write
 from megalite.schedule.generate import AUTO
@@ -59,30 +61,31 @@ def run(args: argparse.Namespace) -> int:
     """
     files, model = _without_weights(args.files)
     asked = load(files, args.overrides, model)
-    cluster, device = _cluster(args, asked), asked.run.device
-    if cluster is not None and device == "auto":  # a cluster's, whatever this machine has
-        asked = replace(asked, run=replace(asked.run, device="cuda"))
+    cluster, run = _cluster(args, asked), asked.run
+    if cluster is not None:  # whatever this machine has
+        named = asked.run.cluster if args.cluster is None else args.cluster
+        asked = replace(asked, run=replace(run, cluster=named, device="cuda" if run.device == "auto" else run.device))
     if args.write is not None:
         _write_model(args.write, asked.model)
     config = check(asked, args.world_size)
     guessed = asked.parallel.dp_shard == "auto" and args.world_size is None
     if config.batch.memory is not None or args.schedule is not None or args.memory:  # else left to the GPU of the run
-        config = fit_micro(config)
+        config = fit_micro(config, costing=costing_of(config))
     elif cluster is not None:
-        config = fit_micro(config, round(cluster.gpu.memory * FOR_TENSORS))
+        config = fit_micro(config, round(cluster.gpu.memory * FOR_TENSORS), costing=costing_of(config))
     if config.batch.micro != "auto":
         check_schedule(config)
     if args.schedule is not None:
         return _show_schedule(config, args.schedule, guessed)
     if args.memory:
         _tell_of_waiting(actions_of_peaks(config), guessed)
-        memories = memory_of_ranks(config)
+        memories = memory_of_ranks(config, costing_of(config))
         measured = measure(args, config, fullest(memories)) if args.measure else None
         sections(console(), memory_sections(config, memories, asked.batch.memory, measured))
         return ExitCode.DONE
     layout = config.parallel.layout
     parts: list[tuple[str, RenderableType]] = [
-        ("Configuration", Text(dump(replace(config, run=replace(config.run, device=device))).rstrip())),
+        ("Configuration", Text(dump(replace(config, run=run)).rstrip())),
         (f"Layout: {layout}{', with dp_shard: auto as 1 (see --world-size)' * guessed}", _layout_table(layout)),
         ("Parameters", _parameter_table(config.model)),
         *parametrization(config),
@@ -91,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
         ("Batch", Text(_batch(config))),
     ]
     if config.batch.micro != "auto":
-        predicted = memory_of_ranks(config) if actions_of_peaks(config) <= AT_ONCE else None
+        predicted = None
+        if actions_of_peaks(config) <= AT_ONCE:
+            predicted = memory_of_ranks(config, costing_of(config))
         if cluster is None or asked.batch.memory is not None:
             parts.append(("Memory (more with --memory)", _memory(config, predicted, asked.batch.memory)))
         if cluster is not None or config.run.device != "cpu":
@@ -136,7 +141,7 @@ def _show_schedule(config: Config, path: str, guessed: bool) -> int:
     if path.endswith(SUFFIXES) and exists(path):  # it may be a CONFIG that the option has taken for its file
         raise InputError(f"--schedule {path}: there is such a file already; CONFIG goes before --schedule")
     _tell_of_waiting(actions(config, micro_batches(config)), guessed)
-    schedule = table_of(config)
+    schedule = table_of(config, None, costing_of(config))
     timeline = simulate(schedule)
     on = console()
     sections(on, [(title(schedule, timeline), draw_text(schedule, timeline, on.width))])
@@ -245,8 +250,11 @@ def _bubble(config: Config) -> str:
         return f"The bubble of {schedule} is {bubble(config):.1%} of a step where all stages take equally long."
     if actions(config, m) > AT_ONCE:
         return f"The order of {schedule} is not searched here: one of {actions(config, m):,} actions takes a while."
-    order = automatic.found(automatic.wanted(config, m))
-    told = f"The bubble of {schedule} is {bubble(config):.1%} of a step, where stages take the time of their FLOPs."
+    costing = costing_of(config)
+    asked = automatic.wanted(config, m, costing)
+    order = automatic.found(asked)
+    share = bubble(config, costing)
+    told = f"The bubble of {schedule} is {share:.1%} of a step, where stages take {times_text(asked.costs.cluster)}."
     if order.best_named is None:
         return f"{told} No named schedule of such stages keeps to its memory."
     longer = order.named[order.best_named] / order.makespan - 1

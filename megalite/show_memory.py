@@ -25,6 +25,7 @@ from megalite.plan.pipeline import as_full, placement
 from megalite.plan.rebalance import flatter_split
 from megalite.plan.split import split_of, stage_costs
 from megalite.plan.walk import HOST
+from megalite.planner.ordering import costing_of
 from megalite.terminal import memory as memory_size
 from megalite.terminal import memory_unit, table
 
@@ -139,7 +140,7 @@ def verdict(config: Config, memories: Sequence[Memory], limit: float | None) -> 
 
 def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
     """Advice on a split of the layers that lowers the peak, with the slowdown that it causes; "" if there is none."""
-    found = flatter_split(config, memories) if len(memories) > 1 else None
+    found = flatter_split(config, memories, costing_of(config)) if len(memories) > 1 else None
     if found is None:
         return ""
     split, peak = found

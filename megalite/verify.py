@@ -40,6 +40,7 @@ from megalite.plan.pipeline import table_of, tables_of
 from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs, resolve
 from megalite.plan.split import split_of
+from megalite.planner.ordering import costing_of
 from megalite.schedule.generate import AUTO
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections, table
@@ -238,6 +239,7 @@ def shrink(config: Config) -> Config:
         curriculum = Curriculum(model.sequence_length // 2, first * model.sequence_length)
     small = replace(
         config,
+        run=replace(config.run, cluster=None),  # it runs on this machine's CPU, so auto goes by FLOPs
         model=model,
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
         batch=Batch(micro, full, None, rampup, curriculum),
@@ -368,9 +370,10 @@ def show(config: Config, differences: Iterable[Difference], on: Console) -> None
 def run(args: argparse.Namespace) -> int:
     """The command: start the ranks that the layout needs on this machine, and compare."""
     config = check(load(args.files, args.overrides))
-    as_trained = planned(config)  # raises InputError for what `train` refuses
+    costing = costing_of(config)
+    as_trained = planned(config, costing)  # raises InputError for what `train` refuses
     if as_trained.batch.micro != "auto":
-        resolve(as_trained)  # raises InputError for a budget that nothing fits
+        resolve(as_trained, costing=costing)  # raises InputError for a budget that nothing fits
     table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)

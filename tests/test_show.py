@@ -13,6 +13,9 @@ from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.plan import pipeline
+from megalite.plan.pipeline import table_of
+from megalite.planner.ordering import costing_of
+from megalite.schedule.file import read
 from megalite.schedule.generate import build
 
 ROOT = Path(__file__).parents[1]
@@ -139,6 +142,18 @@ def test_the_bubble_is_told(show: Show) -> None:
     assert "bubble" not in show()
 
 
+def test_the_bubble_of_a_searched_order_is_that_of_the_times_it_is_searched_for(show: Show) -> None:
+    auto = ("parallel.pp=4", "batch.global=8", "parallel.pipeline.schedule=auto")
+    assert "of a step, where stages take the time of their FLOPs. Of the named schedules" in show(*auto)
+    named, asked = show(*auto, "run.cluster=l40s"), show(*auto, "--cluster", "l40s")
+    for output in (named, asked):
+        (told,) = (line for line in output.splitlines() if line.startswith("The bubble of auto is "))
+        assert "of a step, where stages take the time that is predicted on l40s. Of the named schedules" in told
+    assert "cluster: l40s" in named
+    assert "cluster: null" in asked, "the configuration is shown as it is given"
+    assert named.partition("\nFLOPs per")[2] == asked.partition("\nFLOPs per")[2]
+
+
 def test_equal_stages_of_many_are_one_row(show: Show) -> None:
     output = show(str(ROOT / "configs/run/llama3_405b_16384gpu.yaml"), "--world-size", "16384")
     assert row(output, "0") == ["0-1023", "0", "embedding", "5,289,050,112", "0.50"]
@@ -229,6 +244,14 @@ def test_the_schedule_is_drawn_or_written_to_a_file(show: Show, tmp_path: Path) 
     show(*SCHEDULE, "--schedule", str(yaml))
     assert build(str(yaml), 4, 8) == build("1f1b", 4, 8)
     assert sorted(tmp_path.iterdir()) == [svg, yaml]
+
+
+def test_the_file_of_a_searched_order_has_the_times_of_the_cluster(show: Show, tmp_path: Path) -> None:
+    yaml, overrides = tmp_path / "out.yaml", [*SCHEDULE, "parallel.pipeline.schedule=auto", "run.cluster=l40s"]
+    show(*overrides, "--schedule", str(yaml))
+    config = check(load([], overrides))
+    table = table_of(config, None, costing_of(config))
+    assert (read(yaml).orders, read(yaml).times) == (table.orders, table.times)
 
 
 def test_a_config_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

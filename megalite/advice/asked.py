@@ -68,7 +68,7 @@ class Asked:
 
     def predict(self, config: Config) -> tuple[Prediction, Memory]:
         """Time and memory of a checked configuration."""
-        return predict(config, self.cluster, self.timer), fullest_rank(config)
+        return predict(config, self.cluster, self.timer), fullest_rank(config, self.timer)
 
     def applied(self, choice: Choice) -> Config:
         return choice.applied(self.config, self.pins)

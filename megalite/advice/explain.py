@@ -199,7 +199,10 @@ def _fitting(asked: Asked, config: Config, found: list[Change]) -> RenderableTyp
     fitting = sorted((each for each in found if each.memory.total <= asked.limit), key=_seconds)
     if fitting:
         return _changes(fitting, None)
-    if config.parallel.pp > 1 and (split := flatter_split(config, memory_of_ranks(config))) and split[1] <= asked.limit:
+    split, costing = None, asked.timer.costs
+    if config.parallel.pp > 1:
+        split = flatter_split(config, memory_of_ranks(config, costing), costing)
+    if split and split[1] <= asked.limit:
         return Text(f"parallel.pipeline.split=[{', '.join(map(str, split[0]))}] would fit: {memory_size(split[1])}")
     least = min(found, key=lambda each: each.memory.total, default=None)
     if least is None:

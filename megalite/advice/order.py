@@ -15,20 +15,18 @@ from megalite.advice.asked import Asked
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.plan.memory import each_rank, memory_of_ranks
-from megalite.plan.pipeline import micro_batches, sharded, sharding_mode, table_of
+from megalite.plan.memory import each_rank
+from megalite.plan.pipeline import micro_batches, sharded, sharding_mode
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.total import Total
 from megalite.planner.least import VIRTUAL
 from megalite.planner.ordering import problem_of, seconds_under
 from megalite.planner.predict import Trial
+from megalite.planner.room import TRIES, memory_under, room_beside, tightened
 from megalite.schedule.actions import Orders, Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, NAMES, ONE_STAGE, SPLITTING, V_SHAPED, orders_of
 from megalite.schedule.search import EFFORT, search
 
-TRIES = 4  # searches for one placement, each with less room for activations, until a walk finds that they fit
-LESS = 0.99  # of the room that a rank gets in the next try, beside what it lacked
 FEW = 20  # orders: where a search could not try more, it takes long and seldom finds any
 
 
@@ -115,23 +113,21 @@ class _Placed:
 
     def __init__(self, asked: Asked, config: Config) -> None:
         self.asked, self.config, self.m = asked, config, micro_batches(config)
-        self.plan, self.tries = resolve(config), 0
+        self.plan, self.tries = resolve(config, costing=asked.timer.costs), 0
         self.schedule = config.parallel.pipeline.schedule
         self.named = dict(self._named())
         problem = problem_of(self.plan, self.m, (), asked.timer)
         counted = problem.peaks(problem.coded(self.named[self.schedule]))
-        held = [memory.total for memory in memory_of_ranks(config)]
+        held = [memory.total for memory in each_rank(config, self.plan)]
         self.own_memory = max(held)
-        # What a walk finds beside the activations that the search counts is about the same under other orders.
-        limits = (asked.limit - (whole - part) for whole, part in zip(held, counted, strict=True))
-        self.problem = replace(problem, limits=tuple(limits))
+        self.problem = replace(problem, limits=room_beside(held, counted, asked.limit))
         self.update = Trial(self.plan, asked.timer).update
 
     def _named(self) -> Iterator[tuple[str, Orders]]:
         """The schedules that place stages likewise: the configuration's own first, then others that have names."""
         pp, stages = self.config.parallel.pp, self.config.parallel.pipeline.stages_per_rank
         if self.schedule not in NAMES:
-            yield self.schedule, table_of(self.config).orders
+            yield self.schedule, self.plan.table(self.m).orders
         others = (name for name in (*ONE_STAGE, *V_SHAPED, "interleaved_1f1b") if name != self.schedule)
         for name in (self.schedule, *others):
             if name in NAMES and not (self.config.train.compile and name in SPLITTING):
@@ -179,16 +175,12 @@ class _Placed:
                 if memory.total > self.asked.limit:
                     break
             return found
-        inputs = self.m * plan.sizes.inputs
-        return [Total(plan, self.m, pp).most_bytes() + inputs for pp in range(self.config.parallel.pp)]
+        return memory_under(plan, self.m)
 
     def tighten(self, memory: list[int]) -> None:
         """Leave less room to those ranks whose `memory` was more than the limit."""
-        over = [size - self.asked.limit for size in memory]
-        limits = [
-            LESS * (room - more) if more > 0 else room for room, more in zip(self.problem.limits, over, strict=True)
-        ]
-        self.problem = replace(self.problem, limits=tuple(limits))
+        limits = tightened(self.problem.limits, memory, self.asked.limit)
+        self.problem = replace(self.problem, limits=limits)
 
     def table(self, name: str, orders: Orders) -> Table:
         """The orders with their transfers."""
@@ -202,7 +194,7 @@ class _Placed:
             return self.plan
         if name == AUTO:
             table = sharded(self.table(name, orders), sharding_mode(self.config))
-            return resolve(self.config, tables={self.m: table})
+            return resolve(self.config, tables={self.m: table}, costing=self.asked.timer.costs)
         pipeline = replace(self.config.parallel.pipeline, schedule=name)
         return resolve(replace(self.config, parallel=replace(self.config.parallel, pipeline=pipeline)))
 

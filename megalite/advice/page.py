@@ -48,7 +48,7 @@ def ranked_page(
     """
     shown = found.results[:BARS]
     names = [f"{at} · {layout_text(result.choice)}" for at, result in enumerate(shown, 1)]
-    pairs = [(result.prediction, fullest_rank(result.prediction.config)) for result in shown]
+    pairs = [(result.prediction, fullest_rank(result.prediction.config, asked.timer)) for result in shown]
     # The search walks through the ends of all pipelines but the first; the page's numbers are of all ranks.
     walked = [replace(result, memory=memory.total) for result, (_, memory) in zip(shown, pairs, strict=True)]
     found = replace(found, results=[*walked, *found.results[BARS:]])
@@ -73,7 +73,7 @@ def front_page(
     names = [
         f"{at} · {counted(gpus, 'GPU')} · {layout_text(result.choice)}" for at, (gpus, result) in enumerate(best, 1)
     ]
-    pairs = [(result.prediction, fullest_rank(result.prediction.config)) for _, result in best]
+    pairs = [(result.prediction, fullest_rank(result.prediction.config, asked.timer)) for _, result in best]
     parts = [
         _head(asked, given, heading),
         section("The fastest layout for each number of GPUs", as_html(front(asked, best)), paragraph(told, "pale")),

@@ -60,7 +60,7 @@ def _same(asked: Asked, config: Config, choice: Choice, factor: Fraction) -> Pre
     world = other.tp * other.cp * other.pp * other.replicas * other.shards
     try:
         checked = check(other.applied(config, asked.pins), world)
-        if fullest_rank(checked).total > asked.limit:
+        if fullest_rank(checked, asked.timer).total > asked.limit:
             return None
         return predict(checked, asked.cluster, asked.timer)
     except InputError:

@@ -27,6 +27,7 @@ from megalite.config.schema import Config
 from megalite.dist.host import host_memory
 from megalite.plan.memory import memory_of_ranks
 from megalite.plan.walk import HOST
+from megalite.planner.ordering import costing_of
 from megalite.terminal import memory
 from megalite_launch.layout import node_name
 
@@ -290,6 +291,6 @@ def _check_marks(place: Place, mark: str) -> None:
 
 def _memory_of(config: Config, ranks: int, on_gpu: bool) -> int:
     """Bytes of host memory that so many ranks of a node take, by the prediction."""
-    memories = memory_of_ranks(config)
+    memories = memory_of_ranks(config, costing_of(config))
     found = (size for each in memories for (kind, _), size in each.bytes.items() if kind == HOST or not on_gpu)
     return sum(found) * ranks // len(memories)

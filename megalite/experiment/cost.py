@@ -120,11 +120,13 @@ class Estimator:
         return Cost(cell, steps, self.startup + _besides_startup(cell, steps, step), source, self._fits(cell))
 
     def _fits(self, cell: Cell) -> bool:
-        if self.cluster is None:
+        if self.cluster is None or self.timer is None:
             return True
         key = _timed_by(cell)
         if key not in self._fitting:
-            self._fitting[key] = fullest_rank(_numbered(cell.config)).total <= FOR_TENSORS * self.cluster.gpu.memory
+            self._fitting[key] = (
+                fullest_rank(_numbered(cell.config), self.timer).total <= FOR_TENSORS * self.cluster.gpu.memory
+            )
         return self._fitting[key]
 
     def step(self, cell: Cell) -> tuple[float, str] | None:

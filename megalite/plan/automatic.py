@@ -1,7 +1,8 @@
 """What `parallel.pipeline.schedule: auto` searches an order for: the costs of stages and the memory of ranks.
 
-Times follow from FLOPs, as nothing is measured yet. Per token, with M those of a layer's matrices and S those of its
-attention scores and values:
+Where the cluster is known, the planner tells the times of stages, and what is exchanged beside them: it stands above
+this package, so its `Costing` is handed in. Otherwise times follow from FLOPs. Per token, with M those of a layer's
+matrices and S those of its attention scores and values:
 
     F       M + S
     I       M + 2S, and what recompute runs again
@@ -9,12 +10,13 @@ attention scores and values:
     B       I + W
     head    M in F and 2M in I, none in W; with logits in chunks, all 3M in F
 
-Transfers count as free. Memory is what `plan.activations` says that stages keep of a micro-batch.
+Transfers count as free then. In both cases memory is what `plan.activations` says that stages keep of a micro-batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Protocol
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.layers import LayerKind, layer_kinds
@@ -27,11 +29,44 @@ from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, placement_of
-from megalite.schedule.problem import StageCosts
+from megalite.schedule.problem import Beside, StageCosts
 from megalite.schedule.search import Found, least_memory, search
+from megalite.schedule.simulate import COLUMN
 
 Flops = tuple[float, float, float]  # per token, of F, I and W
 GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exactly and equal moments are found equal
+
+
+@dataclass(frozen=True)
+class OrderCosts:
+    """Of the stages of a pipeline, for one micro-batch.
+
+    stages: their times, in any unit, and the bytes that they keep. cluster: whose times these are; None: those of
+    FLOPs. transfer: until a result is on another rank. beside: what runs beside compute; None: nothing. room: by
+    pipeline rank, bytes of activations that fit into memory; None: not known.
+    """
+
+    stages: tuple[StageCosts, ...]
+    cluster: str | None = None
+    transfer: float = 0.0
+    beside: Beside | None = None
+    room: tuple[float, ...] | None = None
+
+
+class Costing(Protocol):
+    """Tells the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
+
+    def __call__(self, config: Config, *, with_room: bool = True) -> OrderCosts:
+        """with_room: False where the room is not asked for, as it takes a while to find."""
+
+
+def told(costs: OrderCosts) -> Costing:
+    """For one configuration, whose costs are known."""
+
+    def costing(config: Config, *, with_room: bool = True) -> OrderCosts:
+        return costs
+
+    return costing
 
 
 @dataclass(frozen=True)
@@ -40,29 +75,46 @@ class Wanted:
 
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     m: int
-    costs: tuple[StageCosts, ...]
-    limit: float  # bytes of activations on every rank
+    costs: OrderCosts
+    limits: tuple[float, ...]  # by rank: bytes of activations
     splits: bool  # backward may be split
 
 
-def wanted(config: Config, m: int) -> Wanted:
-    """For a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`."""
+def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
+    """For a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`.
+
+    costing: None for times by FLOPs, which is for configurations that name no cluster.
+    """
     check_limit(config)
-    return Wanted(placement(config), m, tuple(costs_of(config)), limit_of(config, m), not config.train.compile)
+    if costing is None and config.run.cluster is not None:
+        raise ValueError("a configuration with run.cluster needs the costing of planner.ordering")
+    costs = OrderCosts(tuple(costs_of(config))) if costing is None else costing(config)
+    if config.parallel.pipeline.memory is None and costs.room is not None:
+        limits = costs.room
+    else:
+        limits = (limit_of(config, m),) * config.parallel.pp
+    return Wanted(placement(config), m, costs, limits, not config.train.compile)
 
 
 @lru_cache(maxsize=64)  # a search takes up to seconds, and commands ask for the same one several times
 def found(wanted: Wanted) -> Found:
     """The result of the search."""
-    limits = (wanted.limit,) * (max(wanted.placement) + 1)
-    return search(wanted.placement, wanted.m, wanted.costs, limits, splits=wanted.splits)
+    of, costs = wanted, wanted.costs
+    return search(of.placement, of.m, costs.stages, of.limits, costs.transfer, of.splits, costs.beside)
 
 
 def build(wanted: Wanted) -> Table:
     """The order that is found, with its transfers."""
-    order, times = found(wanted), tuple(costs.times for costs in wanted.costs)
+    order, times = found(wanted), tuple(stage.times for stage in wanted.costs.stages)
     name = AUTO if order.name == AUTO else f"{AUTO} ({order.name})"
     return Table(name, wanted.m, wanted.placement, communicate(order.orders, wanted.placement, times), times)
+
+
+def idle(wanted: Wanted) -> float:
+    """The share of a step in which ranks compute nothing under the order that is found."""
+    order, stages = found(wanted), wanted.costs.stages
+    busy = sum(stages[action.stage].times[COLUMN[action.kind]] for each in order.orders for action in each)
+    return 1 - busy / (len(order.orders) * order.makespan)
 
 
 def check_limit(config: Config) -> None:
@@ -70,7 +122,7 @@ def check_limit(config: Config) -> None:
     memory = config.parallel.pipeline.memory
     if memory is None:
         return
-    least = least_memory(placement(config), costs_of(config))
+    least = least_of(config)
     if max(least) > memory * GIB:
         rule = (
             f"is less than the {max(least) / GIB:.4f} GiB of activations of one micro-batch on pipeline rank "
@@ -91,7 +143,12 @@ def limit_of(config: Config, m: int) -> float:
         return memory * GIB
     costs, v = costs_of(config), config.parallel.pipeline.stages_per_rank
     kept = [sum(stage.kept for stage in costs[v * rank : v * (rank + 1)]) for rank in range(p)]
-    return max(*(min(m, p - rank) * size for rank, size in enumerate(kept)), *least_memory(placement(config), costs))
+    return max(*(min(m, p - rank) * size for rank, size in enumerate(kept)), *least_of(config))
+
+
+def least_of(config: Config) -> list[float]:
+    """By pipeline rank: the bytes of activations with which it can still run, those of one micro-batch."""
+    return least_memory(placement(config), costs_of(config))
 
 
 def as_tight(config: Config, small: Config) -> float:
@@ -106,12 +163,12 @@ def as_tight(config: Config, small: Config) -> float:
         return limit_of(config, config.batch.global_ // (config.batch.micro_size * config.parallel.layout.dp)) / GIB
 
     assert config.parallel.pipeline.memory is not None
-    least = max(least_memory(placement(small), costs_of(small))) / GIB
+    least = max(least_of(small)) / GIB
     return max(least, config.parallel.pipeline.memory * of_1f1b(small) / of_1f1b(config))
 
 
 def costs_of(config: Config) -> list[StageCosts]:
-    """By stage: the times of its actions, in forwards of an average stage, and the bytes that it keeps.
+    """By stage: the times of its actions by FLOPs, in forwards of an average stage, and the bytes that it keeps.
 
     With `train.recompute: budget`, layers count as if they recomputed nothing: what they do follows from the order.
     """

@@ -4,40 +4,50 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from megalite.config.errors import InputError, Problem
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
+from megalite.plan.automatic import Costing
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, each_rank, memory_of_ranks
 from megalite.plan.pipeline import can_be_planned, table_of
+from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
 
 GIB = 1 << 30
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
 
-def peak_bytes(config: Config, limit: float = math.inf) -> int:
+def peak_bytes(config: Config, limit: float = math.inf, costing: Costing | None = None) -> int:
     """Predicted bytes of the fullest rank at the peak of the fullest training step.
 
-    limit: if a rank needs more bytes than this, the result is that of the first such rank.
+    limit: if a rank needs more bytes than this, the result is that of the first such rank. costing: as for `resolve`.
     """
     most = 0
-    for memory in each_rank(config):
+    for memory in each_rank(config, resolve(config, costing=costing)):
         most = max(most, memory.total)
         if most > limit:
             break
     return most
 
 
-def fit_micro(config: Config, offered: int | None = None, peak: Callable[..., int] = peak_bytes) -> Config:
+def fit_micro(
+    config: Config,
+    offered: int | None = None,
+    peak: Callable[..., int] | None = None,
+    costing: Costing | None = None,
+) -> Config:
     """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
 
-    In the result, `batch.memory` is null. offered: bytes of a device, used if `batch.memory` is null. Raises
-    InputError if not even one sequence fits, or if neither `batch.memory` nor `offered` is given.
+    In the result, `batch.memory` is null. offered: bytes of a device, used if `batch.memory` is null. peak: in
+    place of `peak_bytes`. costing: as for `resolve`. Raises InputError if not even one sequence fits, or if neither
+    `batch.memory` nor `offered` is given.
     """
-    batch = config.batch
+    # With the room that it has, `auto` fits any micro-batch, of which hardly two may be under way then.
+    held = None if costing is None else partial(costing, with_room=False)
+    batch, peak = config.batch, peak or partial(peak_bytes, costing=held)
     if batch.micro != "auto":
         return config
     limit = offered if batch.memory is None else round(batch.memory * GIB)
@@ -62,15 +72,16 @@ def fit_micro(config: Config, offered: int | None = None, peak: Callable[..., in
     return of(sizes[first])
 
 
-def planned(config: Config) -> Config:
+def planned(config: Config, costing: Costing | None = None) -> Config:
     """The configuration that ranks are started with; `batch.micro` stays auto if only the GPUs of ranks can tell it.
 
-    Raises InputError for memory that not even one sequence fits, and for a schedule that cannot run.
+    costing: as for `resolve`. Raises InputError for memory that not even one sequence fits, and for a schedule that
+    cannot run.
     """
     if config.batch.memory is not None or config.run.device == "cpu":
-        config = fit_micro(config)
+        config = fit_micro(config, costing=costing)
     if config.batch.micro != "auto":
-        table_of(config)
+        table_of(config, None, costing)
     return config
 
 
@@ -81,13 +92,13 @@ def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
     return Problem("batch.memory", rule, f"use {more}train.recompute, or more ranks to share the model", asked)
 
 
-def check_memory(config: Config, total: int, of: str, ranks: int | None = None) -> str:
+def check_memory(config: Config, total: int, of: str, ranks: int | None = None, costing: Costing | None = None) -> str:
     """A warning if the predicted memory comes near to `total` bytes; "" if it does not.
 
     of: the name of what has `total` bytes. ranks: how many ranks share these bytes, all on one host; None: each rank
-    has a device of its own. Raises InputError if training cannot fit.
+    has a device of its own. costing: as for `resolve`. Raises InputError if training cannot fit.
     """
-    memories = memory_of_ranks(config)
+    memories = memory_of_ranks(config, costing)
     fullest = max(memories, key=lambda memory: memory.total)
     together = sum(sum(memory.bytes.values()) for memory in memories)  # host memory included
     needed = fullest.total if ranks is None else together * ranks // len(memories)

@@ -34,6 +34,7 @@ from itertools import pairwise
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
+from megalite.plan.automatic import Costing
 from megalite.plan.instant import Instant
 from megalite.plan.parts import Item
 from megalite.plan.pipeline import actions, as_full, fullest_steps
@@ -62,22 +63,24 @@ class Memory:
         return {component: size for (found, component), size in self.bytes.items() if found == kind}
 
 
-def rank_memory(config: Config, pp: int) -> Memory:
+def rank_memory(config: Config, pp: int, costing: Costing | None = None) -> Memory:
     """The predicted memory of pipeline rank `pp`; `parallel.dp_shard` and `batch.micro` must be numbers.
 
-    Raises InputError for a schedule that cannot run.
+    costing: as for `resolve`. Raises InputError for a schedule that cannot run.
     """
-    return _fullest(resolve(config), pp)
+    return _fullest(resolve(config, costing=costing), pp)
 
 
-def memory_of_ranks(config: Config) -> list[Memory]:
-    """The predicted memory of every pipeline rank, which all ranks with the same pp coordinate have in common."""
-    return list(each_rank(config))
+def memory_of_ranks(config: Config, costing: Costing | None = None) -> list[Memory]:
+    """The predicted memory of every pipeline rank, which all ranks with the same pp coordinate have in common.
+
+    costing: as for `resolve`.
+    """
+    return list(each_rank(config, resolve(config, costing=costing)))
 
 
-def each_rank(config: Config, plan: Plan | None = None) -> Iterator[Memory]:
+def each_rank(config: Config, plan: Plan) -> Iterator[Memory]:
     """The results of `memory_of_ranks` one by one, so that a caller can stop early. plan: of `config`."""
-    plan = plan or resolve(config)
     return (_fullest(plan, pp) for pp in range(config.parallel.pp))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan import automatic
-from megalite.plan.automatic import Wanted, check_limit, wanted
+from megalite.plan.automatic import Costing, Wanted, check_limit, wanted
 from megalite.plan.batches import batch_sizes
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.check import check
@@ -55,19 +55,20 @@ def as_full(config: Config, m: int) -> int:
     return min(m, p * (MIDDLE + 2) + larger) if rounds[0] <= p + 1 and len(rounds) == 2 else m
 
 
-def table_of(config: Config, m: int | None = None) -> Table:
+def table_of(config: Config, m: int | None = None, costing: Costing | None = None) -> Table:
     """The checked schedule of a training step, with sharding actions if FSDP2 is used.
 
-    m: micro-batches; None: those of `batch.global`. Raises InputError for a schedule that does not fit the layout, that
-    would deadlock or leave work undone, that is too long to be planned, that splits backward passes although
-    torch.compile makes them whole, or for which memory is too small.
+    m: micro-batches; None: those of `batch.global`. costing: what `auto` searches for, see `automatic.wanted`. Raises
+    InputError for a schedule that does not fit the layout, that would deadlock or leave work undone, that is too long
+    to be planned, that splits backward passes although torch.compile makes them whole, or for which memory is too
+    small.
     """
     pipeline, p = config.parallel.pipeline, config.parallel.pp
     m = m or micro_batches(config)
     mode = sharding_mode(config)
     _refuse_endless(config, m)
     if pipeline.schedule == AUTO:
-        table = _searched(wanted(config, m), mode)
+        table = _searched(wanted(config, m, costing), mode)
     else:
         version = None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule))
         table = _checked(pipeline.schedule, p, m, pipeline.stages_per_rank, mode, version)
@@ -93,13 +94,16 @@ def placement(config: Config) -> tuple[int, ...]:
     return placement_of(pipeline.schedule, config.parallel.pp, pipeline.stages_per_rank)
 
 
-def bubble(config: Config) -> float:
+def bubble(config: Config, costing: Costing | None = None) -> float:
     """The share of a step of `batch.global` in which ranks idle, if all stages take equally long.
 
-    Where a schedule has times of its own, stages take these. Raises InputError for a bad schedule file.
+    Where a schedule has times of its own, stages take these; with `auto` what it is searched for counts. costing: as
+    for `table_of`. Raises InputError for a bad schedule file.
     """
     pipeline = config.parallel.pipeline
-    if pipeline.schedule not in SCHEDULES or pipeline.schedule == AUTO:
+    if pipeline.schedule == AUTO:
+        return automatic.idle(wanted(config, micro_batches(config), costing))
+    if pipeline.schedule not in SCHEDULES:
         return float(simulate(table_of(config)).bubble)
     p, v = config.parallel.pp, pipeline.stages_per_rank
     return float(bubble_of(pipeline.schedule, p, micro_batches(config), v))
@@ -188,9 +192,12 @@ def _version(path: Path) -> tuple[int, ...] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def tables_of(config: Config) -> list[Table]:
-    """The schedules of `fullest_steps`, shortened by `as_full`; every stage still holds as many micro-batches."""
-    return [table_of(config, as_full(config, m)) for m in fullest_steps(config)]
+def tables_of(config: Config, costing: Costing | None = None) -> list[Table]:
+    """The schedules of `fullest_steps`, shortened by `as_full`; every stage still holds as many micro-batches.
+
+    costing: as for `table_of`.
+    """
+    return [table_of(config, as_full(config, m), costing) for m in fullest_steps(config)]
 
 
 def uses_fsdp(config: Config) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config.schema import Config
+from megalite.plan.automatic import Costing
 from megalite.plan.memory import Memory, actions_of_peaks, rank_memory
 from megalite.plan.pipeline import placement
 from megalite.plan.split import split_of
@@ -12,11 +13,14 @@ MOVES = 4  # most layers moved, per pipeline rank
 ACTIONS = 20_000  # in the schedules to walk through; with more, every move would take seconds
 
 
-def flatter_split(config: Config, memories: Sequence[Memory]) -> tuple[list[int], int] | None:
+def flatter_split(
+    config: Config, memories: Sequence[Memory], costing: Costing | None = None
+) -> tuple[list[int], int] | None:
     """Layers per stage with a lower peak than the configured split, and that peak in bytes; None if none is found.
 
-    memories: of every pipeline rank with the configured split. Layers move one by one from the fullest rank to the
-    emptiest, as long as that lowers the higher peak of the two. Every stage but the last keeps at least one layer.
+    memories: of every pipeline rank with the configured split. costing: as for `resolve`. Layers move one by one from
+    the fullest rank to the emptiest, as long as that lowers the higher peak of the two. Every stage but the last keeps
+    at least one layer.
     """
     if actions_of_peaks(config) > ACTIONS:
         return None
@@ -34,7 +38,7 @@ def flatter_split(config: Config, memories: Sequence[Memory]) -> tuple[list[int]
         moved[min(taking, key=lambda stage: split[stage])] += 1
         pipeline = replace(config.parallel.pipeline, split=moved)
         other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
-        changed = {rank: rank_memory(other, rank).total for rank in (fullest, emptiest)}
+        changed = {rank: rank_memory(other, rank, costing).total for rank in (fullest, emptiest)}
         if max(changed.values()) >= peaks[fullest]:
             break
         split = moved

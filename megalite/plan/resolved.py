@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
+from megalite.plan.automatic import Costing
 from megalite.plan.pipeline import placement, table_of, tables_of, uses_fsdp
 from megalite.plan.recompute_modes import FORWARDS, Cost, Costs, Mode, modes_by_stage
 from megalite.plan.size import layer_forward_flops
@@ -24,6 +25,7 @@ class Plan:
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     modes: Mapping[int, Sequence[Mode]]  # by stage: how each of its layers recomputes
     fsdp: bool  # FSDP2 gathers weights and reduces gradients
+    costing: Costing | None = field(default=None, repr=False, compare=False)  # what `auto` searches for
     _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -50,7 +52,7 @@ class Plan:
     def table(self, m: int) -> Table:
         """The schedule of a training step of `m` micro-batches. Raises InputError for one that cannot run."""
         if m not in self._tables:
-            self._tables[m] = table_of(self.config, m)
+            self._tables[m] = table_of(self.config, m, self.costing)
         return self._tables[m]
 
 
@@ -59,23 +61,25 @@ def resolve(
     costs: Callable[[], Sequence[Costs]] | None = None,
     tables: Mapping[int, Table] | None = None,
     split: Sequence[int] | None = None,
+    costing: Costing | None = None,
 ) -> Plan:
     """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` must be numbers.
 
     costs: returns the costs of every layer; called only if recompute has a budget. None: costs are estimated. tables:
     its schedules by number of micro-batches, as far as they are known. split: layers per stage, where they are known.
-    Raises InputError for a schedule that cannot run, and for a budget that no modes fit.
+    costing: what `schedule: auto` searches for, see `automatic.wanted`. Raises InputError for a schedule that cannot
+    run, and for a budget that no modes fit.
     """
     split = split_of(config) if split is None else split
     modes = modes_by_stage(
         config.train,
-        lambda: tables_of(config),
+        lambda: tables_of(config, costing),
         split,
         lambda: Activations(config).outside(len(split)),
         costs or (lambda: estimated_costs(config)),
     )
     kinds, layers = layer_kinds(config.model), tuple(layers_of(split))
-    return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config), dict(tables or {}))
+    return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config), costing, dict(tables or {}))
 
 
 def estimated_costs(config: Config) -> list[Costs]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.activations import Activations
 from megalite.plan.muon import Matrix
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve
@@ -22,9 +21,10 @@ from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
 from megalite.planner.slowest import waiting
-from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer
+from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer, transfer_seconds
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
-from megalite.schedule.actions import Action, Kind
+from megalite.schedule.actions import Action, Kind, Table
+from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
 
 UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
@@ -160,9 +160,11 @@ class Trial:
         return _pace(self.plan, self.stages)
 
     def _run(self, m: int) -> tuple[float, float]:
-        clock = self.timer.tables.clock(self.plan.config, m)
+        config, tables = self.plan.config, self.timer.tables
+        named = config.parallel.pipeline.schedule in NAMES
+        clock = tables.clock(config, m) if named else tables.clock_of(self.plan.table(m))
         costs = [seconds_of(cost, self.stages) for cost in clock.classes]
-        return clock.run(costs, transfer_seconds(self.plan.config, self.timer))
+        return clock.run(costs, transfer_seconds(self.plan.config, self.timer.net))
 
 
 def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: Plan | None = None) -> Prediction:
@@ -171,7 +173,7 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     timer: of the cluster, where several are predicted. Raises InputError for a schedule that cannot run.
     """
     timer = timer or Timer(cluster)
-    plan = plan or resolve(config)
+    plan = plan or resolve(config, costing=timer.costs)
     trial, m = Trial(plan, timer), micro_batches(config)
     stages, makespan, update = trial.stages, trial.makespan, trial.update
     tail = trial.begun[0] - trial.begun[1]
@@ -201,9 +203,17 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     """When every action runs in a step that is cut short after PICTURED rounds, for pictures."""
     config = prediction.config
-    table = timer.tables.of(config, enough(config, micro_batches(config), PICTURED))
+    table = _table(prediction.plan, timer, enough(config, micro_batches(config), PICTURED))
     of = costs_of(table)
-    return simulate(table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer))
+    return simulate(
+        table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer.net)
+    )
+
+
+def _table(plan: Plan, timer: Timer, m: int) -> Table:
+    """The schedule of a step of `m` micro-batches; of a named one, only what ranks compute, gather and reduce."""
+    named = plan.config.parallel.pipeline.schedule in NAMES
+    return timer.tables.of(plan.config, m) if named else plan.table(m)
 
 
 def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
@@ -246,11 +256,11 @@ def _split(plan: Plan, timer: Timer, m: int) -> Mapping[int, float]:
     """Backward passes that are split in a step of `m` micro-batches, by stage. Empty where a schedule splits none."""
     config = plan.config
     few, pp = enough(config, m), config.parallel.pp
-    if not timer.tables.of(config, few).splits_backward:
+    if not _table(plan, timer, few).splits_backward:
         return {}
 
     def counted(m: int) -> Counter[int]:
-        programs = timer.tables.of(config, m).programs
+        programs = _table(plan, timer, m).programs
         return Counter(
             item.stage for each in programs for item in each if isinstance(item, Action) and item.kind is Kind.I
         )
@@ -272,14 +282,6 @@ def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank:
         if not split:
             found += Seconds(data=time.slowed(True) + (m - 1) * time.slowed(False) * each_time)
     return found
-
-
-def transfer_seconds(config: Config, timer: Timer) -> float:
-    """Seconds to send a micro-batch's activations to the next stage."""
-    layout = config.parallel.layout
-    if layout.pp == 1:
-        return 0.0
-    return timer.net.transfer(Activations(config).stream, layout.world_size // layout.pp)
 
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:

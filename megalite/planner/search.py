@@ -245,7 +245,7 @@ def _plan(space: Space, choice: Choice) -> Plan | None:
     if not can_be_planned(config, micro_batches(config)):
         return None
     try:
-        return resolve(config, split=space.estimate.split(choice))
+        return resolve(config, split=space.estimate.split(choice), costing=space.timer.costs)
     except InputError:
         return None
 
@@ -314,6 +314,7 @@ def _all_ranks(plan: Plan, timer: Timer, limit: float = inf) -> int:
     return most
 
 
-def fullest_rank(config: Config) -> Memory:
-    """The memory of the fullest pipeline rank."""
-    return max(each_rank(config), key=lambda memory: memory.total)
+def fullest_rank(config: Config, timer: Timer) -> Memory:
+    """The memory of the fullest pipeline rank. timer: of the cluster for which `schedule: auto` searches."""
+    plan = resolve(config, costing=timer.costs)
+    return max(each_rank(config, plan), key=lambda memory: memory.total)

@@ -1,18 +1,23 @@
-"""The times of a plan's pipeline stages, for one micro-batch on one rank. Imports no torch.
+"""The times of a plan's pipeline stages, for one micro-batch on one rank, also as a search for an order takes them.
+
+Imports no torch.
 
 Communication of data parallelism runs beside the compute of the layers before and after it, as FSDP2's hooks start it;
 what nothing hides (the first gather of a pass, the last reduction) is added.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations
-from megalite.plan.pipeline import micro_batches, uses_fsdp
+from megalite.plan.automatic import OrderCosts
+from megalite.plan.automatic import costs_of as sizes_of
+from megalite.plan.fit import FOR_TENSORS
+from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.resolved import Plan
+from megalite.plan.resolved import Plan, resolve
 from megalite.plan.size import layer_parameters
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
@@ -20,9 +25,11 @@ from megalite.planner.kernels import Kernels
 from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Group, Net
 from megalite.planner.programs import MEGALITE
+from megalite.planner.room import room_for
 from megalite.planner.step import beside
 from megalite.planner.tables import Tables
 from megalite.planner.work import Work
+from megalite.schedule.problem import Beside, StageCosts
 
 # By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
 # of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
@@ -63,6 +70,12 @@ class StageTime:
         """Of these reductions, what is not done when that pass ends."""
         return max(0.0, self.reducing(last) - self.backward.total - self.slowed(last))
 
+    def as_costs(self, size: StageCosts) -> StageCosts:
+        """For a search for an order, with the memory of `size`."""
+        back, longer = self.backward.total, 1 + SPLIT
+        halves = longer * (back - self.weights), longer * self.weights
+        return StageCosts(self.forward.total, back, *halves, size.kept, size.waiting)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -80,7 +93,7 @@ class Timer:
 
     def __init__(self, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.cluster, self.constants = cluster, constants
-        self.net, self.tables = Net(cluster, constants), Tables()
+        self.net, self.tables = Net(cluster, constants), Tables(self.costs)
         self.kernels = Kernels(cluster.gpu, constants)
         self._models: dict[Work, LayerModel] = {}
         self._layers: dict[Work, LayerTime] = {}
@@ -121,6 +134,26 @@ class Timer:
                 found[key] = self._stage(plan, stage, shared)
             times.append(found[key])
         return times
+
+    def costs(self, config: Config, *, with_room: bool = True) -> OrderCosts:
+        """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
+
+        With `train.recompute: budget`, layers count as if they recomputed nothing, as what they do follows from the
+        order; and there is no room, since they would recompute more to let more micro-batches be under way.
+        """
+        if config.train.recompute == "budget":
+            return self.costs_of(resolve(replace(config, train=replace(config.train, recompute="none"))))
+        costs = self.costs_of(resolve(config))
+        if not with_room or config.parallel.pipeline.memory is not None:
+            return costs
+        return replace(costs, room=room_for(config, costs, self.cluster.gpu.memory * FOR_TENSORS))
+
+    def costs_of(self, plan: Plan) -> OrderCosts:
+        """The same for the stages of `plan`, whose layers recompute as it says."""
+        times, sizes = self.stages(plan), sizes_of(plan.config)
+        stages = tuple(time.as_costs(size) for time, size in zip(times, sizes, strict=True))
+        transfer, beside = transfer_seconds(plan.config, self.net), _beside(plan.config, times)
+        return OrderCosts(stages, self.cluster.name, transfer, beside)
 
     def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
         zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"
@@ -222,6 +255,28 @@ class Shared:
                 self._net.collective("all_reduce", shard, self._replicas),
             )
         return self._known[parameters]
+
+
+def _beside(config: Config, times: Sequence[StageTime]) -> Beside | None:
+    """What data-parallel ranks of stages with these `times` exchange; None without FSDP2."""
+    mode = sharding_mode(config)
+    if mode is None:
+        return None
+    return Beside(
+        gathers=tuple(time.gather for time in times) if mode != "zero3" else None,
+        each=mode in ("zero2", "zero3"),
+        slower=tuple((time.slowed(False), time.slowed(True)) for time in times),
+        after_whole=tuple((time.left(False), time.left(True)) for time in times),
+        after_split=tuple((time.reducing(False), time.reducing(True)) for time in times),
+    )
+
+
+def transfer_seconds(config: Config, net: Net) -> float:
+    """Seconds to send a micro-batch's activations to the next stage."""
+    layout = config.parallel.layout
+    if layout.pp == 1:
+        return 0.0
+    return net.transfer(Activations(config).stream, layout.world_size // layout.pp)
 
 
 def work_of(config: Config) -> Work:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megalite.config.schema import Config
-from megalite.plan.automatic import wanted
+from megalite.plan.automatic import Costing
 from megalite.plan.pipeline import as_full, sharded, sharding_mode, table_of, uses_fsdp
 from megalite.planner.held import steps_of
 from megalite.schedule.actions import Action, Kind, Orders, Table
 from megalite.schedule.clock import Clock, Timed, clock_of
 from megalite.schedule.communication import communicate
-from megalite.schedule.generate import AUTO, NAMES, orders_of
+from megalite.schedule.generate import NAMES, orders_of
 from megalite.schedule.reductions import reductions
 
 ROUNDS = 8  # times the ranks of a pipeline: unequal stages take some rounds until each round is like the one before
@@ -54,13 +54,18 @@ class Cost(NamedTuple):
 
 
 class Tables:
-    """Tables by what they depend on. Named schedules are not checked again: tests prove them for all sizes."""
+    """Tables by what they depend on. Named schedules are not checked again: tests prove them for all sizes.
 
-    def __init__(self) -> None:
+    costing: what `auto` searches for; None: FLOPs.
+    """
+
+    def __init__(self, costing: Costing | None = None) -> None:
+        self._costing = costing
         self._orders: dict[tuple[object, ...], tuple[tuple[int, ...], Orders]] = {}
         self._steps: dict[tuple[object, int], list[int]] = {}
         self._tables: dict[tuple[object, ...], Table] = {}
         self._clocks: dict[tuple[object, ...], Clock[Cost]] = {}
+        self._others: dict[int, tuple[Table, Clock[Cost]]] = {}
 
     def of(self, config: Config, m: int, transfers: bool = False) -> Table:
         """The schedule of a step of `m` micro-batches; transfers: with those between ranks, of a named one too.
@@ -68,8 +73,8 @@ class Tables:
         Raises InputError for one that cannot run.
         """
         if config.parallel.pipeline.schedule not in NAMES:
-            return table_of(config, m)
-        key = *self._key(config, m), transfers
+            return table_of(config, m, self._costing)
+        key = *self._named(config, m), _when(config), transfers
         if key not in self._tables:
             placement, orders = self.orders(config, m)
             table = Table(
@@ -93,26 +98,27 @@ class Tables:
         return self._steps[key, rank]
 
     def clock(self, config: Config, m: int) -> Clock[Cost]:
-        """A clock for a step of `m` micro-batches."""
-        key = self._key(config, m)
+        """A clock for a step of `m` micro-batches under a named schedule."""
+        key = *self._named(config, m), _when(config)
         if key not in self._clocks:
-            if config.parallel.pipeline.schedule in NAMES:
-                self._clocks[key] = named_clock(*self.orders(config, m), m, sharding_mode(config))
-            else:
-                table = self.of(config, m)
-                self._clocks[key] = clock_of(table, costs_of(table))
+            self._clocks[key] = named_clock(*self.orders(config, m), m, sharding_mode(config))
         return self._clocks[key]
+
+    def clock_of(self, table: Table) -> Clock[Cost]:
+        """The same under a schedule without a name. The table is kept, so that no other has its `id`."""
+        if id(table) not in self._others:
+            self._others[id(table)] = table, clock_of(table, costs_of(table))
+        return self._others[id(table)][1]
 
     def _named(self, config: Config, m: int) -> tuple[str, int, int, int]:
         pipeline = config.parallel.pipeline
         return pipeline.schedule, config.parallel.pp, m, pipeline.stages_per_rank
 
-    def _key(self, config: Config, m: int) -> tuple[object, ...]:
-        pipeline, mode = config.parallel.pipeline, config.parallel.data.mode
-        when = (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
-        if pipeline.schedule == AUTO:  # its order depends on costs
-            return wanted(config, m), when
-        return *self._named(config, m), when
+
+def _when(config: Config) -> tuple[bool, bool] | None:
+    """Whether weights are gathered, and gradients reduced, at moments of their own; None without FSDP2."""
+    mode = config.parallel.data.mode
+    return (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
 
 
 def named_clock(placement: Sequence[int], orders: Orders, m: int, mode: str | None) -> Clock[Cost]:

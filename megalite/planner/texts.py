@@ -51,6 +51,11 @@ def step_text(prediction: Prediction) -> str:
     return f"{seconds_text(middle)} ({low} – {high})"
 
 
+def times_text(cluster: str | None) -> str:
+    """What times `schedule: auto` is searched for: of `plan.automatic.OrderCosts`, the cluster."""
+    return "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
+
+
 def money(dollars: float) -> str:
     """`$1,234`, `$12.3 M`, or `under $0.01`."""
     if dollars < 0.01:

@@ -65,11 +65,12 @@ def search(
     problem = Problem(tuple(placement), m, tuple(stages), bounds, transfer, splits, beside)
     _refuse_too_little(problem)
     best = _Best(problem)
+    coded = {name: problem.coded(orders) for name, orders in _named(problem)}
     named = {}
-    for name, orders in _named(problem):
-        coded = problem.coded(orders)
-        if problem.fits(coded) and (splits or not any(code & 3 == W for order in coded for code in order)):
-            named[name] = best.offer(coded, name)
+    for name in sorted(coded, key=lambda name: max(problem.peaks(coded[name]))):  # of equally fast ones, the leanest
+        orders = coded[name]
+        if problem.fits(orders) and (splits or not any(code & 3 == W for order in orders for code in order)):
+            named[name] = best.offer(orders, name)
     if not best.is_perfect:
         _try_policies(best)
         _improve(best)

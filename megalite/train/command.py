@@ -25,7 +25,7 @@ from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import warn
 from megalite.plan.fit import check_memory, planned
-from megalite.planner.hardware import load_cluster
+from megalite.planner.ordering import costing_of
 from megalite.stop import ended_at_once
 from megalite.train.folder import Folder
 from megalite.train.lock import Lock
@@ -140,9 +140,7 @@ def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
     config = check(load(args.files, args.overrides), world_size)
     check_files(config)
     check_export(config)
-    if config.run.cluster is not None:
-        load_cluster(config.run.cluster, "run.cluster = ")
-    return planned(config)
+    return planned(config, costing_of(config))
 
 
 def _first_step(config: Config, folder: Folder, scans: Scans) -> int:
@@ -207,5 +205,5 @@ def _compare_with_memory(config: Config) -> None:
     """Warn if ranks may not fit into this machine's memory. Raises InputError if they cannot."""
     if config.batch.micro != "auto":
         ranks = config.parallel.layout.world_size
-        if told := check_memory(config, host_memory(), "this machine's memory", ranks):
+        if told := check_memory(config, host_memory(), "this machine's memory", ranks, costing_of(config)):
             warn(told)

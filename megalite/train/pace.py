@@ -12,12 +12,11 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.plan.batches import GlobalBatch
-from megalite.planner.devices import cluster_of
-from megalite.planner.hardware import load_cluster
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.texts import PARTS, seconds_text, step_text
 from megalite.train.build import Job
 from megalite.train.metrics import Meter
+from megalite.train.order_costs import cluster_of_run
 from megalite.train.records import WARM_UP
 from megalite.train.report import Report
 
@@ -67,13 +66,11 @@ class Pace:
     def of(job: Job, first: int, report: Report) -> "Pace | None":
         """For a start at step `first`; None where no cluster is named or known, or nothing can be predicted."""
         device = job.mesh.device
-        name = job.config.run.cluster
         with _harmless(report):
-            if name is None and device.type == "cuda":
-                name = cluster_of(torch.cuda.get_device_name(device))
-            if name is None or first >= job.config.train.steps:
+            cluster = cluster_of_run(job.config, device)
+            if cluster is None or first >= job.config.train.steps:
                 return None
-            prediction = predict(job.config, load_cluster(name, "run.cluster = "), plan=job.plan)
+            prediction = predict(job.config, cluster, plan=job.plan)
             report.say(f"expected on {prediction.cluster.name}: {step_text(prediction)} a step")
             return Pace(prediction, first, device)
         return None

@@ -15,18 +15,21 @@ from megalite.model.positions import TokenPositions
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
+from megalite.plan.automatic import Costing
 from megalite.plan.recompute_modes import MODES, Cost, Costs
 from megalite.plan.resolved import Plan, resolve
+from megalite.planner.ordering import costing_of
 
 log = logging.getLogger("megalite")
 
 
-def plan_for(config: Config, mesh: Mesh) -> Plan:
+def plan_for(config: Config, mesh: Mesh, costing: Costing | None = None) -> Plan:
     """The plan of a run, for which layers are measured where `train.recompute_budget` is to be met. Collective.
 
-    Raises InputError as `resolve`.
+    costing: what `schedule: auto` searches for, the same on all ranks; None: that of `run.cluster`. Raises InputError
+    as `resolve`.
     """
-    return resolve(config, lambda: measured_costs(config, mesh))
+    return resolve(config, lambda: measured_costs(config, mesh), costing=costing or costing_of(config))
 
 
 def measured_costs(config: Config, mesh: Mesh) -> list[Costs]:

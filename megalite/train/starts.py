@@ -1,7 +1,8 @@
 """Records every start of a run: `starts/001.json` and so on, and a copy of the tokenizer. Nothing is overwritten.
 
 The configuration of a start is in `starts/NNN.yaml`, and how its code differed from the commit in `starts/NNN.diff`.
-`config.yaml` is the configuration of the first start.
+With `schedule: auto`, `starts/NNN.schedule.yaml` is the order that was found, as a schedule file. `config.yaml` is the
+configuration of the first start.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ from megalite.config.files import as_json, write_whole
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
+from megalite.schedule.actions import Table
+from megalite.schedule.file import write
 
 SOURCE = Path(__file__).parents[2]  # of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
@@ -35,10 +38,17 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "JWT", "COOKI
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def record_start(folder: Path, config: Config, devices: Sequence[tuple[str, str]], progress: Progress) -> Path:
+def record_start(
+    folder: Path,
+    config: Config,
+    devices: Sequence[tuple[str, str]],
+    progress: Progress,
+    order: Table | None = None,
+) -> Path:
     """Write the record of this start into the run folder `folder`. Returns its path. Raises OSError and InputError.
 
-    devices: host and device of every rank. progress: where the run goes on.
+    devices: host and device of every rank. progress: where the run goes on. order: that of
+    `schedule: auto`, for steps of `batch.global`.
     """
     text, tokenizer = dump(config), config.data.tokenizer
     record = {
@@ -63,6 +73,8 @@ def record_start(folder: Path, config: Config, devices: Sequence[tuple[str, str]
     }
     path = _create(folder / "starts", as_json(record))
     write_whole(path.with_suffix(".yaml"), text)
+    if order is not None:
+        write_whole(path.with_suffix(".schedule.yaml"), write(order))
     if changes := _changes():
         write_whole(path.with_suffix(".diff"), changes)
     if not (folder / "config.yaml").exists():

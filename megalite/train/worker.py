@@ -40,11 +40,13 @@ from megalite.exit_codes import ExitCode
 from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
 from megalite.plan.batches import samples_after
 from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
+from megalite.planner.stages import Timer
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.folder import Folder
 from megalite.train.guard import Requests
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import CONVENTION
+from megalite.train.order_costs import cluster_of_run, schedule_text, searched_order, shared_costing
 from megalite.train.pace import Pace
 from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report
@@ -91,14 +93,20 @@ def _train(
 ) -> int:
     folder = Folder.of(config)
     here = replace(config, run=replace(config.run, device="cuda" if device.type == "cuda" else "cpu"))
-    if config.batch.micro == "auto":
-        config = replace(config, batch=fit_micro(here, device_memory(device)).batch)
-    elif MEETING not in os.environ or device.type == "cuda":  # a local launcher has compared its ranks on CPUs
-        told = check_memory(here, *smallest_memory(device))
+    group = HostGroup()
+    cluster = group.once(partial(cluster_of_run, config, device))
+    asked = config.batch.micro
+    if asked == "auto":
+        of_any = None if cluster is None else Timer(cluster).costs
+        here = group.once(partial(fit_micro, here, device_memory(device), costing=of_any))
+        config = replace(config, batch=here.batch)
+    costing = shared_costing(here, cluster, group)
+    # A local launcher has compared its ranks on CPUs.
+    if asked != "auto" and (MEETING not in os.environ or device.type == "cuda"):
+        told = check_memory(here, *smallest_memory(device), costing=costing)
         if told and rank_info.rank == 0:
             warn(told)
     check_attention(config, device)
-    group = HostGroup()
     activity("checking the data")  # rank 0 does; a local launcher has refused what it could before there were ranks
     checked = group.once(partial(check_and_keep, config, folder, activity.tick))
     if config.data.mask_documents:
@@ -111,7 +119,7 @@ def _train(
     mesh = build_mesh(config, device, patience)
     assert mesh is not None, "validation has compared the layout with the world size"
     activity("building the model")
-    plan = plan_for(config, mesh)
+    plan = plan_for(config, mesh, costing)
     job = build(plan, mesh, activity)
     at = "  ".join(f"{axis} {position}" for axis, position in mesh.coordinates.items())
     layers = ", ".join(layer for stage in job.stages.values() for layer in stage.layers)
@@ -143,7 +151,7 @@ def _train(
                 return train(job, batches, progress, saver, reload, None, None, stragglers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
-            record_start(folder.path, config, devices, progress)
+            record_start(folder.path, config, devices, progress, searched_order(job))
         with Report(folder.path, config, progress.step, check_owner) as report:
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
@@ -238,8 +246,8 @@ def open_data(job: Job) -> Batches:
 def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> None:
     """Tell what is about to be trained, and on what."""
     config = job.config
-    schedule, micro = config.parallel.pipeline.schedule, config.batch.micro
-    report.say(f"{config.run.name}: {config.parallel.layout}, schedule {schedule}, micro-batches of {micro}")
+    micro = config.batch.micro
+    report.say(f"{config.run.name}: {config.parallel.layout}, {schedule_text(job)}, micro-batches of {micro}")
     samples = batches.train.samples
     end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):

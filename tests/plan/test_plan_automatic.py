@@ -62,11 +62,11 @@ def test_an_order_keeps_to_the_memory_of_1f1b_or_to_what_is_configured(overrides
     free = configured(*overrides)
     asked = wanted(free, 6)
     orders = found(asked).orders
-    assert max(memory_of(orders, asked.placement, 6, asked.costs)) <= limit_of(free, 6)
+    assert max(memory_of(orders, asked.placement, 6, asked.costs.stages)) <= limit_of(free, 6)
     half = limit_of(free, 6) / 2 / GIB
     tight = configured(*overrides, f"parallel.pipeline.memory={half}")
     tighter = found(wanted(tight, 6))
-    assert max(memory_of(tighter.orders, asked.placement, 6, asked.costs)) <= half * GIB
+    assert max(memory_of(tighter.orders, asked.placement, 6, asked.costs.stages)) <= half * GIB
     assert tighter.makespan > found(asked).makespan
 
 

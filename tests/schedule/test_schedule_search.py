@@ -77,6 +77,13 @@ def test_equal_stages_need_no_order_of_their_own() -> None:
     assert "interleaved_1f1b" in looped.named
 
 
+def test_of_named_schedules_that_take_as_long_the_one_that_holds_least_is_taken() -> None:
+    stages = (StageCosts(1, 2, 1.5, 1.5, 1.0, 1.0),) * 4
+    found = search(ONE, 8, stages, (8.0,) * 4, splits=False)
+    assert found.named["gpipe"] == found.named["1f1b"]
+    assert (found.name, found.best_named) == ("1f1b", "1f1b")
+
+
 def test_more_memory_is_used_where_transfers_take_long() -> None:
     few, many = (search(ONE, 12, UNEQUAL, (limit,) * 4, transfer=2.0) for limit in (4.0, 6.0))
     assert many.makespan < 0.9 * few.makespan

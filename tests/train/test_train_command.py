@@ -23,6 +23,7 @@ from megalite.cli import main
 from megalite.config.load import load
 from megalite.data.store import StoreWriter
 from megalite.dist.ranks import RankInfo
+from megalite.schedule.file import read
 from megalite.train import command as train_command
 from megalite.train.lock import Lock
 
@@ -234,11 +235,14 @@ def test_data_that_does_not_fit_is_refused_before_any_rank_starts(
     assert not Path("runs/unfit").exists()
 
 
-def test_growing_batches_and_a_fitted_micro_batch(work: Path) -> None:
+def test_growing_batches_and_a_fitted_micro_batch_under_searched_orders(work: Path) -> None:
+    searched = ["parallel.pipeline.schedule=auto", "run.cluster=l40s"]
     ramp = ["batch.rampup={start: 4, tokens: 256}", "batch.curriculum={start: 4, tokens: 512}"]
-    done = train(work, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp)
+    done = train(work, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp, *searched)
     assert done.returncode == 0, done.stderr
     assert "micro-batches of 4" in done.stdout  # the largest that leaves a micro-batch to each stage
+    assert ", where stages take the time that is predicted on l40s, " in done.stdout
+    assert read(work / "runs/grown/starts/001.schedule.yaml").micro_batches == 2
     assert load([str(work / "runs/grown/config.yaml")]).batch.micro == 4
     samples = [4, 8, 12, 16, 24, 32, 40, 48]  # 256 tokens are 16 samples, in two sizes
     assert curve(work / "runs/grown", "tokens") == {step: 16 * count for step, count in enumerate(samples, 1)}

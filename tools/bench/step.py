@@ -40,6 +40,7 @@ from megalite.dist.start import start_alone
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
 from megalite.plan.fit import fit_micro
+from megalite.planner.ordering import costing_of
 from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
@@ -115,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(options: argparse.Namespace) -> Config:
     files, overrides = files_and_overrides(options.inputs)
-    config = fit_micro(check(load(files or [MODEL], [*BASE, *overrides]), world_size=1))
+    config = check(load(files or [MODEL], [*BASE, *overrides]), world_size=1)
+    config = fit_micro(config, costing=costing_of(config))
     if LlamaForCausalLM is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     model = config.model

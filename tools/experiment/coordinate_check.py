@@ -33,6 +33,7 @@ from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
 from megalite.exit_codes import table as exit_codes
 from megalite.plan.fit import planned
+from megalite.planner.ordering import costing_of
 from megalite.report.pictures import need_matplotlib, save
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections
@@ -126,7 +127,7 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
                     batch=replace(config.batch, rampup=None, curriculum=None),
                 )
                 try:
-                    found = planned(check(scaled))
+                    found = planned(check(scaled), costing_of(scaled))
                 except InputError as error:
                     raise InputError(f"--{axis}s {point}: {error}") from None
                 for seed in range(options.seeds):

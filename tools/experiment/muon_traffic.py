@@ -26,6 +26,7 @@ from megalite.dryrun import dry_job
 from megalite.entry import exit_code
 from megalite.plan.muon import MuonPlan, stage_matrices
 from megalite.plan.resolved import resolve
+from megalite.planner.ordering import costing_of
 from megalite.train.step import train_step
 
 COMMAND = "python -m megalite_tools.experiment.muon_traffic"
@@ -116,7 +117,7 @@ def _counted(config: Config) -> Sent:
     config = replace(config, train=replace(config.train, compile=False), kernels="torch")
     layout, size = config.parallel.layout, config.batch.micro_size
     shape = (config.batch.global_ // (size * layout.dp), size, config.model.sequence_length + 1)
-    with dry_job(resolve(config), 0) as (job, _):
+    with dry_job(resolve(config, costing=costing_of(config)), 0) as (job, _):
         batch = Micros.cut_at(torch.zeros(*shape, dtype=torch.int64), None)
         with Sent() as sent:
             train_step(job, batch, 0)

@@ -15,6 +15,7 @@ from megalite.config.errors import InputError
 from megalite.plan.resolved import Plan, resolve
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import BEST
+from megalite.planner.ordering import costing_of
 from megalite.planner.predict import Trial
 from megalite.planner.slowest import waiting
 from megalite.planner.stages import Timer
@@ -43,7 +44,8 @@ class Runs:
 
     def __init__(self, runs: Sequence[Run], cluster: Cluster) -> None:
         self.runs, self._cluster = runs, cluster
-        self._plans: list[Plan] = [resolve(run.config) for run in runs]
+        by_gpu = Timer(cluster).costs  # runs that name no cluster have found theirs by the GPU's name
+        self._plans: list[Plan] = [resolve(run.config, costing=costing_of(run.config) or by_gpu) for run in runs]
         self._precisions = {run.config.train.precision for run in runs}
 
     def cluster(self, factors: Mapping[str, float]) -> Cluster:

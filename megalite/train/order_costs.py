@@ -1,0 +1,57 @@
+"""What `schedule: auto` is searched for in a run. Rank 0 decides it, so that all ranks make the same tables.
+
+Each rank could work out the same times. But roundings differ from one C library to another, and an order follows from
+which of two moments comes first.
+"""
+
+from functools import partial
+
+import torch
+
+from megalite.checkpoint.host_group import HostGroup
+from megalite.config.schema import Config
+from megalite.plan.automatic import Costing, told
+from megalite.plan.pipeline import micro_batches
+from megalite.planner.devices import cluster_of
+from megalite.planner.hardware import Cluster, load_cluster
+from megalite.planner.stages import Timer
+from megalite.planner.texts import times_text
+from megalite.schedule.actions import Table
+from megalite.schedule.generate import AUTO
+from megalite.train.build import Job
+
+
+def cluster_of_run(config: Config, device: torch.device) -> Cluster | None:
+    """The cluster `run.cluster`, or else the one that has this rank's GPU; None if neither is known.
+
+    Raises InputError for `run.cluster` without a file that is one.
+    """
+    name = config.run.cluster
+    if name is None and device.type == "cuda":
+        name = cluster_of(torch.cuda.get_device_name(device))
+    return None if name is None else load_cluster(name, "run.cluster = ")
+
+
+def shared_costing(config: Config, cluster: Cluster | None, group: HostGroup) -> Costing | None:
+    """Tells the costs of `config` that rank 0 has worked out for `cluster`, and no others. None: FLOPs, or no search.
+
+    Collective.
+    """
+    if cluster is None or config.parallel.pipeline.schedule != AUTO:
+        return None
+    return told(group.once(partial(Timer(cluster).costs, config)))
+
+
+def searched_order(job: Job) -> Table | None:
+    """The order of `schedule: auto` for steps of `batch.global`; None under another schedule."""
+    config = job.config
+    return job.plan.table(micro_batches(config)) if config.parallel.pipeline.schedule == AUTO else None
+
+
+def schedule_text(job: Job) -> str:
+    """The schedule of a run; of `auto` also which order it is, and for which times of stages it was searched."""
+    order, costing = searched_order(job), job.plan.costing
+    if order is None:
+        return f"schedule {job.config.parallel.pipeline.schedule}"
+    cluster = None if costing is None else costing(job.config).cluster
+    return f"schedule {order.name}, where stages take {times_text(cluster)}"

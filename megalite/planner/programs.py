@@ -28,17 +28,17 @@ class Program:
     sums: such bytes of backward, but for the first micro-batch of a step. host: seconds in which the host launches a
     layer's forward pass; backward takes HOST_BACKWARD times as long. scatters: tensor-parallel ranks send a part of a
     tensor each to the next stage. rings: whether collectives use all network adapters of a node, or one. pieces:
-    collectives in which the gradients of a layer are reduced. reduces_beside: gradients are reduced while the last
-    backward goes on. gathers_beside: the first forward goes on while weights are gathered. rearranges: what
-    tensor-parallel ranks gather or reduce is copied once, since its parts lie along another axis. fp8: rate of fp8
-    products relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it less, and it
-    is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in forward for each
-    element that enters a product, in backward for that and for each element of a gradient. weighs_stages: pipeline
-    ranks get layers so that the output layer's parameters are shared out too. all_reduces: gradients are summed on all
-    ranks, also where their states are sharded. broadcasts: each rank sends the weights that it has updated to all
-    others, one after another. gathers_fp8: sharded weights, and inputs that tensor-parallel ranks gather, are in 8
-    bits where products are in fp8. known: its code or papers were read; predictions for another program have a wider
-    interval. kept: what it keeps in memory.
+    collectives in which the gradients of a layer are reduced. buckets: bytes of 16-bit gradients that are reduced at
+    once where none are sharded. reduces_beside: gradients are reduced while the last backward goes on. gathers_beside:
+    the first forward goes on while weights are gathered. rearranges: what tensor-parallel ranks gather or reduce is
+    copied once, since its parts lie along another axis. fp8: rate of fp8 products relative to what the cluster's file
+    and clocks of bf16 products give: casts of inputs make it less, and it is more in that fp8 takes less power. casts:
+    bytes of casts that are passes of their own: in forward for each element that enters a product, in backward for that
+    and for each element of a gradient. weighs_stages: pipeline ranks get layers so that the output layer's parameters
+    are shared out too. all_reduces: gradients are summed on all ranks, also where their states are sharded. broadcasts:
+    each rank sends the weights that it has updated to all others, one after another. gathers_fp8: sharded weights, and
+    inputs that tensor-parallel ranks gather, are in 8 bits where products are in fp8. known: its code or papers were
+    read; predictions for another program have a wider interval. kept: what it keeps in memory.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Program:
     scatters: bool = False
     rings: bool = True
     pieces: int = 1
+    buckets: float | None = None
     reduces_beside: bool = False
     gathers_beside: bool = False
     rearranges: bool = False
@@ -241,7 +242,11 @@ PROGRAMS = {
         "nanotron",
         kept=keeps.NANOTRON,
         attention="flash2",
+        # Whole gradients are summed a bucket of DDP at a time: all_reduce_coalesced in
+        # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. That reduce_scatter_coalesced takes each
+        # parameter by itself is told by published times.
         pieces=9,
+        buckets=25 * 2**20,
         forward=30,
         backward=36,
         forward_ffn=4,

@@ -6,6 +6,7 @@ of layers; of other modes it follows the last micro-batch.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from megalite.planner.balance import stage_layers
 from megalite.planner.constants import FITTED, Constants
@@ -100,6 +101,8 @@ class StepModel:
         """Gradients and weights that are exchanged once in a step; passes of a micro-batch may hide some."""
         program = self.program
         count = program.pieces * self.work.layers / self.work.pp
+        if program.buckets and self.work.mode == "ddp":
+            count = ceil(self.work.element * self._parameters() / program.buckets)
         each = self._parameters() / count
         gathered, size = 0.0, program.gradient * each
         if self.work.mode == "ddp" or program.all_reduces:

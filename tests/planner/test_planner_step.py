@@ -116,3 +116,16 @@ def test_casts_to_8_bits_count_for_each_element_and_gathers_for_half_their_bytes
     assert found.backward.tensor == pytest.approx(2.5 / 3 * without.backward.tensor)
     wide = replace(work, precision="bf16")
     assert StepModel(wide, program, CLUSTER).parts.layer() == StepModel(wide, plain, CLUSTER).parts.layer()
+
+
+def test_whole_gradients_are_reduced_in_buckets_and_scattered_ones_apart() -> None:
+    """In as many collectives as there are buckets of 16-bit gradients; more of them start later."""
+    work, program = replace(LLAMA, dp=512), replace(PROGRAMS["nanotron"], reduces_beside=False)
+    parameters = work.layers * work.layer_parameters + work.vocab * work.width
+    count = -(-2 * parameters // (25 * 2**20))
+    model = StepModel(replace(work, mode="ddp"), program, CLUSTER)
+    expected = count * model.net.collective("all_reduce", 4 * parameters / count, model.data)
+    assert model.step().data == pytest.approx(expected)
+    sharded = replace(work, mode="zero1")
+    plain = StepModel(sharded, replace(program, buckets=None), CLUSTER).step()
+    assert StepModel(sharded, program, CLUSTER).step() == plain

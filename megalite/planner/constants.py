@@ -16,7 +16,8 @@ class Constants:
     short test. memory: share of the memory's bandwidth that passes over tensors reach. node, network: share of a link's
     bandwidth that collectives reach. launch: seconds before a collective moves anything. hop: of a link's latency, for
     every rank that a ring passes. overlap: share of the time of hidden communication by which it slows the compute
-    beside it. spread: half the width of the interval, relative to the estimate.
+    beside it. spread: half the width of the interval, relative to the estimate; unknown: that of a program of which no
+    profile is known.
     """
 
     sustained: float = 1.078
@@ -28,6 +29,7 @@ class Constants:
     hop: float = 0.508
     overlap: float = 0.14
     spread: float = 0.13
+    unknown: float = 0.35
 
 
 FITTED = Constants()

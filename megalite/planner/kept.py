@@ -20,7 +20,8 @@ class Kept:
     gathered: such copies that every tensor-parallel rank keeps in full. query: queries and attention's result. key:
     keys and values, for each element of the keys. gated: between the matrices of a gated MLP; plain: of one with two
     matrices. score: for each score of unfused attention. logit: for each logit, when the loss has most. gradient: for
-    each parameter, its gradients as long as micro-batches are added up. bucket: for each parameter, copies of its
+    each parameter, its gradients as long as micro-batches are added up. master: for each parameter, what the optimizer
+    has of its float32 value. bucket: for each parameter, copies of its
     gradient for data-parallel ranks to exchange. whole: for each parameter of a layer, what zero3 has of it together.
     accumulates: zero3 keeps weights and float32 gradients whole through a pipeline's step. outputs: pipeline ranks keep
     what they sent. buffers: bytes of a rank, whatever its model. selective, fp8: the same facts for selective
@@ -37,6 +38,7 @@ class Kept:
     score: float = 5  # the softmax's result, what dropout returns, and its mask
     logit: float = 6
     gradient: float = 4
+    master: float = 4
     bucket: float = 0
     whole: float = 10
     accumulates: bool = False
@@ -64,12 +66,14 @@ MEGATRON_2025 = Kept(fp8=Kept(stream=6, query=5, gated=5, plain=3))
 # scripts/performance sets grad_reduce_in_fp32 = False, "bf16 grad dtype"; recipes of Megatron-Bridge set
 # PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 NEMO = replace(MEGATRON_2025, gradient=2, usable=EXPANDABLE)
+# The optimizer of NeMo 2.0 and before has the lower half of float32 weights only, as the weights are the upper half:
+# nemo/collections/nlp/models/language_modeling/megatron_base_model.py, store_param_remainders.
+NEMO_2024 = replace(NEMO, master=2)
 # Of every second matrix product the result is kept, and attention's: torchtitan/distributed/activation_checkpoint.py,
 # "op". The loss is in float32: the log-softmax, its gradient, and that of the logits. In pipelines FSDP2 gathers once
 # in a step (torchtitan/models/llama3/parallelize.py: reshard_after_forward). The report: components/metrics.py.
+# SDPA keeps rotated queries and keys, values and its result; rotations keep nothing (models/llama/model.py).
 TORCHTITAN = Kept(
-    query=6,
-    key=6,
     gated=8,
     logit=12,
     accumulates=True,
@@ -89,3 +93,9 @@ TORCHTITAN_2025 = replace(TORCHTITAN_COMPILED, logit=4)
 NANOTRON = Kept(stream=4, gathered=4, query=6, gated=8, logit=10, gradient=6, bucket=2)
 # The loss of flash_attn keeps logits in bf16, and so is their gradient: llmfoundry/models/mpt/modeling_mpt.py.
 LLM_FOUNDRY = Kept(logit=4)
+# Gradients are added up in bf16; the loss of flash_attn works in place: internlm/model/losses/ce_loss.py. Buckets of
+# 512 MiB: hybrid_zero_optimizer in configs/7B_sft.py.
+INTERNEVO = Kept(gated=8, gradient=2, logit=4, buffers=2 * 512 * 2**20)
+# What is usual in PyTorch: logits in bf16, in float32, their log-softmax, and its gradient.
+UNKNOWN = replace(MEGATRON_2025, logit=14)
+UNKNOWN_SHARDED = replace(TORCHTITAN, logit=14, counts="unsaid")

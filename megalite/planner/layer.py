@@ -95,9 +95,17 @@ class LayerModel:
         inputs = sum(self.kernels.matmul(m, k, n, precision=work.precision) for m, n, k in matrices)
         weights = sum(self.kernels.matmul(k, n, m, precision=work.precision) for m, n, k in matrices)
         attention, passes = self._attention(), self._passes()
+        if work.precision == "fp8":
+            passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
         tensor, context = self._tensor(), self._context(attention)
         forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
         return forward, Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), weights
+
+    def _casts(self, matrices: list[tuple[float, float, float]]) -> tuple[float, float]:
+        """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""
+        there, back = self.program.casts
+        inputs, results = (sum(sizes[0] * sizes[which] for sizes in matrices) for which in (2, 1))
+        return self.kernels.passes(there * inputs), self.kernels.passes(back * (inputs + results))
 
     def head(self) -> tuple[float, float, float]:
         """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
@@ -158,13 +166,18 @@ class LayerModel:
         return there, back
 
     def _tensor(self) -> tuple[float, float]:
-        """Exposed tensor-parallel communication: forward, backward."""
+        """Exposed tensor-parallel communication: forward, backward.
+
+        Half of an all-reduce's worth gathers inputs of products, which may be in 8 bits by then; the other half
+        reduces results, and so does backward with gradients.
+        """
         work, program = self.work, self.program
         stream = work.element * work.tokens * work.width
-        there = 2 * self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
+        half = self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
         if program.rearranges and work.tp > 1:
-            there += 4 * self.kernels.passes(2 * stream) * (1 - program.hidden)
-        return there, there * (1.5 if program.gathers_again else 1.0)
+            half += 2 * self.kernels.passes(2 * stream) * (1 - program.hidden)
+        gathers = half / (2 if program.gathers_fp8 and work.precision == "fp8" else 1)
+        return gathers + half, 2 * half + (gathers if program.gathers_again else 0.0)
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
         """Exposed context-parallel communication: forward, backward.

@@ -23,6 +23,7 @@ SPREADS: dict[Counted, float] = {  # half the width of the interval, relative to
     "device": 0.08,
     "unsaid": 0.10,
 }
+UNKNOWN_SPREAD = 0.25  # the same of a program of which no profile is known
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def _rank(work: Work, program: Program, rank: int, layers: int) -> Memory:
     layer = work.layer_parameters / work.tp
     ends = work.vocab * work.width / work.tp * (2 if first and last and not work.tied else first or last)
     parameters = layers * layer + ends
-    shards = work.dp * work.cp
+    shards = (work.shards or work.dp) * work.cp
     weights, gradients, gathered = HALF * parameters, kept.gradient * parameters, 0.0
-    optimizer = (FLOAT + ADAM) * parameters / (1 if work.mode == "ddp" else shards)
+    optimizer = (kept.master + ADAM) * parameters / (1 if work.mode == "ddp" else shards)
     if work.mode == "zero3":  # the float32 weights of the optimizer are the weights
         weights, gradients, optimizer = (each * parameters / shards for each in (FLOAT, FLOAT, ADAM))
         if shards > 1:

@@ -32,6 +32,12 @@ class Net:
         moved = (group.size - 1) / group.size * whole
         return ROUNDS[kind] * (moved / self.bandwidth(group) + self._start(group))
 
+    def broadcasts(self, whole: float, group: Group) -> float:
+        """Each rank of the group in turn sends its part of `whole` bytes to all others."""
+        if group.size <= 1:
+            return 0.0
+        return whole / self.bandwidth(group) + group.size * self._start(group)
+
     def transfer(self, size: float, distance: int) -> float:
         """Sending `size` bytes to the rank that is `distance` ranks away."""
         pair = Group(2, distance)

@@ -18,22 +18,27 @@ class Program:
     """One program.
 
     forward, backward: bytes of passes over a layer's activations, for each token and element of the residual stream.
-    forward_ffn, backward_ffn: for each token and element between the MLP's matrices. logit: for each logit, in the
-    loss and its gradient. sequence_parallel: passes over the residual stream are divided among tensor-parallel ranks.
-    gathers_again: what was gathered for a matrix product in forward is gathered once more in backward. hidden: share
-    of tensor-parallel communication that runs beside compute. repeats: share of a layer's forward matrix products that
+    forward_ffn, backward_ffn: for each token and element between the MLP's matrices. logit: for each logit, in the loss
+    and its gradient. sequence_parallel: passes over the residual stream are divided among tensor-parallel ranks.
+    gathers_again: what was gathered for a matrix product in forward is gathered once more in backward. hidden: share of
+    tensor-parallel communication that runs beside compute. repeats: share of a layer's forward matrix products that
     selective recompute repeats; None: it repeats attention. gradient: bytes of a gradient that is reduced. optimizer:
     bytes that the optimizer reads and writes for a parameter. moved: bytes that forward and backward of a micro-batch
     read and write for a parameter besides the products: copies of what is gathered and reduced, sums of gradients.
     sums: such bytes of backward, but for the first micro-batch of a step. host: seconds in which the host launches a
     layer's forward pass; backward takes HOST_BACKWARD times as long. scatters: tensor-parallel ranks send a part of a
     tensor each to the next stage. rings: whether collectives use all network adapters of a node, or one. pieces:
-    collectives in which the gradients of a layer are reduced. reduces_beside: gradients are reduced while the last
-    backward goes on. gathers_beside: the first forward goes on while weights are gathered. rearranges: what
-    tensor-parallel ranks gather or reduce is copied once, since its parts lie along another axis. fp8: rate of fp8
-    products relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it less, and it
-    is more in that fp8 takes less power. weighs_stages: pipeline ranks get layers so that the output layer's
-    parameters are shared out too. kept: what it keeps in memory.
+    collectives in which the gradients of a layer are reduced. buckets: bytes of 16-bit gradients that are reduced at
+    once where none are sharded. reduces_beside: gradients are reduced while the last backward goes on. gathers_beside:
+    the first forward goes on while weights are gathered. rearranges: what tensor-parallel ranks gather or reduce is
+    copied once, since its parts lie along another axis. fp8: rate of fp8 products relative to what the cluster's file
+    and clocks of bf16 products give: casts of inputs make it less, and it is more in that fp8 takes less power. casts:
+    bytes of casts that are passes of their own: in forward for each element that enters a product, in backward for that
+    and for each element of a gradient. weighs_stages: pipeline ranks get layers so that the output layer's parameters
+    are shared out too. all_reduces: gradients are summed on all ranks, also where their states are sharded. broadcasts:
+    each rank sends the weights that it has updated to all others, one after another. gathers_fp8: sharded weights, and
+    inputs that tensor-parallel ranks gather, are in 8 bits where products are in fp8. known: its code or papers were
+    read; predictions for another program have a wider interval. kept: what it keeps in memory.
     """
 
     name: str
@@ -55,11 +60,17 @@ class Program:
     scatters: bool = False
     rings: bool = True
     pieces: int = 1
+    buckets: float | None = None
     reduces_beside: bool = False
     gathers_beside: bool = False
     rearranges: bool = False
     fp8: float = 0.83
+    casts: tuple[float, float] = (0, 0)
     weighs_stages: bool = False
+    all_reduces: bool = False
+    broadcasts: bool = False
+    gathers_fp8: bool = False
+    known: bool = True
     kept: keeps.Kept = keeps.MEGATRON_2025
 
 
@@ -129,6 +140,13 @@ TORCHTITAN = Program(
     gathers_again=True,
     repeats=0.5,
     moved=FSDP2,
+    # torchao: compiled kernels find the maximum of what they make, a cast reads 2 bytes and writes 1; backward reads
+    # gradients twice, and has inputs cast and transposed again.
+    fp8=1.0,
+    casts=(3, 5),
+    # torchao/float8/float8_tensor_parallel.py casts before it gathers; train_configs/llama3_405b.toml has
+    # enable_fsdp_float8_all_gather.
+    gathers_fp8=True,
     rearranges=True,  # Shard(1): all_gather_tensor in torch/distributed/_functional_collectives.py joins chunks
 )
 # Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
@@ -161,6 +179,7 @@ MEGATRON_2025 = Program(
     gathers_again=True,
     scatters=True,
     moved=FUSED,
+    fp8=1.0,  # Transformer Engine casts in the kernels that make a product's inputs
 )
 # NeMo's user guide, "Communication Overlap": tensor-parallel communication is pipelined with matrix products or beside
 # them; gradients are reduced in bf16 beside backward, and weights gathered beside forward. The share that is hidden is
@@ -173,7 +192,6 @@ NEMO = replace(
     hidden=0.8,
     reduces_beside=True,
     gathers_beside=True,
-    fp8=1.0,
     moved=(0, 2),
 )
 PROGRAMS = {
@@ -224,7 +242,11 @@ PROGRAMS = {
         "nanotron",
         kept=keeps.NANOTRON,
         attention="flash2",
+        # Whole gradients are summed a bucket of DDP at a time: all_reduce_coalesced in
+        # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. That reduce_scatter_coalesced takes each
+        # parameter by itself is told by published times.
         pieces=9,
+        buckets=25 * 2**20,
         forward=30,
         backward=36,
         forward_ffn=4,
@@ -245,6 +267,7 @@ PROGRAMS = {
         backward_ffn=12,
         gradient=2,
         moved=FSDP1,
+        gathers_fp8=False,
     ),
     # Of 2023: the fusions of 2021, with sequence parallelism and FlashAttention 2.
     "megatron_2023": replace(
@@ -256,6 +279,27 @@ PROGRAMS = {
         gradient=4,
         moved=TO_FLOAT32,
         sums=0,
+    ),
+    # Of 2023 (c18bec9). Residuals are cast to float32 for norms of apex (internlm/model/modeling_internlm.py); SiLU and
+    # its product are two kernels (linear.py). Gradients in bf16 are all-reduced beside backward, and each rank
+    # broadcasts the weights that it has updated (solver/optimizer/hybrid_zero_optim.py: _reduce_grads_by_rank,
+    # broadcast_params). FlashAttention 1.0.5: doc/en/install.md.
+    "internevo": Program(
+        "InternEvo",
+        kept=keeps.INTERNEVO,
+        attention="flash1",
+        forward=36,
+        backward=44,
+        forward_ffn=5,
+        backward_ffn=9,
+        logit=8,
+        sequence_parallel=False,
+        gradient=2,
+        sums=6,
+        optimizer=126,  # torch.optim.AdamW, operation by operation; gradients joined, cast and clipped before
+        reduces_beside=True,
+        all_reduces=True,
+        broadcasts=True,
     ),
     "megatron_2025": MEGATRON_2025,
     # --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather
@@ -269,6 +313,28 @@ PROGRAMS = {
     ),
     "llama_3": replace(MEGATRON_2025, name="Meta's of Llama 3", kept=keeps.LLAMA_3, reduces_beside=True),
     "nemo": NEMO,
-    # Attention of Transformer Engine 1 on H100 is as fast as FlashAttention 2, as the times of long sequences tell.
-    "nemo_2024": replace(NEMO, name="NeMo of 2024", attention="flash2", fp8=0.92),
+    # Transformer Engine prefers cuDNN's attention on H100 (github.com/NVIDIA/NeMo/pull/9188). With the cuDNN of early
+    # 2024, which releases up to July have, it is as fast as FlashAttention 2, as the times of long sequences tell.
+    "nemo_2024": replace(NEMO, name="NeMo of 2024", attention="flash2", fp8=0.92, kept=keeps.NEMO_2024),
+    "nemo_late_2024": replace(NEMO, name="NeMo of late 2024", fp8=0.92, kept=keeps.NEMO_2024),
+    # What is usual in PyTorch: FlashAttention 2, fused norms, little else, and a loss in float32.
+    "unknown": replace(
+        MEGATRON_2025,
+        name="an unknown program",
+        kept=keeps.UNKNOWN,
+        attention="flash2",
+        forward=36,
+        backward=44,
+        logit=24,
+        fp8=TORCHTITAN.fp8,
+        casts=TORCHTITAN.casts,
+        known=False,
+    ),
+    "unknown_sharded": replace(
+        TORCHTITAN,
+        name="an unknown program that shards weights",
+        kept=keeps.UNKNOWN_SHARDED,
+        gathers_fp8=False,
+        known=False,
+    ),
 }

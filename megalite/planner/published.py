@@ -70,6 +70,7 @@ MOST = {  # of what a row may say
 EXPERTS = r"moe|mixtral|deepseek|dbrx|grok|experts"  # in the name of a model
 GATED = r"llama|mistral|qwen|gemma|olmo|smollm|phi-?3|\byi\b"
 FOUR_BITS = r"fp4|float4"
+GROUPS = r"groups of ([1-9]\d{0,5})\b"  # of data-parallel ranks, of which each shards its states
 OUT_OF_MEMORY = r"oom|out.of.memory"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not tell
 
@@ -157,9 +158,9 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
     cluster = cluster_of(fields["gpu"])
     program = program_of(fields)
     work, batch = _work(fields)
-    if "hsdp" in fields["fsdp_zero"].lower():
-        near = max(1, cluster.gpus_per_node // (work.tp * work.cp))
-        work = replace(work, shards=near if work.dp % near == 0 else None)
+    together = _together(fields["fsdp_zero"].lower(), work, cluster)
+    if together < work.dp and work.dp % together == 0:
+        work = replace(work, shards=together)
     memory = _number(fields, "mem_gib", 1e6)
     given = batch if fields["global_batch"].strip() else None
     sizes = work.layers, work.width, work.heads, work.ffn, fields["vocab"], work.sequence
@@ -179,6 +180,13 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
         virtual=bool(fields["vpp"].strip()),
         group=(fields["source"], sizes, _whole(fields, "n_gpus"), cluster.name, given),
     )
+
+
+def _together(words: str, work: Work, cluster: Cluster) -> int:
+    """How many data-parallel ranks share their states: those of a group, with hsdp of a node, or all."""
+    if group := found(GROUPS, words):
+        return int(group)
+    return max(1, cluster.gpus_per_node // (work.tp * work.cp)) if "hsdp" in words else work.dp
 
 
 def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
@@ -210,7 +218,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         vocab=_padded(_whole(fields, "vocab", GPT_VOCABULARY), tp),
         sequence=sequence,
         gated=gated,
-        tied=not gated or "tied embeddings" in notes.lower(),
+        tied="untied" not in notes.lower() and (not gated or "tied embeddings" in notes.lower()),
         tp=tp,
         pp=pp,
         virtual=virtual,

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from megalite.planner.constants import BOUNDS, FITTED, Constants
-from megalite.planner.memory import SPREADS, counted, fits
+from megalite.planner.memory import SPREADS, UNKNOWN_SPREAD, counted, fits
 from megalite.planner.published import Row, works_of
 from megalite.planner.slowest import slowest
 from megalite.planner.step import StepModel
@@ -101,7 +101,9 @@ def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
 def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
     """Step times of all rows that ran and have a speed."""
     return [
-        Compared(row, chosen(row, constants)[1], row.seconds, constants.spread)
+        Compared(
+            row, chosen(row, constants)[1], row.seconds, constants.spread if row.program.known else constants.unknown
+        )
         for row in rows
         if row.seconds is not None and row.fits
     ]
@@ -110,7 +112,12 @@ def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
 def weighed(rows: Iterable[Row]) -> list[Compared]:
     """Memory of all rows that have it, counted as their sources do."""
     return [
-        Compared(row, counted(chosen(row)[0], row.program, row.counts), row.memory, SPREADS[row.counts])
+        Compared(
+            row,
+            counted(chosen(row)[0], row.program, row.counts),
+            row.memory,
+            SPREADS[row.counts] if row.program.known else UNKNOWN_SPREAD,
+        )
         for row in rows
         if row.memory is not None
     ]

@@ -6,6 +6,7 @@ of layers; of other modes it follows the last micro-batch.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from megalite.planner.balance import stage_layers
 from megalite.planner.constants import FITTED, Constants
@@ -88,7 +89,8 @@ class StepModel:
         """Seconds of a layer and micro-batch whose weights are gathered beside its compute; and what nothing hides."""
         weights = self.work.layer_parameters / self.work.tp
         slower = 1 if self.program.rings else self.cluster.gpus_per_node
-        gather = slower * self.net.collective("all_gather", self.work.element * weights, self.shards)
+        element = 1 if self.program.gathers_fp8 and self.work.precision == "fp8" else self.work.element
+        gather = slower * self.net.collective("all_gather", element * weights, self.shards)
         scatter = slower * self.net.collective("reduce_scatter", self.program.gradient * weights, self.shards)
         scatter += self.net.collective("all_reduce", self.program.gradient * weights / self.shards.size, self.replicas)
         there = beside(forward, gather, self.constants)
@@ -99,13 +101,19 @@ class StepModel:
         """Gradients and weights that are exchanged once in a step; passes of a micro-batch may hide some."""
         program = self.program
         count = program.pieces * self.work.layers / self.work.pp
+        if program.buckets and self.work.mode == "ddp":
+            count = ceil(self.work.element * self._parameters() / program.buckets)
         each = self._parameters() / count
-        gathered = 0.0
-        if self.work.mode == "ddp":
-            reduced = count * self.net.collective("all_reduce", program.gradient * each, self.data)
+        gathered, size = 0.0, program.gradient * each
+        if self.work.mode == "ddp" or program.all_reduces:
+            reduced = count * self.net.collective("all_reduce", size, self.data)
         else:
-            reduced = count * self.net.collective("reduce_scatter", program.gradient * each, self.data)
-            gathered = count * self.net.collective("all_gather", self.work.element * each, self.data)
+            reduced = count * self.net.collective("reduce_scatter", size, self.shards)
+            reduced += count * self.net.collective("all_reduce", size / self.shards.size, self.replicas)
+        if self.work.mode != "ddp" and program.broadcasts:
+            gathered = self.net.broadcasts(self.work.element * each * count, self.shards)
+        elif self.work.mode != "ddp":
+            gathered = count * self.net.collective("all_gather", self.work.element * each, self.shards)
         if program.reduces_beside:
             reduced = beside(backward, reduced, self.constants) - backward
         if program.gathers_beside:
@@ -126,5 +134,5 @@ class StepModel:
         return hop * (work.micro_batches * work.virtual + 2 * (work.pp - 1))
 
     def _optimizer(self) -> float:
-        shards = 1 if self.work.mode == "ddp" else self.data.size
+        shards = 1 if self.work.mode == "ddp" else self.shards.size
         return self.kernels.passes(self._parameters() / shards * self.program.optimizer)

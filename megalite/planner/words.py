@@ -10,7 +10,7 @@ from functools import cache
 
 from megalite.planner.hardware import Cluster, Level, Link, load_cluster
 from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM, Counted
-from megalite.planner.programs import PROGRAMS, Program
+from megalite.planner.programs import NEMO, PROGRAMS, Program
 from megalite.planner.work import DataMode
 
 FAMILIES = (  # of GPUs: what a row's text must hold, and the cluster
@@ -22,8 +22,9 @@ FAMILIES = (  # of GPUs: what a row's text must hold, and the cluster
     (r"H100.*NVL\b", "h100_nvl"),
     (r"H100", "h100_sxm"),
     (r"A100.*40 ?GB", "a100_40gb"),
-    (r"A100", "a100_80gb"),
-    (r"MI300", "mi300x"),
+    (r"H800", "h100_sxm"),
+    (r"A[18]00", "a100_80gb"),
+    (r"MI3(00|25)", "mi300x"),
     (r"L40S", "l40s"),
     (r"5090", "rtx5090"),
     (r"4090", "rtx4090"),
@@ -32,16 +33,23 @@ FAMILIES = (  # of GPUs: what a row's text must hold, and the cluster
 # "Using NVLink 4 inter-gpu connects, 4 OmniPath links". A ring among four uses two of the three links of a GPU: a third
 # ring would need links of the first two.
 JEAN_ZAY = Level(4, Link(200e9, 6e-6)), Level(8, Link(25e9, 6e-6))
+# A800 and H800 are A100 and H100 with 400 GB/s of NVLink, 200 in one direction: deepseek-ai/DeepSeek-V3, section 3.1
+# of its report (arXiv 2412.19437), and NVIDIA's datasheet of the A800.
+CAPPED = r"\b[AH]800\b"
+CAPPED_LINK = 200e9
 NAMED = 0.99  # of the memory that a GPU is sold with, in GiB, programs see: 79.3 of 80, 95.0 of 96
 SAME = 0.08  # a size in words that is nearer to the measured one of the cluster's file tells nothing new
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 OVERLAPS = r"overlap|megatron.?core|nvidia/megatron-lm.*readme"  # NVIDIA's own tables of Megatron-LM, with its flags
+REBASED = 9  # the month of 2024 since which NeMo is built on PyTorch 24.07, not 24.02: its Dockerfile, Dockerfile.ci
 FLOAT32_SUM = r"fp32 (grad )?acc"  # gradients that are added up in float32
 WORDS = {  # in a source, and the program that it is of
     "simumax": "megatron_2025",
     "vtrain": "megatron_deepspeed",
     "bigscience": "megatron_deepspeed",
     "bloom": "megatron_deepspeed",
+    "megatron-deepspeed": "megatron_deepspeed",
+    "internevo": "internevo",
     "korthikanti": "megatron_2021",
     "sc21": "megatron_2021",
     "megascale": "megatron_2023",
@@ -85,7 +93,7 @@ def program_of(fields: Mapping[str, str]) -> Program:
     if "torchtitan" in source:
         compiled = "torchtitan_2025" if re.search(r"\b202[5-9]\b", source) else "torchtitan_compiled"
         program = PROGRAMS[compiled if "compile" in notes else "torchtitan"]
-        program = replace(program, fp8=ROWWISE) if "rowwise" in precision else program
+        program = replace(program, fp8=ROWWISE, gathers_fp8=False) if "rowwise" in precision else program
         return replace(program, hidden=0.5) if re.search(r"async ?tp", notes) else program
     for word, name in WORDS.items():
         if word in source:
@@ -93,14 +101,24 @@ def program_of(fields: Mapping[str, str]) -> Program:
                 return PROGRAMS["deepspeed_zero3"]
             if name == "megatron_2021" and "SP" in fields["recompute"]:
                 return PROGRAMS["megatron_2022"]
-            if name == "nemo" and re.search(r"nemo\W{0,3}(20)?24\b", source):
-                return PROGRAMS["nemo_2024"]
-            if name == "megatron_2025" and re.search(OVERLAPS, " ".join((source, notes, fields["provenance"].lower()))):
-                return PROGRAMS["megatron_overlap"]
+            if name == "nemo" and (month := re.search(r"nemo\W{0,3}(?:20)?24\b\.?(\d\d)?", source)):
+                return PROGRAMS["nemo_2024" if int(month[1] or 0) < REBASED else "nemo_late_2024"]
+            if name == "megatron_2025":
+                overlaps = re.search(OVERLAPS, " ".join((source, notes, fields["provenance"].lower())))
+                return _flagged(PROGRAMS["megatron_overlap" if overlaps else name], notes)
             if name == "megatron_deepspeed" and re.search(FLOAT32_SUM, precision):
                 return replace(PROGRAMS[name], kept=DEEPSPEED_FLOAT32_SUM)
             return PROGRAMS[name]
-    return PROGRAMS["torchtitan" if sharded else "megatron_2025"]
+    return PROGRAMS["unknown_sharded" if sharded else "unknown"]
+
+
+def _flagged(program: Program, notes: str) -> Program:
+    """Megatron-LM with the flags that notes name."""
+    if "--attention-backend fused" in notes:
+        program = replace(program, attention="cudnn")
+    if "--grad-reduce-in-bf16" in notes:
+        program = replace(program, gradient=2, moved=NEMO.moved, kept=replace(program.kept, gradient=2))
+    return program
 
 
 def mode_of(text: str) -> DataMode:
@@ -135,6 +153,9 @@ def cluster_of(text: str) -> Cluster:
         named = NAMED * float(size) * 2**30
         gpu = replace(gpu, memory=named) if abs(named / gpu.memory - 1) > SAME else gpu
     cluster = replace(cluster, gpu=gpu)
+    if re.search(CAPPED, text, re.IGNORECASE):
+        levels = (replace(each, link=each.link.faster(CAPPED_LINK / each.link.bandwidth)) for each in cluster.levels)
+        cluster = replace(cluster, levels=tuple(levels))
     return replace(cluster, levels=JEAN_ZAY) if "Jean Zay" in text else cluster
 
 

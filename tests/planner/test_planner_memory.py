@@ -52,6 +52,15 @@ def test_states_by_sharding(mode: DataMode, bytes_of_a_parameter: float) -> None
     assert (found.gathered > 0) == (mode == "zero3")
 
 
+def test_states_are_divided_among_the_ranks_that_share_them() -> None:
+    found, node = (memory(replace(LLAMA, dp=64, shards=shards), MEGATRON) for shards in (None, 8))
+    assert node.optimizer == pytest.approx(8 * found.optimizer) == pytest.approx(12 / 8 * PARAMETERS)
+
+
+def test_an_optimizer_may_have_the_lower_half_of_float32_weights_only() -> None:
+    assert memory(LLAMA, PROGRAMS["nemo_2024"]).optimizer == pytest.approx(10 / 8 * PARAMETERS)
+
+
 def test_zero2_shards_gradients() -> None:
     found = memory(replace(LLAMA, mode="zero2"), MEGATRON)
     assert found.gradients == pytest.approx(4 * PARAMETERS / 8 + 2 * LLAMA.layer_parameters)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megalite.advice.alike import CLOSE
 from megalite.config.errors import InputError
 from megalite.planner.constants import BOUNDS, FITTED
-from megalite.planner.memory import fits
+from megalite.planner.memory import UNKNOWN_SPREAD, fits
 from megalite.planner.published import COLUMNS, LARGEST, Row, read_rows, works_of
 from megalite.planner.score import Ranking, by_source, chosen, fit, judged, loss, ranking, score, timed, weighed
 
@@ -32,18 +32,35 @@ def rows() -> list[Row]:
 def test_step_times_are_predicted_as_well_as_the_documentation_says(rows: list[Row]) -> None:
     found = score(timed(rows))
     assert found is not None
-    assert found.rows == 518
+    assert found.rows == 738
     assert found.mean_abs_error < 0.06
     assert found.p90 < 0.12
     assert abs(found.bias) < 0.02
     assert 0.8 <= found.inside_interval <= 0.95
 
 
-def test_no_source_is_far_off(rows: list[Row]) -> None:
-    for source, group in by_source(timed(rows)).items():
+FAR_OFF = {"Megatron-Turing NLG (Megatron-DeepSpeed)"}  # docs/planner.md, "What is not modelled"
+
+
+def test_no_source_is_far_off_but_those_that_the_documentation_names(rows: list[Row]) -> None:
+    far = set()
+    for source, group in by_source(timed([row for row in rows if row.program.known])).items():
         found = score(group)
         assert found is not None
-        assert found.mean_abs_error < 0.11, source
+        if found.mean_abs_error >= 0.11:
+            far.add(source)
+    assert far == FAR_OFF
+
+
+def test_an_unknown_program_has_a_wider_interval(rows: list[Row]) -> None:
+    found = timed(rows)
+    assert {each.spread for each in found if each.row.program.known} == {FITTED.spread}
+    unknown = [each for each in found if not each.row.program.known]
+    assert {each.row.source for each in unknown} == {"Colossal-AI", "LitGPT", "TinyLlama"}
+    assert all(each.spread == FITTED.unknown > 2 * FITTED.spread and each.inside for each in unknown)
+    memory = [each for each in weighed(rows) if not each.row.program.known]
+    assert len(memory) == 2
+    assert all(each.spread == UNKNOWN_SPREAD and each.inside for each in memory)
 
 
 def test_fitted_constants_are_within_their_bounds() -> None:
@@ -104,6 +121,21 @@ def test_a_row_in_the_planners_terms(tmp_path: Path) -> None:
     assert row.seconds == pytest.approx(64 * 8192 / 64 / 6000)
 
 
+@pytest.mark.parametrize(
+    ("model", "notes", "tied"),
+    [
+        ("llama", "", False),
+        ("llama", "tied embeddings", True),
+        ("GPT", "", True),
+        ("nemotron", "untied embeddings", False),
+        ("llama", "untied embeddings", False),
+    ],
+)
+def test_whether_embeddings_are_tied(model: str, notes: str, tied: bool, tmp_path: Path) -> None:
+    ((row,), _) = read_rows(write(tmp_path, model=model, notes=notes))
+    assert row.work.tied == tied
+
+
 def test_where_micro_batches_are_unknown_all_are_tried(tmp_path: Path) -> None:
     ((row,), _) = read_rows(write(tmp_path, micro_batch="", vpp="1"))
     assert [(work.micro, work.micro_batches) for work in works_of(row)] == [(1, 4), (2, 2), (4, 1)]
@@ -128,6 +160,12 @@ def test_hsdp_shards_over_the_gpus_of_a_node(tmp_path: Path) -> None:
     assert (row.work.dp, row.work.shards) == (16, 4)
     ((row,), _) = read_rows(write(tmp_path, fsdp_zero="fsdp"))
     assert row.work.shards is None
+
+
+def test_states_may_be_sharded_in_groups(tmp_path: Path) -> None:
+    for words, shards in (("zero1 in groups of 8", 8), ("zero1 in groups of 16", None), ("zero1 over all ranks", None)):
+        ((row,), _) = read_rows(write(tmp_path, fsdp_zero=words))
+        assert (row.work.mode, row.work.dp, row.work.shards) == ("zero1", 16, shards)
 
 
 def test_of_unknown_micro_batches_the_fastest_that_fit_are_taken(tmp_path: Path) -> None:
@@ -257,7 +295,7 @@ def test_memory_is_counted_as_the_notes_say_or_as_the_program_does(tmp_path: Pat
 
 
 def test_memory_is_predicted_as_well_as_the_documentation_says(rows: list[Row]) -> None:
-    found = weighed(rows)
+    found = weighed([row for row in rows if row.program.known])
     for kind, rows_of, error in (
         ("allocated", 12, 0.02),
         ("formula", 8, 0.001),
@@ -277,7 +315,7 @@ def test_memory_is_predicted_as_well_as_the_documentation_says(rows: list[Row]) 
 def test_rows_that_ran_out_of_memory_are_rejected_and_others_accepted(rows: list[Row]) -> None:
     found = judged(rows)
     out = [each for each in found if not each.row.fits]
-    assert len(out) == 7
+    assert len(out) == 10
     assert all(each.right for each in out)
     assert sum(each.right for each in found) >= len(found) - 1
 
@@ -291,8 +329,8 @@ def test_a_speed_of_a_run_that_ran_out_of_memory_is_not_compared(tmp_path: Path)
 
 def test_the_best_layout_is_near_the_top(rows: list[Row]) -> None:
     found = ranking(timed(rows))
-    assert found.groups == found.right == 77
-    assert found.contested == found.contested_right == 14
+    assert found.groups == found.right == 166
+    assert found.contested == found.contested_right == 21
 
 
 def test_one_per_cent_between_two_layouts_is_less_than_predictions_tell(rows: list[Row]) -> None:
@@ -301,7 +339,7 @@ def test_one_per_cent_between_two_layouts_is_less_than_predictions_tell(rows: li
     for each in timed(rows):
         groups.setdefault(each.row.group, {})[each.row.work, each.row.program] = log(1 + each.error)
     off = [abs(a - b) for group in groups.values() for a, b in combinations(group.values(), 2)]
-    assert len(off) == 374
+    assert len(off) == 530
     assert 0.02 < median(off) < 0.03
     assert median(off) / 2 > CLOSE
 

@@ -49,7 +49,7 @@ def test_more_spread_and_more_gpus_wait_longer() -> None:
     by_gpus = [waiting(0.02, gpus) for gpus in (1, 8, 64, 4096)]
     by_spread = [waiting(value, 64) for value in (PUBLISHED, 0.01, 0.03, 0.1)]
     assert all(less < more for less, more in (*pairwise(by_gpus), *pairwise(by_spread)))
-    assert waiting(0.02, 4096) == pytest.approx((1 + 0.02 * 3.61) / (1 + 0.006 * 3.61), rel=1e-3)
+    assert waiting(0.02, 4096) == pytest.approx((1 + 0.02 * 3.61) / (1 + 0.009 * 3.61), rel=1e-3)
 
 
 def test_a_step_waits_for_the_slowest_gpu_of_a_measured_cluster() -> None:
@@ -80,8 +80,8 @@ def test_published_rows_tell_the_spread_that_predictions_contain(rows: list[Comp
     found = trend(rows)
     assert found is not None
     assert found.spread == pytest.approx(PUBLISHED, abs=5e-4)
-    assert 0.005 < found.error < 0.015  # so that nothing at all is as likely
-    assert found.sources == 13
+    assert found.spread < 2 * found.error  # so that it may well be nothing
+    assert found.sources == 18
 
 
 def test_a_trend_is_found_again(rows: list[Compared]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.planner.hardware import load_cluster
+from megalite.planner.network import Group
 from megalite.planner.programs import PROGRAMS
 from megalite.planner.step import StepModel, StepTime
 from megalite.planner.work import Work
@@ -71,3 +72,60 @@ def test_fp8_makes_products_faster_and_nothing_else() -> None:
 @pytest.mark.parametrize("faster", ["h100_sxm", "b200"])
 def test_a_faster_gpu_is_faster(faster: str) -> None:
     assert step(LLAMA, cluster=faster).total < step(LLAMA, cluster="a100_80gb").total
+
+
+def test_states_that_a_node_shards_are_gathered_in_it() -> None:
+    """Among 512 ranks. What a rank updates grows, and where gradients are scattered in the node, their parts are summed
+    over the nodes."""
+    work = replace(LLAMA, dp=512, mode="zero1")
+    whole, node = step(work, "internevo"), step(replace(work, shards=8), "internevo")
+    assert node.data < whole.data
+    assert node.optimizer == pytest.approx(64 * whole.optimizer)
+    model = StepModel(replace(work, shards=8), PROGRAM, CLUSTER)
+    count, parameters = work.layers, work.layers * work.layer_parameters + work.vocab * work.width
+    parts = (
+        model.net.collective("reduce_scatter", 4 * parameters / count, Group(8, 1)),
+        model.net.collective("all_reduce", 4 * parameters / count / 8, Group(64, 8)),
+        model.net.collective("all_gather", 2 * parameters / count, Group(8, 1)),
+    )
+    assert model.step().data == pytest.approx(count * sum(parts))
+
+
+def test_broadcasts_by_each_rank_start_as_often_as_there_are_ranks() -> None:
+    model = StepModel(replace(LLAMA, dp=512, mode="zero1"), PROGRAMS["internevo"], CLUSTER)
+    group = model.shards
+    alone = model.net.broadcasts(0.0, group)
+    assert alone == pytest.approx(512 * model.net.collective("all_gather", 0.0, group))
+    assert model.net.broadcasts(1e9, group) - alone == pytest.approx(1e9 / model.net.bandwidth(group))
+    assert step(replace(LLAMA, dp=512, mode="zero1"), "internevo").data > alone
+
+
+def test_casts_to_8_bits_count_for_each_element_and_gathers_for_half_their_bytes() -> None:
+    work = replace(LLAMA, tp=8, precision="fp8", mode="zero3", dp=8)
+    program = PROGRAMS["torchtitan_compiled"]
+    plain = replace(program, casts=(0, 0), gathers_fp8=False)
+    found, without = (StepModel(work, each, CLUSTER).parts.layer() for each in (program, plain))
+    width, q, k, f = work.width, work.q / 8, work.k / 8, work.ffn / 8
+    inputs, results = width + q + width + f, q + 2 * k + width + 2 * f + width
+    kernels = StepModel(work, program, CLUSTER).kernels
+    cast = kernels.passes(program.casts[0] * work.tokens * inputs)
+    assert found.forward.passes - without.forward.passes == pytest.approx(cast)
+    cast = kernels.passes(program.casts[1] * work.tokens * (inputs + results))
+    assert found.backward.passes - without.backward.passes == pytest.approx(cast)
+    assert found.forward.tensor == pytest.approx(0.75 * without.forward.tensor)
+    assert found.backward.tensor == pytest.approx(2.5 / 3 * without.backward.tensor)
+    wide = replace(work, precision="bf16")
+    assert StepModel(wide, program, CLUSTER).parts.layer() == StepModel(wide, plain, CLUSTER).parts.layer()
+
+
+def test_whole_gradients_are_reduced_in_buckets_and_scattered_ones_apart() -> None:
+    """In as many collectives as there are buckets of 16-bit gradients; more of them start later."""
+    work, program = replace(LLAMA, dp=512), replace(PROGRAMS["nanotron"], reduces_beside=False)
+    parameters = work.layers * work.layer_parameters + work.vocab * work.width
+    count = -(-2 * parameters // (25 * 2**20))
+    model = StepModel(replace(work, mode="ddp"), program, CLUSTER)
+    expected = count * model.net.collective("all_reduce", 4 * parameters / count, model.data)
+    assert model.step().data == pytest.approx(expected)
+    sharded = replace(work, mode="zero1")
+    plain = StepModel(sharded, replace(program, buckets=None), CLUSTER).step()
+    assert StepModel(sharded, program, CLUSTER).step() == plain

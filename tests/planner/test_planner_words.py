@@ -22,6 +22,8 @@ GIB = 2**30
         ("a100_40gb / 1600 Gbps RoCE per node", 25e9, 400, 1555e9, 40),
         ("B200-SXM 180GB, single node NVLink5", 50e9, 1000, 7700e9, 179.1),
         ("H100 with NVLink of 900 GB/s", 50e9, 700, 3350e9, 79.65),
+        ("MI325X, 256GB, 6 TB/s, 1000 W", 50e9, 1000, 6e12, 253.44),
+        ("A800-80GB SXM, 4x100Gb RoCE", 6.25e9, 400, 2039e9, 80),
     ],
 )
 def test_a_cluster_is_told_in_words(text: str, network: float, power: float, bandwidth: float, memory: float) -> None:
@@ -62,10 +64,13 @@ def test_sharding_is_told_in_words(text: str, mode: str) -> None:
         ({"source": "torchtitan 2024-12", "notes": "compile + async TP"}, "torchtitan with torch.compile"),
         ({"source": "Korthikanti22", "recompute": "selective+SP"}, "Megatron-LM 2022"),
         ({"source": "Megatron SC21", "fsdp_zero": "zero3"}, "DeepSpeed ZeRO-3 of 2021"),
-        ({"source": "somebody", "fsdp_zero": "full"}, "torchtitan"),
+        ({"source": "somebody", "fsdp_zero": "full"}, "an unknown program that shards weights"),
         ({"source": "torchtitan 2025-06", "notes": "compile"}, "torchtitan of 2025 with torch.compile"),
         ({"source": "NeMo 25.02"}, "NeMo"),
         ({"source": "NeMo 24.07 H100"}, "NeMo of 2024"),
+        ({"source": "NeMo 24.12 recipes"}, "NeMo of late 2024"),
+        ({"source": "InternEvo"}, "InternEvo"),
+        ({"source": "Megatron-Turing NLG (Megatron-DeepSpeed)"}, "Megatron-DeepSpeed"),
         ({"source": "Megatron-Bridge"}, "NeMo"),
         ({"source": "SimuMax", "provenance": "Megatron-LM 0.14"}, "Megatron-LM with Transformer Engine"),
         ({"source": "Megatron-LM"}, "Megatron-LM with Transformer Engine"),
@@ -73,12 +78,34 @@ def test_sharding_is_told_in_words(text: str, mode: str) -> None:
         ({"source": "Megatron-LM", "provenance": "NVIDIA/Megatron-LM README.md"}, "Megatron-LM with overlap"),
         ({"source": "MegaScale (Megatron-LM)"}, "Megatron-LM 2023"),
         ({"source": "Llama 3 paper"}, "Meta's of Llama 3"),
-        ({"source": "somebody"}, "Megatron-LM with Transformer Engine"),
+        ({"source": "somebody"}, "an unknown program"),
     ],
 )
 def test_a_program_is_told_in_words(fields: dict[str, str], name: str) -> None:
     plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute", "provenance"), "")
     assert program_of(plain | fields).name == name
+
+
+@pytest.mark.parametrize(("capped", "plain"), [("A800-80GB", "A100-80GB"), ("H800 SXM", "H100 SXM")])
+def test_cards_for_export_have_slower_links(capped: str, plain: str) -> None:
+    slow, fast = (cluster_of(text).levels[-1].link for text in (capped, plain))
+    assert slow.bandwidth == 200e9
+    assert slow.reached / fast.reached == pytest.approx(200e9 / fast.bandwidth)
+
+
+def test_flags_of_megatron_are_read() -> None:
+    plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute", "provenance"), "")
+    without = program_of(plain | {"source": "Megatron-LM", "notes": "--overlap-grad-reduce"})
+    assert (without.attention, without.gradient, without.kept.gradient) == ("flash2", 4, 4)
+    notes = "--overlap-grad-reduce --attention-backend fused --grad-reduce-in-bf16"
+    program = program_of(plain | {"source": "Megatron-LM", "notes": notes})
+    assert (program.attention, program.gradient, program.kept.gradient) == ("cudnn", 2, 2)
+
+
+def test_weights_are_gathered_in_8_bits_unless_each_row_has_a_scale() -> None:
+    plain = {"source": "torchtitan", "notes": "compile", "fsdp_zero": "zero3"}
+    assert program_of({**plain, "precision": "float8"}).gathers_fp8
+    assert not program_of({**plain, "precision": "float8-rowwise"}).gathers_fp8
 
 
 def test_gradients_that_are_summed_in_float32_are_kept() -> None:

@@ -100,6 +100,28 @@ def test_the_table_of_other_planners_in_the_docs_is_what_the_command_prints(
     assert len(rows) > 10
 
 
+def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of step times and memory, by source; sources have longer names there."""
+    assert in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")), "--json", tmp_path / "errors.json")[0] == 0
+    report = json.loads((tmp_path / "errors.json").read_text())
+    page = (FOLDER.parents[2] / "docs" / "planner.md").read_text()
+    for key, head in (("time", "| source | rows | fitted: mean |"), ("memory", "| source | counted | rows | mean |")):
+        found = [of[key] for of in (*report["by_source"].values(), report) if of[key]]
+        told = [cells(line.replace("**", "")) for line in page.partition(head)[2].partition("\n\n")[0].splitlines()[2:]]
+        first = 1 if key == "time" else 2
+        assert sorted(row[first : first + 4] for row in told) == sorted(
+            [
+                f"{of['rows']}",
+                f"{100 * of['mean_abs_error']:.1f} %",
+                f"{100 * of['p90']:.1f} %",
+                f"{100 * of['inside_interval']:.0f} %",
+            ]
+            for of in found
+        )
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

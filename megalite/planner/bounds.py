@@ -238,3 +238,38 @@ class Turns(NamedTuple):
     before: int
     others: tuple[int, int, float]
     round: int
+
+
+@dataclass(frozen=True)
+class Longer:
+    """By how many seconds passes are longer than their compute: those of a layer, the embedding and the head, forward
+    and backward; and each pass of a stage once."""
+
+    layer: tuple[float, float]
+    embedding: tuple[float, float]
+    head: tuple[float, float]
+    stage: float
+
+    def exceeding(self, layers: int, ends: tuple[bool, bool]) -> tuple[float, float]:
+        """By how much a rank's passes are longer, forward and backward, but for what each stage takes once."""
+        there, back = (
+            layers * self.layer[way] + ends[0] * self.embedding[way] + ends[1] * self.head[way] for way in (0, 1)
+        )
+        return there, back
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What is the same of a shape's layouts with a schedule, however states are shared out.
+
+    chains: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
+    of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
+    """
+
+    chains: list[Chain]
+    hops: int
+    back: float
+    way: float
+
+
+NO_LONGER = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)

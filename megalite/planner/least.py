@@ -11,9 +11,20 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megalite.config.schema import SCHEDULES, Config
-from megalite.planner.bounds import Chain, Exchanged, Moved, Passes, Turns, halved, slowest, slowest_waiting
+from megalite.planner.bounds import (
+    NO_LONGER,
+    Exchanged,
+    Longer,
+    Moved,
+    Passes,
+    Turns,
+    Waits,
+    halved,
+    slowest,
+    slowest_waiting,
+)
 from megalite.planner.choice import Choice
-from megalite.planner.estimate import Estimate, mixed
+from megalite.planner.estimate import ONCE, Estimate, mixed
 from megalite.planner.predict import adamw_seconds
 from megalite.planner.ranks import Ranks
 from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer
@@ -24,12 +35,14 @@ from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED
 from megalite.schedule.orders import first_rounds
 
 VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
-ONCE = ("ddp", "zero1")  # modes that reduce gradients once a step
 
 
 @dataclass(frozen=True, eq=False)  # which makes it a quick key
 class Shape:
-    """What decides the time of layers. computes, bound: seconds of a step at least, without the optimizer and whole."""
+    """What decides the time of layers.
+
+    computes: seconds until the last backward pass of a step has ended, at least. bound: those of the whole step.
+    """
 
     choice: Choice  # of its first layout
     micro_batches: int
@@ -37,34 +50,6 @@ class Shape:
     passes: Passes
     computes: float
     bound: float
-
-
-@dataclass(frozen=True)
-class Longer:
-    """By how many seconds passes are longer than their compute: those of a layer, the embedding and the head, forward
-    and backward; and each pass of a stage once."""
-
-    layer: tuple[float, float]
-    embedding: tuple[float, float]
-    head: tuple[float, float]
-    stage: float
-
-
-@dataclass(frozen=True)
-class Waits:
-    """What is the same of a shape's layouts with a schedule, however states are shared out.
-
-    chains: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
-    of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
-    """
-
-    chains: list[Chain]
-    hops: int
-    back: float
-    way: float
-
-
-NO_LONGER = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)
 
 
 class Least:
@@ -170,7 +155,7 @@ class Least:
             once = self.timer.constants.overlap * min(passes.least[1], summed)
         most = self._way(waiting, len(split), more, hop)
         for each in found:
-            there, back = _exceeding(each.layers, each.ends, more)
+            there, back = more.exceeding(each.layers, each.ends)
             computes = m * (each.there + there + halves * (each.back + back) + (1 + halves) * each.stages * more.stage)
             waits = each.wait + each.layers_before * both + each.before * more.stage + each.hops * hop
             last = (each.layers_before + each.first) * once + (choice.schedule in HALVED) * each.fewest * summed
@@ -220,7 +205,7 @@ class Least:
             )
             key = last - first, has, round(forward, 12), round(backward, 12)
             if key not in known:
-                there, back = _exceeding(last - first, has, more)
+                there, back = more.exceeding(last - first, has)
                 back += backward + more.stage
                 weights += (last - first) * data.least.added + sum(has) * data.end.added
                 known[key] = {
@@ -432,11 +417,3 @@ class Least:
                 passes(shared.last),
             )
         return self._exchanged[key]
-
-
-def _exceeding(layers: int, ends: tuple[bool, bool], more: Longer) -> tuple[float, float]:
-    """By how much a rank's passes are longer, forward and backward, but for what each stage takes once."""
-    return (
-        layers * more.layer[0] + ends[0] * more.embedding[0] + ends[1] * more.head[0],
-        layers * more.layer[1] + ends[0] * more.embedding[1] + ends[1] * more.head[1],
-    )

@@ -96,7 +96,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--measure", action="store_true", help="with --memory: also count the fullest rank's memory in a dry run"
     )
     show.add_argument(
-        "--cluster", metavar="NAME|FILE", help="also print whether it fits there, step time, duration and cost"
+        "--cluster",
+        metavar="NAME|FILE",
+        help="in place of run.cluster: also print whether it fits there, step time, duration and cost; with --memory, "
+        "whether it fits; with --schedule, an auto order for it",
     )
     given = sys.argv[1:] if argv is None else argv
     if given and not given[0].startswith("-") and given[0] not in COMMANDS:
@@ -114,8 +117,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.error("argument --measure: needs --memory")
     if args.command == "show" and args.memory and args.schedule is not None:
         command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
-    if args.command == "show" and args.cluster is not None and (args.memory or args.schedule is not None):
-        command.error("argument --cluster: not allowed with --memory or --schedule, which show something else")
     args.given = list(given)
     args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
     return args

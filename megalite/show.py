@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.config.errors import InputError, counted, listing, number_ranges
-from megalite.config.files import exists, write_new, write_whole
+from megalite.config.files import exists, write_new
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
@@ -21,11 +21,10 @@ from megalite.config.sources import split_kind
 from megalite.config.validate import check
 from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
-from megalite.plan import automatic
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import FOR_TENSORS, fit_micro
 from megalite.plan.memory import Memory, actions_of_peaks, memory_of_ranks
-from megalite.plan.pipeline import actions, bubble, check_schedule, micro_batches, placement, table_of
+from megalite.plan.pipeline import actions, check_schedule, micro_batches, placement
 from megalite.plan.size import (
     Attention,
     Parameters,
@@ -37,18 +36,13 @@ from megalite.plan.size import (
 from megalite.plan.split import layers_of, split_of, stage_costs
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.ordering import costing_of
-from megalite.planner.texts import times_text
-from megalite.schedule.draw import draw_svg, draw_text, title
-from megalite.schedule.file import SUFFIXES, write
-from megalite.schedule.generate import AUTO
-from megalite.schedule.simulate import simulate
 from megalite.show_expected import expected
 from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, verdict
 from megalite.show_parametrization import parametrization
+from megalite.show_schedule import AT_ONCE, bubble_text, check_path, show_schedule
 from megalite.terminal import console, sections, table
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
-AT_ONCE = 20_000  # actions; memory is predicted unasked for schedules up to this length, in less than a second
 PATIENCE = 100_000  # actions; a longer schedule is announced as taking a while
 
 
@@ -59,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     None; `world_size`, the number of ranks or None; `schedule`, the file to write the schedule
     to, "" to write none, or None to show something else; `memory` and `measure`; `cluster`, a name or a file or None.
     """
+    if args.schedule:
+        check_path(args.schedule)
     files, model = _without_weights(args.files)
     asked = load(files, args.overrides, model)
     cluster, run = _cluster(args, asked), asked.run
@@ -69,19 +65,21 @@ def run(args: argparse.Namespace) -> int:
         _write_model(args.write, asked.model)
     config = check(asked, args.world_size)
     guessed = asked.parallel.dp_shard == "auto" and args.world_size is None
-    if config.batch.memory is not None or args.schedule is not None or args.memory:  # else left to the GPU of the run
-        config = fit_micro(config, costing=costing_of(config))
-    elif cluster is not None:
-        config = fit_micro(config, round(cluster.gpu.memory * FOR_TENSORS), costing=costing_of(config))
+    offered = None if cluster is None else round(cluster.gpu.memory * FOR_TENSORS)
+    asking = config.batch.memory is not None or args.schedule is not None or args.memory
+    if asking or cluster is not None:  # else left to the GPU of the run
+        config = fit_micro(config, offered, costing=costing_of(config))
     if config.batch.micro != "auto":
         check_schedule(config)
     if args.schedule is not None:
-        return _show_schedule(config, args.schedule, guessed)
+        _tell_of_waiting(actions(config, micro_batches(config)), guessed)
+        show_schedule(config, args.schedule)
+        return ExitCode.DONE
     if args.memory:
         _tell_of_waiting(actions_of_peaks(config), guessed)
         memories = memory_of_ranks(config, costing_of(config))
         measured = measure(args, config, fullest(memories)) if args.measure else None
-        sections(console(), memory_sections(config, memories, asked.batch.memory, measured))
+        sections(console(), memory_sections(config, memories, asked.batch.memory, measured, cluster))
         return ExitCode.DONE
     layout = config.parallel.layout
     parts: list[tuple[str, RenderableType]] = [
@@ -106,12 +104,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cluster(args: argparse.Namespace, config: Config) -> Cluster | None:
-    """The cluster whose step time is asked for: by the option, or else by `run.cluster`."""
+    """The cluster that is asked about: by the option, or else by `run.cluster`."""
     if args.cluster is not None:
         return load_cluster(args.cluster)
-    if config.run.cluster is None or args.memory or args.schedule is not None:
-        return None
-    return load_cluster(config.run.cluster, "run.cluster = ")
+    return None if config.run.cluster is None else load_cluster(config.run.cluster, "run.cluster = ")
 
 
 def _without_weights(arguments: Sequence[str]) -> tuple[list[str], Model | None]:
@@ -131,26 +127,6 @@ def _write_model(path: str, model: Model) -> None:
     if exists(path):
         raise InputError(f"--write {path}: there is such a file already; give another name")
     write_new(Path(path), dump_model(model))
-
-
-def _show_schedule(config: Config, path: str, guessed: bool) -> int:
-    """Prints the timeline of the pipeline schedule, and writes it to `path` unless that is empty."""
-    if path and not path.endswith((".svg", *SUFFIXES)):
-        rule = "must end in .svg for a picture or .yaml for a schedule file; CONFIG goes before --schedule"
-        raise InputError(f"--schedule {path}: {rule}")
-    if path.endswith(SUFFIXES) and exists(path):  # it may be a CONFIG that the option has taken for its file
-        raise InputError(f"--schedule {path}: there is such a file already; CONFIG goes before --schedule")
-    _tell_of_waiting(actions(config, micro_batches(config)), guessed)
-    schedule = table_of(config, None, costing_of(config))
-    timeline = simulate(schedule)
-    on = console()
-    sections(on, [(title(schedule, timeline), draw_text(schedule, timeline, on.width))])
-    if path:
-        if path.endswith(".svg"):
-            write_whole(Path(path), draw_svg(schedule, timeline))
-        else:
-            write_new(Path(path), write(schedule))
-    return ExitCode.DONE
 
 
 def _tell_of_waiting(count: int, guessed: bool) -> None:
@@ -237,29 +213,10 @@ def _batch(config: Config) -> str:
         start, tokens = batch.curriculum.start, batch.curriculum.tokens
         lines.append(f"Sequences grow over the first {tokens:,} tokens, from {start:,} to {length:,} tokens.")
     if config.parallel.pp > 1 and batch.micro != "auto":
-        lines.append(_bubble(config))
+        lines.append(bubble_text(config))
     steps, tokens = config.train.steps, samples_after(config, config.train.steps) * length
     lines.append(f"{counted(steps, 'step')} see{'s' * (steps == 1)} {tokens:,} tokens.")
     return "\n".join(lines)
-
-
-def _bubble(config: Config) -> str:
-    """The share of a step in which ranks idle; for `auto`, beside the best named schedule."""
-    schedule, m = config.parallel.pipeline.schedule, micro_batches(config)
-    if schedule != AUTO:
-        return f"The bubble of {schedule} is {bubble(config):.1%} of a step where all stages take equally long."
-    if actions(config, m) > AT_ONCE:
-        return f"The order of {schedule} is not searched here: one of {actions(config, m):,} actions takes a while."
-    costing = costing_of(config)
-    asked = automatic.wanted(config, m, costing)
-    order = automatic.found(asked)
-    share = bubble(config, costing)
-    told = f"The bubble of {schedule} is {share:.1%} of a step, where stages take {times_text(asked.costs.cluster)}."
-    if order.best_named is None:
-        return f"{told} No named schedule of such stages keeps to its memory."
-    longer = order.named[order.best_named] / order.makespan - 1
-    than = f"takes {longer:.1%} longer" if longer > 0 else "takes as long"
-    return f"{told} Of the named schedules in its memory, the fastest is {order.best_named}, which {than}."
 
 
 def _span(numbers: range) -> str:

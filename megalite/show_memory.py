@@ -25,6 +25,7 @@ from megalite.plan.pipeline import as_full, placement
 from megalite.plan.rebalance import flatter_split
 from megalite.plan.split import split_of, stage_costs
 from megalite.plan.walk import HOST
+from megalite.planner.hardware import Cluster
 from megalite.planner.ordering import costing_of
 from megalite.terminal import memory as memory_size
 from megalite.terminal import memory_unit, table
@@ -73,7 +74,7 @@ def dry_run(args: argparse.Namespace, config: Config, memory: Memory, option: st
     pp = memory.pp
     with Console(stderr=True).status(f"Dry run of pipeline rank {pp} ..."):
         environment = {**os.environ, LAUNCHER: str(os.getpid())}  # it dies with this process
-        command, none = dry_run_command(args, pp), subprocess.DEVNULL
+        command, none = dry_run_command(args, config, pp), subprocess.DEVNULL
         child = subprocess.run(command, env=environment, stdin=none, capture_output=True, text=True, check=False)
     if child.returncode != ExitCode.DONE:
         said = child.stderr.strip()
@@ -105,30 +106,44 @@ def _refuse_endless(config: Config, memory: Memory, option: str, instead: str) -
     if ranks > MOST_RANKS:
         raise InputError(
             f"{option}: the dry run would make process groups of {ranks:,} ranks, more than the {MOST_RANKS:,} that "
-            "take minutes; use a smaller layout, or {instead}"
+            f"take minutes; use a smaller layout, or {instead}"
         )
 
 
-def dry_run_command(args: argparse.Namespace, pp: int) -> list[str]:
+def dry_run_command(args: argparse.Namespace, config: Config, pp: int) -> list[str]:
+    """The dry run of `args`, with what options have decided in `config`."""
     world = [] if args.world_size is None else [f"--world-size={args.world_size}"]
-    return [sys.executable, "-m", "megalite.dryrun", f"--pp={pp}", *world, *args.files, *args.overrides]
+    decided = {
+        "run.device": config.run.device,
+        "run.cluster": config.run.cluster,
+        "batch.micro": config.batch.micro,
+        "batch.memory": config.batch.memory,
+    }
+    keys = [f"{key}={json.dumps(value)}" for key, value in decided.items()]
+    return [sys.executable, "-m", "megalite.dryrun", f"--pp={pp}", *world, *args.files, *args.overrides, *keys]
 
 
-def verdict(config: Config, memories: Sequence[Memory], limit: float | None) -> Text:
+def verdict(config: Config, memories: Sequence[Memory], limit: float | None, cluster: Cluster | None = None) -> Text:
     """Whether the fullest rank fits.
 
-    limit: GiB of a device that tensors may fill; None: a GPU of 80 GiB is assumed, or on CPUs no limit.
+    limit: GiB of a device that tensors may fill; None: those of a GPU of `cluster`. Without either, a GPU of 80 GiB is
+    assumed, or on CPUs no limit.
     """
     most = fullest(memories)
     where = f" on pipeline rank {most.pp}" if len(memories) > 1 else ""
     text = Text(f"{memory_size(most.total)} at the peak of a step{where}")
-    if limit is None and config.run.device == "cpu":
+    if limit is not None:
+        room, what = limit, f"the {memory_size(limit * GIB)} of batch.memory"
+    elif cluster is not None:
+        room = cluster.gpu.memory / GIB * FOR_TENSORS
+        what = f"the {memory_size(room * GIB)} that tensors may take of {cluster.gpu.name} ({cluster.name})"
+    elif config.run.device == "cpu":
         return text.append(".")
-    room = GPU * FOR_TENSORS if limit is None else limit
-    assumed = (
-        f"a GPU of {GPU} GiB, of which tensors may take {room:g} GiB; no size is configured, so this one is assumed"
-    )
-    what = assumed if limit is None else f"the {room:g} GiB of batch.memory"
+    else:
+        room = GPU * FOR_TENSORS
+        what = (
+            f"a GPU of {GPU} GiB, of which tensors may take {room:g} GiB; no size is configured, so this one is assumed"
+        )
     if most.total <= room * GIB:
         return text.append(f": fits {what}.", style="green")
     text.append(f": does not fit {what}.", style="bold red")
@@ -152,11 +167,15 @@ def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
 
 
 def memory_sections(
-    config: Config, memories: Sequence[Memory], limit: float | None, measured: dict[str, int] | None
+    config: Config,
+    memories: Sequence[Memory],
+    limit: float | None,
+    measured: dict[str, int] | None,
+    cluster: Cluster | None = None,
 ) -> list[tuple[str, RenderableType]]:
     """Headings and tables: the fullest rank by kind and component, all pipeline ranks if there are several, a verdict.
 
-    limit: see `verdict`.
+    limit, cluster: see `verdict`.
     """
     most = fullest(memories)
     which = f" of pipeline rank {most.pp}, the fullest of {len(memories)}" if len(memories) > 1 else ""
@@ -168,7 +187,7 @@ def memory_sections(
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
         ("Moment of the peak", Text(f"{most.instant}")),
-        ("Does it fit?", verdict(config, memories, limit).append(_split_advice(config, memories))),
+        ("Does it fit?", verdict(config, memories, limit, cluster).append(_split_advice(config, memories))),
         ("Conventions", Text(note + ON_CUDA * on_cuda + LATE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
     if len(memories) > 1:

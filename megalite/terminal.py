@@ -1,6 +1,7 @@
 """What commands print for people: tables, as wide as the terminal, and bytes."""
 
 import sys
+from math import ceil, floor, log10
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -38,6 +39,13 @@ def sections(on: Console, parts: list[tuple[str, RenderableType]]) -> None:
 def memory(size: float) -> str:
     """Bytes of memory: `51.2 GiB`."""
     return scaled(round(size), "B", BINARY)
+
+
+def gib_above(size: float) -> str:
+    """The least GiB, a number of three digits, that are at least so many bytes: for a key that is too small."""
+    gib = size / UNITS[0][1]
+    step = 10.0 ** (floor(log10(gib)) - 2)
+    return f"{ceil(gib / step * (1 - 1e-12)) * step:.12g}"
 
 
 def memory_unit(size: float) -> tuple[str, int]:

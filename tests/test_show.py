@@ -144,11 +144,13 @@ def test_the_bubble_is_told(show: Show) -> None:
 
 def test_the_bubble_of_a_searched_order_is_that_of_the_times_it_is_searched_for(show: Show) -> None:
     auto = ("parallel.pp=4", "batch.global=8", "parallel.pipeline.schedule=auto")
-    assert "of a step, where stages take the time of their FLOPs. Of the named schedules" in show(*auto)
+    by_flops = "where stages take the time of their FLOPs, and a rank may hold as many activations as the fullest one"
+    assert f"of a step, {by_flops} of 1f1b. Of the named schedules" in show(*auto)
     named, asked = show(*auto, "run.cluster=l40s"), show(*auto, "--cluster", "l40s")
     for output in (named, asked):
         (told,) = (line for line in output.splitlines() if line.startswith("The bubble of auto is "))
-        assert "of a step, where stages take the time that is predicted on l40s. Of the named schedules" in told
+        assert "of a step, where stages take the time that is predicted on l40s, and a rank may hold the " in told
+        assert "activations that its GPU has room for. Of the named schedules" in told
     assert "cluster: l40s" in named
     assert "cluster: null" in asked, "the configuration is shown as it is given"
     assert named.partition("\nFLOPs per")[2] == asked.partition("\nFLOPs per")[2]

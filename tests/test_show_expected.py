@@ -100,11 +100,25 @@ def test_the_configuration_is_shown_as_it_was_given(capsys: pytest.CaptureFixtur
     assert "assumed" not in told
 
 
-@pytest.mark.parametrize("other", ["--memory", "--schedule"])
-def test_a_cluster_and_another_view_are_refused(other: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["show", "--cluster", "h100_sxm", other])
-    assert "argument --cluster: not allowed with" in capsys.readouterr().err
+def test_memory_is_compared_with_the_gpus_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", LLAMA3_8B, "--world-size", "8", "--memory", "--cluster", "h100_sxm"]) == 0
+    assert "fits the 71.7 GiB that tensors may take of NVIDIA H100 SXM5 80 GB (h100_sxm)." in capsys.readouterr().out
+    assert main(["show", LLAMA3_8B, "--world-size", "8", "--memory", "run.cluster=rtx4090"]) == 0
+    assert "does not fit the 21.6 GiB that tensors may take of NVIDIA GeForce RTX 4090" in capsys.readouterr().out
+
+
+def test_a_timeline_is_searched_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ["show", "parallel.pp=2", "batch.global=8", "parallel.pipeline.schedule=auto"]
+    assert main([*auto, "--cluster", "h100_sxm", "--schedule"]) == 0
+    there = capsys.readouterr().out
+    assert "Stages take the time that is predicted on h100_sxm, and a rank may hold the activations that" in there
+    seconds = float(re.search(r"makespan ([\d.]+)", there)[1])  # type: ignore[index]
+    milliseconds = float(re.search(r"the passes take ([\d.]+) ms", there)[1])  # type: ignore[index]
+    assert milliseconds == pytest.approx(1000 * seconds, rel=0.01)
+    assert main([*auto, "run.cluster=h100_sxm", "--schedule"]) == 0
+    assert capsys.readouterr().out == there
+    assert main([*auto, "--schedule"]) == 0
+    assert "Stages take the time of their FLOPs" in capsys.readouterr().out
 
 
 def test_an_unknown_cluster_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_the_command_fails_above_the_tolerance() -> None:
             "train.compile = true: cannot run with parallel.pipeline.schedule = zb_h1",
         ),
         (["batch.micro=auto", "run.device=cpu"], "batch.memory = null: is needed to fit batch.micro = auto"),
-        (["batch.micro=auto", "batch.memory=1e-4"], "batch.memory = 0.0001: 0.00 GiB are too few"),
+        (["batch.micro=auto", "batch.memory=1e-4"], "batch.memory = 0.0001: 105 KiB are too few"),
         (
             ["train.recompute=budget", "train.recompute_budget=1e-6"],
             "train.recompute_budget = 1e-06: the activations of a rank take",

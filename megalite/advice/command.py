@@ -298,7 +298,8 @@ def _contradicting(asked: Asked, gpus: int) -> str:
 
     def possible(pins: Mapping[str, Any]) -> bool:
         space = Space(asked.config, gpus, asked.timer, pins, asked.offload)
-        return any(True for shape in space.shapes(float("inf")) for _ in space.sharings(shape))
+        shapes = (shape for shape in space.shapes(float("inf")) if space.sharings(shape))
+        return any(True for shape in shapes for _ in space.pipelines(shape.choice))
 
     def shown(keys: Iterable[str]) -> str:
         return ", ".join(f"{key} = {json.dumps(asked.pins[key])}" for key in keys)
@@ -312,8 +313,15 @@ def _contradicting(asked: Asked, gpus: int) -> str:
     rule = (
         f"their products must divide {gpus:,} GPUs, data-parallel ranks times batch.micro must divide batch.global = "
         f"{batch.global_:,}, and the model has heads = {model.heads}, kv_heads = {model.kv_heads} and layers = "
-        f"{model.layers}"
+        f"{model.layers}, of which every pipeline stage needs one"
     )
+    if "parallel.pipeline.schedule" in needed and (
+        file := Space(asked.config, gpus, asked.timer, asked.pins, False).file
+    ):
+        rule += (
+            f"; the file's schedule is for {counted(file.ranks, 'pipeline rank')}, {counted(file.stages, 'stage')} and "
+            f"{counted(file.micro_batches, 'micro-batch', 'micro-batches')}"
+        )
     if not needed:
         return f"batch.global = {batch.global_:,} and any keys: {rule}; use a multiple of the GPUs as batch.global"
     alone = "it" if len(needed) == 1 else "any one of these"

@@ -32,6 +32,8 @@ from megalite.schedule.generate import AUTO, placement_of
 from megalite.schedule.problem import Beside, StageCosts
 from megalite.schedule.search import Found, least_memory, search
 from megalite.schedule.simulate import COLUMN
+from megalite.terminal import gib_above
+from megalite.terminal import memory as memory_size
 
 Flops = tuple[float, float, float]  # per token, of F, I and W
 GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exactly and equal moments are found equal
@@ -125,10 +127,10 @@ def check_limit(config: Config) -> None:
     least = least_of(config)
     if max(least) > memory * GIB:
         rule = (
-            f"is less than the {max(least) / GIB:.4f} GiB of activations of one micro-batch on pipeline rank "
+            f"is less than the {memory_size(max(least))} of activations of one micro-batch on pipeline rank "
             f"{least.index(max(least))}"
         )
-        fix = "use more, null, a smaller batch.micro, or train.recompute=selective or full"
+        fix = f"use at least {gib_above(max(least))}, null, a smaller batch.micro, or train.recompute=selective or full"
         raise InputError([Problem("parallel.pipeline.memory", rule, fix, memory)])
 
 

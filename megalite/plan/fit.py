@@ -15,6 +15,8 @@ from megalite.plan.memory import KINDS, each_rank, memory_of_ranks
 from megalite.plan.pipeline import can_be_planned, table_of
 from megalite.plan.resolved import resolve
 from megalite.plan.walk import HOST
+from megalite.terminal import gib_above
+from megalite.terminal import memory as memory_size
 
 GIB = 1 << 30
 FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
@@ -87,8 +89,8 @@ def planned(config: Config, costing: Costing | None = None) -> Config:
 
 def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
     asked = config.batch.memory
-    rule = f"{limit / GIB:.2f} GiB are too few: a micro-batch of {micro} has a predicted peak of {needed / GIB:.2f} GiB"
-    more = "" if asked is None else f"at least {math.ceil(100 * needed / GIB) / 100:.2f}, "
+    rule = f"{memory_size(limit)} are too few: a micro-batch of {micro} has a predicted peak of {memory_size(needed)}"
+    more = "" if asked is None else f"at least {gib_above(needed)}, "
     return Problem("batch.memory", rule, f"use {more}train.recompute, or more ranks to share the model", asked)
 
 
@@ -106,13 +108,13 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None, 
         return ""
     kinds = KINDS if ranks is None else (*KINDS, HOST)
     parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in kinds), reverse=True)[:3]
-    largest = ", ".join(f"{kind} {size / GIB:.2f} GiB" for size, kind in parts)
+    largest = ", ".join(f"{kind} {memory_size(size)}" for size, kind in parts)
     without = ", checkpoint.async=false" if ranks is not None and config.checkpoint.async_ else ""
     everybody = ranks == config.parallel.layout.world_size
     who = f"pipeline rank {fullest.pp}" if ranks is None else f"{'all' if everybody else ranks} ranks together"
     told = (
-        f"{who} would need {needed / GIB:.2f} GiB at the peak of a step, as predicted, of {total / GIB:.2f} "
-        f"GiB of {of} (of the fullest rank: {largest}); use train.recompute=selective or full, a smaller "
+        f"{who} would need {memory_size(needed)} at the peak of a step, as predicted, of {memory_size(total)} of {of} "
+        f"(of the fullest rank: {largest}); use train.recompute=selective or full, a smaller "
         f"batch.micro{without}, or more ranks to share the model"
     )
     if needed > total:

@@ -18,6 +18,8 @@ from megalite.config.schema import Train
 from megalite.plan.size import by_stage
 from megalite.schedule.actions import Action, Table
 from megalite.schedule.simulate import LIVE
+from megalite.terminal import gib_above
+from megalite.terminal import memory as memory_size
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
@@ -162,9 +164,8 @@ def choose_for_all(
     found = [modes for modes in chosen if modes is not None]
     if len(found) < len(chosen):
         kept = max(map(_least, costs, held, outside))
-        needed = math.ceil(1000 * kept / GIB) / 1000
-        rule = f"the activations of a rank take {needed} GiB even when every layer keeps as little as it can"
-        fix = f"use at least {needed}, a smaller batch.micro, or more tensor or context parallelism"
+        rule = f"the activations of a rank take {memory_size(kept)} even when every layer keeps as little as it can"
+        fix = f"use at least {gib_above(kept)}, a smaller batch.micro, or more tensor or context parallelism"
         raise InputError([Problem("train.recompute_budget", rule, fix, budget)])
     return found
 

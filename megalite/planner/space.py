@@ -7,7 +7,9 @@ their time, so that the search needs to look at few of them closely; layouts als
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.layers import layer_kinds
@@ -20,8 +22,9 @@ from megalite.planner.least import VIRTUAL, Least, Shape
 from megalite.planner.moved import MISSED, Moves
 from megalite.planner.stages import WHOLE, Timer, work_of
 from megalite.planner.work import DataMode, Work
-from megalite.schedule.actions import MOST_ACTIONS
-from megalite.schedule.generate import NAMES, SPLITTING, actions_of
+from megalite.schedule.actions import MOST_ACTIONS, Table
+from megalite.schedule.file import read
+from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
 
 # Where in a choice the schedule begins, how states are shared out, and what is offloaded.
 SCHEDULE, SHARING, OFFLOADING = map(Choice._fields.index, ("schedule", "replicas", "offload_activations"))
@@ -203,16 +206,14 @@ class Space:
         return self._times[key]
 
     def _schedules(self, first: Choice) -> Scheduled:
-        """The schedules of a shape, with as many stages as a pinned split has."""
+        """The schedules that a shape can have."""
         m = first.micro_batches(self.config.batch.global_)
         key = first.pp, first.recompute == "full", m
         if key not in self._scheduled:
-            split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
             names = [
                 (name, virtual)
                 for name, virtual in self._named(first)
-                if split is None or name not in NAMES or len(split) == first.pp * (virtual or SCHEDULES[name])
-                if _can_be_planned(first.pp, m, name, virtual)
+                if self._can_be_placed(first.pp, m, name, virtual) and _can_be_planned(first.pp, m, name, virtual)
             ]
             parameters = layers = inf if names else 0.0
             for name, virtual in names:
@@ -225,12 +226,28 @@ class Space:
             self._scheduled[key] = Scheduled(names, any(name not in WHOLE for name, _ in names), parameters, layers)
         return self._scheduled[key]
 
+    def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:
+        """Whether every stage has a layer, as many have one as a pinned split says, and a file is for this pipeline."""
+        stages = pp * (virtual or SCHEDULES.get(schedule, 1))
+        split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
+        if stages > self.model.layers or (split is not None and len(split) != stages):
+            return False
+        file = self.file
+        return file is None or (file.ranks, file.micro_batches, file.stages) == (pp, m, stages)
+
+    @cached_property
+    def file(self) -> Table | None:
+        """The schedule of the pinned file, if one is pinned. Raises InputError for a bad file."""
+        schedule = self.pins.get("parallel.pipeline.schedule", AUTO)
+        return None if schedule in SCHEDULES else read(Path(schedule))
+
     def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
         """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
         pp = first.pp
         key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"
         if key in self.pins and self.pins[key] not in NAMES:
-            yield self.pins[key], self.pins.get(of)
+            own = None if self.file is None else self.file.stages // self.file.ranks
+            yield self.pins[key], self.pins.get(of, own)
             return
         if pp == 1 and key not in self.pins:
             yield "1f1b", None
@@ -240,9 +257,8 @@ class Space:
         for name in self._pinned(key, lambda: names):
             if name == "interleaved_1f1b":
                 for virtual in self._pinned(of, lambda: VIRTUAL):
-                    if virtual is None or pp * virtual <= self.model.layers:
-                        yield name, virtual
-            elif pp * SCHEDULES[name] <= self.model.layers and self.pins.get(of) in (None, SCHEDULES[name]):
+                    yield name, virtual
+            elif self.pins.get(of) in (None, SCHEDULES[name]):
                 yield name, None
 
     def _modes(self, shape: Shape) -> list[DataMode]:

@@ -1,5 +1,7 @@
 """Predictions in words: seconds, money, and what takes a step's time. Imports no torch."""
 
+from megalite.config.schema import Config
+from megalite.plan.automatic import OrderCosts
 from megalite.planner.goodput import DAY, HOUR
 from megalite.planner.predict import Prediction
 
@@ -51,9 +53,19 @@ def step_text(prediction: Prediction) -> str:
     return f"{seconds_text(middle)} ({low} – {high})"
 
 
-def times_text(cluster: str | None) -> str:
-    """What times `schedule: auto` is searched for: of `plan.automatic.OrderCosts`, the cluster."""
-    return "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
+def searched_text(config: Config, costs: OrderCosts) -> str:
+    """For what times, and for how many activations on a rank, `schedule: auto` is searched."""
+    cluster, memory = costs.cluster, config.parallel.pipeline.memory
+    times = "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
+    if memory is not None:
+        held = f"a rank may hold {memory:g} GiB of activations"
+    elif costs.room is not None:
+        held = "a rank may hold the activations that its GPU has room for"
+    else:
+        held = "a rank may hold as many activations as the fullest one of 1f1b"
+        if cluster is not None and config.train.recompute != "budget":
+            held += ", since no order was found that fits the GPU"
+    return f"stages take {times}, and {held}"
 
 
 def money(dollars: float) -> str:

@@ -10,12 +10,13 @@ import torch
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.config.schema import Config
+from megalite.plan import automatic
 from megalite.plan.automatic import Costing, told
 from megalite.plan.pipeline import micro_batches
 from megalite.planner.devices import cluster_of
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.stages import Timer
-from megalite.planner.texts import times_text
+from megalite.planner.texts import searched_text
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import AUTO
 from megalite.train.build import Job
@@ -49,9 +50,11 @@ def searched_order(job: Job) -> Table | None:
 
 
 def schedule_text(job: Job) -> str:
-    """The schedule of a run; of `auto` also which order it is, and for which times of stages it was searched."""
-    order, costing = searched_order(job), job.plan.costing
+    """The schedule of a run; of `auto` also which order it is, and what it was searched for."""
+    order, config = searched_order(job), job.config
     if order is None:
-        return f"schedule {job.config.parallel.pipeline.schedule}"
-    cluster = None if costing is None else costing(job.config).cluster
-    return f"schedule {order.name}, where stages take {times_text(cluster)}"
+        return f"schedule {config.parallel.pipeline.schedule}"
+    if config.parallel.pp == 1:  # all orders are alike
+        return f"schedule {order.name}"
+    costs = automatic.wanted(config, micro_batches(config), job.plan.costing).costs
+    return f"schedule {order.name}, where {searched_text(config, costs)}"

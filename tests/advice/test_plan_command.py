@@ -13,6 +13,8 @@ from megalite.cli import main
 from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.planner.choice import Choice
+from megalite.schedule.file import write
+from megalite.schedule.generate import build
 
 MODEL = "configs/model/llama3.2_1b.yaml"
 TINY = "configs/model/tiny.yaml"
@@ -222,6 +224,10 @@ BAD = [
         'parallel.pipeline.schedule = "1f1b", parallel.pipeline.virtual_stages = 2:',
     ),
     ([*SMALL, "parallel.pipeline.split=[8, 8]", "--gpus", "8"], "parallel.pipeline.split = [8, 8]"),
+    (  # the schedule has no part in it
+        [TINY, "model.layers=1", "parallel.pp=2", "parallel.pipeline.schedule=auto", "--gpus", "2"],
+        "no layout is possible with parallel.pp = 2:",
+    ),
     ([MODEL, "batch.global=7", "--gpus", "64", "parallel.pp=1", "parallel.tp=1"], "no layout is possible"),
     ([*SMALL, "--gpus", "8", "model.heads=0"], "model.heads = 0: must be at least 1"),
     ([*SMALL, "--gpus", "8", "model.kv_heads=5"], "model.kv_heads"),
@@ -241,6 +247,31 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_questions_are_refused(refused: Run, arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
+
+
+@pytest.fixture
+def four_ranks(tmp_path: Path) -> str:
+    """The override for a schedule file for 4 pipeline ranks of one stage, and 8 micro-batches."""
+    path = tmp_path / "four.yaml"
+    path.write_text(write(build("zb_h1", 4, 8)))
+    return f"parallel.pipeline.schedule={path}"
+
+
+def test_a_schedule_file_is_for_pipelines_of_its_own_size(
+    plan: Run, four_ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # its path is long
+    output = plan(TINY, "batch.global=16", four_ranks, "--gpus", "8", "--top", "99")
+    layouts = re.findall(r"^ *\d+ +(\S.*?)  ", output, flags=re.MULTILINE)
+    assert layouts
+    assert all(re.search(r"\bpp 4 .*micro (1|2)\b", layout) for layout in layouts), layouts
+
+
+@pytest.mark.parametrize("other", ["parallel.pp=2", "parallel.pipeline.virtual_stages=2"])
+def test_a_schedule_file_for_another_pipeline_is_refused(refused: Run, four_ranks: str, other: str) -> None:
+    told = refused(TINY, "batch.global=16", four_ranks, other, "--gpus", "4")
+    assert f"{other.partition('=')[0]} = {other[-1]}" in told
+    assert "the file's schedule is for 4 pipeline ranks, 4 stages and 8 micro-batches" in told
 
 
 UNREAD = [

@@ -241,7 +241,7 @@ def test_growing_batches_and_a_fitted_micro_batch_under_searched_orders(work: Pa
     done = train(work, "run.name=grown", "parallel.pp=2", "batch.micro=auto", "batch.memory=1", *ramp, *searched)
     assert done.returncode == 0, done.stderr
     assert "micro-batches of 4" in done.stdout  # the largest that leaves a micro-batch to each stage
-    assert ", where stages take the time that is predicted on l40s, " in done.stdout
+    assert ", where stages take the time that is predicted on l40s, and a rank may hold the " in done.stdout
     assert read(work / "runs/grown/starts/001.schedule.yaml").micro_batches == 2
     assert load([str(work / "runs/grown/config.yaml")]).batch.micro == 4
     samples = [4, 8, 12, 16, 24, 32, 40, 48]  # 256 tokens are 16 samples, in two sizes

@@ -116,7 +116,7 @@ def _ranked(args: argparse.Namespace) -> Parts:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
     told = f"{choice} {told}".lstrip()
-    _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=True))
+    _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, row=args.pick, searched=True))
     return parts
 
 

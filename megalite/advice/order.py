@@ -65,7 +65,10 @@ def best_order(asked: Asked, config: Config) -> Order:
     Raises InputError for a layout without a pipeline, for batches that grow, and if no order fits.
     """
     if config.parallel.pp == 1:
-        raise InputError("--schedule: parallel.pp = 1 is no pipeline, so there is no order to search")
+        raise InputError(
+            "--schedule: parallel.pp = 1 is no pipeline, so there is no order to search; "
+            "give parallel.pp, or --pick a row that has one"
+        )
     if config.batch.rampup is not None:
         raise InputError("--schedule: a schedule file is for one number of micro-batches; leave batch.rampup out")
     heap, number = list[_Entry](), count()

@@ -39,12 +39,20 @@ assert len(PARTS) <= len(COLOURS)
 
 
 def ranked_page(
-    asked: Asked, given: Sequence[str], heading: str, found: Found, told: str, drawn: Prediction, *, searched: bool
+    asked: Asked,
+    given: Sequence[str],
+    heading: str,
+    found: Found,
+    told: str,
+    drawn: Prediction,
+    *,
+    row: int | None = None,
+    searched: bool,
 ) -> str:
     """The page of a ranking, or of one layout. given: the words of the command. heading, told: of the terminal's table.
 
-    drawn: the layout whose timeline and communication are shown: the first one, perhaps with an order of its own.
-    searched: whether layouts were looked for.
+    drawn: the layout whose timeline and communication are shown, perhaps with an order of its own. row: which of
+    `found` it is, if it was picked. searched: whether layouts were looked for.
     """
     shown = found.results[:BARS]
     names = [f"{at} · {layout_text(result.choice)}" for at, result in enumerate(shown, 1)]
@@ -60,7 +68,7 @@ def ranked_page(
             paragraph(told, "pale"),
         ),
         *_bars(names, pairs, asked.limit),
-        *_closely(asked, drawn),
+        *_closely(asked, drawn, "" if row is None else f" of row {row}"),
         scaling_charts(asked, found.results[0].prediction, searched),
     ]
     return _page(heading, parts)

@@ -4,15 +4,13 @@ A line names the program, its version and settings, the run by file and line, th
 is recognized when lines have moved, and the seconds predicted.
 """
 
-import csv
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 
 from megalite.config.errors import InputError
-from megalite.planner.published import Row, text_of
+from megalite.planner.published import Row, lines_of
 from megalite.planner.score import Compared, timed
 
 COLUMNS = ["program", "version", "settings", "file", "line", "measured", "seconds"]
@@ -35,12 +33,12 @@ def read_peers(path: Path, rows: Iterable[Row]) -> list[Peer]:
     """
     ours = {(each.row.file, each.row.line): each for each in timed(rows)}
     files = {file for file, _ in ours}
-    lines = csv.reader(io.StringIO(text_of(path), newline=""))
-    if next(lines, []) != COLUMNS:
+    lines = lines_of(path)
+    if next(lines, (0, []))[1] != COLUMNS:
         raise InputError(f"{path}: the first line must be {','.join(COLUMNS)}")
     found = []
-    for values in lines:
-        place = f"{path}:{lines.line_num}"
+    for number, values in lines:
+        place = f"{path}:{number}"
         try:
             program, version, settings, file, line, measured, seconds = values
             run, times = (file, int(line)), (float(measured), float(seconds))

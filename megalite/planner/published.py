@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, counted
 from megalite.planner.hardware import Cluster
 from megalite.planner.kept import Counted
 from megalite.planner.programs import Program
@@ -106,27 +106,35 @@ class Row:
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a file, and why each row that is left out cannot be predicted. Raises InputError for another file."""
-    lines = csv.reader(io.StringIO(text_of(path), newline=""))
+    lines = lines_of(path)
     rows, left_out = [], []
-    try:
-        columns = [column.strip() for column in next(lines, [])]
-        _check(path, columns)
-        for values in lines:
-            if not values:
-                continue
-            try:
-                if len(values) != len(columns):
-                    raise ValueError(f"has {len(values)} fields, but the first line names {len(columns)} columns")
-                rows.append(_row(path.name, lines.line_num, dict(zip(columns, values, strict=True))))
-            except ValueError as error:
-                left_out.append(f"{path}:{lines.line_num}: {error}")
-    except csv.Error as error:
-        raise InputError(f"{path}:{lines.line_num}: is not CSV: {error}") from None
+    columns = [column.strip() for column in next(lines, (0, []))[1]]
+    _check(path, columns)
+    for number, values in lines:
+        if not values:
+            continue
+        try:
+            if len(values) != len(columns):
+                raise ValueError(
+                    f"has {counted(len(values), 'field')}, but the first line names {len(columns)} columns"
+                )
+            rows.append(_row(path.name, number, dict(zip(columns, values, strict=True))))
+        except ValueError as error:
+            left_out.append(f"{path}:{number}: {error}")
     return rows, left_out
 
 
-def text_of(path: Path) -> str:
-    """The text of a file. Raises InputError if it is too long or no text."""
+def lines_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The lines of a CSV file, with their numbers. Raises InputError for a file that is too long or no CSV."""
+    lines = csv.reader(io.StringIO(_text_of(path), newline=""))
+    try:
+        for values in lines:
+            yield lines.line_num, values
+    except csv.Error as error:
+        raise InputError(f"{path}:{lines.line_num}: is not CSV: {error}") from None
+
+
+def _text_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)

@@ -69,7 +69,9 @@ def searched_text(config: Config, costs: OrderCosts) -> str:
 
 
 def money(dollars: float) -> str:
-    """`$1,234`, `$12.3 M`, or `under $0.01`."""
+    """`$1,234`, `$12.34 M`, `$1.20 B`, or `under $0.01`."""
     if dollars < 0.01:
         return "under $0.01" if dollars else "$0"
+    if dollars >= 999.995e6:
+        return f"${dollars / 1e9:,.2f} B"
     return f"${dollars / 1e6:,.2f} M" if dollars >= 1e6 else f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"

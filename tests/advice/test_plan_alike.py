@@ -84,6 +84,9 @@ def test_a_node_of_eight_gpus_tells_of_plain_data_parallelism(
     assert code == 0
     assert "The simplest is row 2: no pipeline, no moved layers, 2.60 GiB less memory. " in picked
     assert "The simplest is row 2: no pipeline" in files[2].read_text()
+    page = files[2].read_text()
+    assert "Pipeline timeline of row 2" in page
+    assert "Who talks to whom of row 2" in page
     (layout,) = re.findall(r"^2 +(\S.*?)  ", picked, flags=re.MULTILINE)
     assert f"\n{layout}, on 8 GPUs of NVIDIA" in picked  # the explanation
     assert files[0].read_text().startswith(f"# {layout}, planned for 8 ×")

@@ -133,7 +133,16 @@ def test_an_interval_has_the_unit_of_its_middle(seconds: float, text: str) -> No
 
 @pytest.mark.parametrize(
     ("dollars", "text"),
-    [(0, "$0"), (0.004, "under $0.01"), (0.014, "$0.01"), (12.3, "$12.30"), (1234.5, "$1,234"), (12.3e6, "$12.30 M")],
+    [
+        (0, "$0"),
+        (0.004, "under $0.01"),
+        (0.014, "$0.01"),
+        (12.3, "$12.30"),
+        (1234.5, "$1,234"),
+        (12.3e6, "$12.30 M"),
+        (999.99e6, "$999.99 M"),
+        (9.8765e12, "$9,876.50 B"),
+    ],
 )
 def test_money_has_cents_where_they_matter(dollars: float, text: str) -> None:
     assert money(dollars) == text

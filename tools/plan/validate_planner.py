@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megalite.config.errors import counted
 from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
@@ -73,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.worst and verdicts:
         _show_worst(terminal, times, memory)
     if left_out:
-        terminal.line(f"{len(left_out)} rows cannot be predicted, the first: {left_out[0]}")
+        terminal.line(f"{counted(len(left_out), 'row')} cannot be predicted, the first: {left_out[0]}")
     if options.json:
         write_object(Path(options.json), _report(times, memory, verdicts, left_out))
     return ExitCode.DONE

@@ -129,6 +129,7 @@ def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
         (",korthikanti22.csv,2,", ",korthikanti22.csv,3,", "is no run of"),
         (",korthikanti22.csv,2,", ",korthikanti22.csv,two,", "of which the last three are numbers"),
         (",1.42,", ",-1.42,", "measured and seconds must be above 0"),
+        (",1.42,", f",{'1' * 200_000},", "is not CSV: field larger than field limit"),
     ],
 )
 def test_predictions_of_other_runs_are_refused(

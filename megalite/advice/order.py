@@ -103,7 +103,7 @@ def best_order(asked: Asked, config: Config) -> Order:
                 name,
                 own=first.seconds(first.named[first.schedule]),
                 own_memory=first.own_memory,
-                is_own=placed is first and orders is first.named[first.schedule],
+                is_own=placed.is_own(orders),
             )
         if name == AUTO and placed.tries < TRIES:
             placed.tighten(memory)
@@ -112,10 +112,13 @@ def best_order(asked: Asked, config: Config) -> Order:
 
 
 class _Placed:
-    """A layout with one placement of stages, whose order is to be found. config: with a schedule that has it."""
+    """A layout with one placement of stages, whose order is to be found.
 
-    def __init__(self, asked: Asked, config: Config) -> None:
-        self.asked, self.config, self.m = asked, config, micro_batches(config)
+    config: with a schedule that has it. first: whether this is the layout's own.
+    """
+
+    def __init__(self, asked: Asked, config: Config, first: bool) -> None:
+        self.asked, self.config, self.m, self.first = asked, config, micro_batches(config), first
         self.plan, self.tries = resolve(config, costing=asked.timer.costs), 0
         self.schedule = config.parallel.pipeline.schedule
         self.named = dict(self._named())
@@ -150,6 +153,10 @@ class _Placed:
     def is_long(self) -> bool:
         return 3 * self.m * self.plan.stages * FEW > EFFORT
 
+    def is_own(self, orders: Orders) -> bool:
+        """Whether these are the orders that the layout has."""
+        return self.first and orders is self.named[self.schedule]
+
     def seconds(self, orders: Orders) -> float:
         """Of a step, with layers' recompute as it is under `config`."""
         return self.problem.makespan(self.problem.coded(orders)) + self.update
@@ -169,16 +176,10 @@ class _Placed:
         return (found.makespan + self.update, AUTO, found.orders) if found.name == AUTO else None
 
     def memory(self, name: str, orders: Orders) -> list[int]:
-        """Bytes of every rank; under a named schedule only up to the first that has too few."""
-        plan = self._planned(name, orders)
-        if name != AUTO:
-            found = []
-            for memory in each_rank(plan.config, plan):
-                found.append(memory.total)
-                if memory.total > self.asked.limit:
-                    break
-            return found
-        return memory_under(plan, self.m)
+        """Bytes of every rank under the file of these orders, or under the layout's own schedule, which is kept."""
+        if self.is_own(orders):
+            return [memory.total for memory in each_rank(self.config, self.plan)]
+        return memory_under(self._planned(name, orders), self.m)
 
     def tighten(self, memory: list[int]) -> None:
         """Leave less room to those ranks whose `memory` was more than the limit."""
@@ -193,13 +194,10 @@ class _Placed:
 
     def _planned(self, name: str, orders: Orders) -> Plan:
         """The plan under these orders, by which layers with a budget choose how they recompute."""
-        if name == self.schedule:
+        if self.is_own(orders):
             return self.plan
-        if name == AUTO:
-            table = sharded(self.table(name, orders), sharding_mode(self.config))
-            return resolve(self.config, tables={self.m: table}, costing=self.asked.timer.costs)
-        pipeline = replace(self.config.parallel.pipeline, schedule=name)
-        return resolve(replace(self.config, parallel=replace(self.config.parallel, pipeline=pipeline)))
+        table = sharded(self.table(name, orders), sharding_mode(self.config))
+        return resolve(self.config, tables={self.m: table}, costing=self.asked.timer.costs)
 
 
 class _Entry(NamedTuple):
@@ -224,7 +222,7 @@ def _placements(asked: Asked, config: Config) -> Iterator[_Placed]:
         pipeline = replace(own, schedule=schedule, virtual_stages=virtual, memory=memory)
         other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         try:
-            placed = _Placed(asked, check(other, config.parallel.layout.world_size))
+            placed = _Placed(asked, check(other, config.parallel.layout.world_size), first=not seen)
         except InputError:
             continue
         if placed.plan.placement not in seen:

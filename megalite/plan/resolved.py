@@ -66,14 +66,14 @@ def resolve(
     """The plan of `config`, in which `parallel.dp_shard` and `batch.micro` must be numbers.
 
     costs: returns the costs of every layer; called only if recompute has a budget. None: costs are estimated. tables:
-    its schedules by number of micro-batches, as far as they are known. split: layers per stage, where they are known.
-    costing: what `schedule: auto` searches for, see `automatic.wanted`. Raises InputError for a schedule that cannot
-    run, and for a budget that no modes fit.
+    the schedules of all its steps by number of micro-batches, where they are known. split: layers per stage, where
+    they are known. costing: what `schedule: auto` searches for, see `automatic.wanted`. Raises InputError for a
+    schedule that cannot run, and for a budget that no modes fit.
     """
     split = split_of(config) if split is None else split
     modes = modes_by_stage(
         config.train,
-        lambda: tables_of(config, costing),
+        lambda: list(tables.values()) if tables else tables_of(config, costing),
         split,
         lambda: Activations(config).outside(len(split)),
         costs or (lambda: estimated_costs(config)),

@@ -65,6 +65,10 @@ def test_a_searched_order_is_faster_than_1f1b_and_fits(recompute: str) -> None:
         ["parallel.data.mode=zero3", "parallel.pp=2"],
         ["train.compile=true"],
         ["train.recompute=budget", "train.recompute_budget=0.6"],
+        *(
+            ["parallel.pp=2", "model.layers=11", "train.recompute=budget", f"train.recompute_budget={budget}"]
+            for budget in (0.02, 0.08)  # so that layers recompute in another way under another order
+        ),
         ["parallel.pipeline.schedule=auto", "parallel.pipeline.memory=1"],
         ["parallel.pipeline.split=[4,3,3,2]"],
     ],

@@ -125,7 +125,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _plan_options(plan: argparse.ArgumentParser) -> None:
     """The options of `megalite plan`. A key that is given as KEY=VALUE is pinned: the search keeps its value."""
     add = plan.add_argument
-    add("--gpus", type=gpu_counts, metavar="N|A-B", help="number of GPUs, or a range whose numbers are compared")
+    compared = "number of GPUs; several, or A, its doubles and B, are compared"
+    add("--gpus", type=gpu_counts, metavar="N|N,N|A-B", help=compared)
     add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {USUAL})")
     add("--max-memory", type=gibibytes, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")
     add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")

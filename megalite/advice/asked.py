@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -147,19 +148,16 @@ def gibibytes(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of GiB above 0, as in 70") from None
 
 
-def gpu_counts(text: str) -> range:
-    """`64`, or `8-512` for a range whose ends a step doubles."""
-    match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most <= MOST_GPUS:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of GPUs, as in 64, or a range, as in 8-512")
-    return range(least, most + 1)
-
-
-def doubled(counts: range) -> list[int]:
-    """The numbers of a range that doubling its first one gives, and its last one."""
-    found, each = [], counts.start
-    while each < counts.stop - 1:
-        found.append(each)
-        each *= 2
-    return [*found, counts.stop - 1]
+def gpu_counts(text: str) -> list[int]:
+    """`64`, some numbers as `32,48,64`, or the range `8-512`: 8, its doubles and 512."""
+    found: list[int] = []
+    if match := re.fullmatch(r"(\d{1,7})-(\d{1,7})", text):
+        least, most = int(match[1]), int(match[2])
+        if 0 < least <= most:
+            found = [*takewhile(lambda count: count < most, (least << power for power in range(24))), most]
+    elif re.fullmatch(r"\d{1,7}(,\d{1,7})*", text):
+        found = sorted({int(number) for number in text.split(",")})
+    if not found or not 1 <= found[0] <= found[-1] <= MOST_GPUS:
+        rule = "must be a number of GPUs, as in 64, several, as in 32,48,64, or a range from few to many, as in 8-512"
+        raise argparse.ArgumentTypeError(f"{text!r:.40} {rule}")
+    return found

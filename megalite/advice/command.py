@@ -1,25 +1,24 @@
 """`megalite plan`: the fastest layouts of a model on a cluster, without torch, a GPU or a launcher."""
 
 import argparse
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from megalite import selfcheck
 from megalite.advice.alike import told_alike
-from megalite.advice.asked import Asked, as_is, as_overrides, ask, doubled
+from megalite.advice.asked import Asked, as_is, as_overrides, ask
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
+from megalite.advice.nothing import nothing_fits
 from megalite.advice.options import refuse_unread
 from megalite.advice.order import best_order
 from megalite.advice.page import compared_page, front_page, ranked_page
-from megalite.advice.rows import fits_text, front, layout_text, ranking
-from megalite.config.errors import InputError, counted
+from megalite.advice.rows import SHOWN, fits_text, front, layout_text, on_host, ranking
+from megalite.config.errors import InputError, counted, listing
 from megalite.config.files import check_writable, exists, write_new
 from megalite.config.load import dump
 from megalite.exit_codes import ExitCode
@@ -27,7 +26,6 @@ from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
-from megalite.planner.space import Space
 from megalite.planner.texts import money, seconds_text, step_text
 from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
@@ -36,7 +34,6 @@ from megalite.terminal import console, memory, sections
 
 Parts = list[tuple[str, RenderableType]]
 _NONE_KEEPS = "No number of GPUs here keeps the limits."
-SHOWN = 5  # layouts, where --top does not tell
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +72,7 @@ def _self_check(args: argparse.Namespace) -> int:
         asked = ask(args)
         found = asked.search(_one_count(args), 1)
         if not found.results:
-            raise InputError(_nothing_fits(asked, _one_count(args), found))
+            raise InputError(nothing_fits(asked, _one_count(args), found))
         best = found.results[0]
         overrides += as_overrides(best.prediction.config)
         sections(
@@ -103,19 +100,21 @@ def _ranked(args: argparse.Namespace) -> Parts:
             gpus, wanted, args.exhaustive, lambda so_far: status.update(f"{planning} {_progress(so_far, wanted, args)}")
         )
     if not found.results:
-        raise InputError(_nothing_fits(asked, gpus, found))
+        raise InputError(nothing_fits(asked, gpus, found))
     prediction = _picked(args, found)
     heading, told = _heading(asked, gpus), _told(asked, found)
     parts: Parts = [(heading, ranking(asked, found))]
     if choice := told_alike(found.results, len(found.results) == wanted):
         parts.append(("Which one?", Text(choice)))
+    host = on_host(asked, found)
+    parts += [("Host memory", Text(host))] * bool(host)
     parts.append(("How it was found", Text(told)))
     if args.explain:
         parts += explained(asked, prediction.config, *asked.predict(prediction.config))
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
-    told = f"{choice} {told}".lstrip()
+    told = " ".join(text for text in (choice, host, told) if text)
     _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, row=args.pick, searched=True))
     return parts
 
@@ -142,12 +141,15 @@ def _own_layout(args: argparse.Namespace) -> Parts:
     heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, needed.total)])
     fits = fits_text(needed.total, asked.limit)
     parts: Parts = [(heading, ranking(asked, found)), ("Does it fit?", fits)]
+    host = on_host(asked, found)
+    parts += [("Host memory", Text(host))] * bool(host)
     if args.explain or needed.total > asked.limit:
         parts += explained(asked, config, prediction, needed)
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
-    _save(args, lambda: ranked_page(asked, args.given, heading, found, f"It {fits}.", prediction, searched=False))
+    told = f"It {fits}. {host}".rstrip()
+    _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=False))
     return parts
 
 
@@ -189,19 +191,24 @@ def _compared(args: argparse.Namespace) -> Parts:
 
 def _front(args: argparse.Namespace) -> Parts:
     asked, best = ask(args), []
-    counts = doubled(args.gpus)
+    counts = args.gpus
     with Console(stderr=True).status("Planning ...") as status:
         for gpus in counts:
             status.update(f"Planning for {counted(gpus, 'GPU')} ...")
             if results := asked.search(gpus, 1).results:
                 best.append((gpus, results[0]))
     if not best:
-        raise InputError(_nothing_fits(asked, counts[-1], asked.search(counts[-1], 1)))
+        raise InputError(nothing_fits(asked, counts[-1], asked.search(counts[-1], 1)))
     heading, advice = f"{_model(asked)}, by number of {asked.cluster.gpu.name}", ""
     parts: Parts = [(heading, front(asked, best))]
     if asked.tokens:
         advice = _advice(asked, best)
         parts.append(("Which one?", Text(advice)))
+    if len(best) < len(counts):
+        left_out = listing([f"{gpus:,}" for gpus in counts if gpus not in dict(best)], "and")
+        without = f"On {left_out} GPUs no layout is possible and fits; --gpus with one of these numbers tells why."
+        parts.append(("What is left out", Text(without)))
+        advice = f"{advice} {without}".lstrip()
     kept = _within(asked, best)
     if args.write and not kept and (asked.days or asked.budget):
         raise InputError(
@@ -272,60 +279,6 @@ def _told(asked: Asked, found: Found) -> str:
         f"{found.walked:,} was walked through. Tensors may take {memory(asked.limit)} of a GPU. "
         f"Intervals are ±{spread:.0%}; docs/planner.md tells how predictions compare with published runs."
     )
-
-
-def _nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
-    batch, model = asked.config.batch, asked.config.model
-    if found.tightest is None:
-        if asked.pins:
-            return f"--gpus {gpus}: no layout is possible with {_contradicting(asked, gpus)}"
-        return (
-            f"--gpus {gpus}: no layout is possible with batch.global = {batch.global_:,}: data-parallel ranks must "
-            f"divide it, and tp, cp and pp must divide the GPUs, model.heads = {model.heads}, model.kv_heads = "
-            f"{model.kv_heads} and so on; use a multiple of the GPUs as batch.global"
-        )
-    needed, choice = found.tightest
-    limit, least = round(asked.limit), round(needed)
-    return (
-        f"--gpus {gpus:,}: no layout fits into the {memory(limit)} that tensors may take of a GPU; the nearest is "
-        f"{layout_text(choice)}, which needs {memory(least)}, {memory(least - limit)} too many; use more GPUs, "
-        "--offload, a shorter model.sequence_length, or pin fewer keys"
-    )
-
-
-def _contradicting(asked: Asked, gpus: int) -> str:
-    """The pinned keys that leave no layout, and which of them may be left out for one."""
-
-    def possible(pins: Mapping[str, Any]) -> bool:
-        space = Space(asked.config, gpus, asked.timer, pins, asked.offload)
-        shapes = (shape for shape in space.shapes(float("inf")) if space.sharings(shape))
-        return any(True for shape in shapes for _ in space.pipelines(shape.choice))
-
-    def shown(keys: Iterable[str]) -> str:
-        return ", ".join(f"{key} = {json.dumps(asked.pins[key])}" for key in keys)
-
-    needed = list(asked.pins)  # of the keys, some that contradict each other: without any of them there is a layout
-    for key in asked.pins:
-        fewer = [each for each in needed if each != key]
-        if not possible({each: asked.pins[each] for each in fewer}):
-            needed = fewer
-    batch, model = asked.config.batch, asked.config.model
-    rule = (
-        f"their products must divide {gpus:,} GPUs, data-parallel ranks times batch.micro must divide batch.global = "
-        f"{batch.global_:,}, and the model has heads = {model.heads}, kv_heads = {model.kv_heads} and layers = "
-        f"{model.layers}, of which every pipeline stage needs one"
-    )
-    if "parallel.pipeline.schedule" in needed and (
-        file := Space(asked.config, gpus, asked.timer, asked.pins, False).file
-    ):
-        rule += (
-            f"; the file's schedule is for {counted(file.ranks, 'pipeline rank')}, {counted(file.stages, 'stage')} and "
-            f"{counted(file.micro_batches, 'micro-batch', 'micro-batches')}"
-        )
-    if not needed:
-        return f"batch.global = {batch.global_:,} and any keys: {rule}; use a multiple of the GPUs as batch.global"
-    alone = "it" if len(needed) == 1 else "any one of these"
-    return f"{shown(needed)}: {rule}; leave {alone} out, or use another --gpus"
 
 
 def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> None:

@@ -60,6 +60,7 @@ def ranked_page(
     # The search walks through the ends of all pipelines but the first; the page's numbers are of all ranks.
     walked = [replace(result, memory=memory.total) for result, (_, memory) in zip(shown, pairs, strict=True)]
     found = replace(found, results=[*walked, *found.results[BARS:]])
+    fastest = found.results[0].prediction if searched else None
     parts = [
         _head(asked, given, heading),
         section(
@@ -69,7 +70,7 @@ def ranked_page(
         ),
         *_bars(names, pairs, asked.limit),
         *_closely(asked, drawn, "" if row is None else f" of row {row}"),
-        scaling_charts(asked, found.results[0].prediction, searched),
+        scaling_charts(asked, found.results[(row or 1) - 1].prediction, fastest),
     ]
     return _page(heading, parts)
 

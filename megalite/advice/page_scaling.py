@@ -18,15 +18,15 @@ from megalite_launch.words import scaled
 BEST, SAME = "the fastest layout", "this layout with more data-parallel ranks"
 
 
-def scaling_charts(asked: Asked, prediction: Prediction, searched: bool) -> str:
-    """Half to eight times the GPUs, with the same batch and with one that grows with them."""
+def scaling_charts(asked: Asked, prediction: Prediction, fastest: Prediction | None) -> str:
+    """Half to eight times the GPUs, with the same batch and with one that grows with them. fastest: see `scaling`."""
     told = (
         "Half to eight times the GPUs. Ideal is to halve the time of a step with twice the GPUs (strong scaling), or "
         "to keep it where the batch grows with them (weak scaling). A number of GPUs is left out where no layout fits."
     )
     charts = []
     for grows in (False, True):
-        points = scaling(asked, prediction, grows, searched)
+        points = scaling(asked, prediction, fastest, grows)
         name = "Weak scaling: the batch grows" if grows else "Strong scaling: the same batch"
         charts.append(f"<h3>{name}</h3>{_chart(name, points, prediction, grows)}{_table(points, prediction, grows)}")
     return section("Scaling", paragraph(told, "pale"), columns(*charts))

@@ -8,12 +8,15 @@ from rich.text import Text
 
 from megalite.advice.asked import Asked
 from megalite.config.schema import SCHEDULES
+from megalite.plan.walk import HOST
 from megalite.planner.choice import Choice
 from megalite.planner.goodput import DAY, Run, goodput, run_of
-from megalite.planner.search import Found, Result
+from megalite.planner.search import Found, Result, fullest_rank
 from megalite.planner.texts import money, number, step_text, time_unit
 from megalite.terminal import memory, table
 from megalite_launch.words import scaled
+
+SHOWN = 5  # rows, where --top does not tell
 
 
 def layout_text(choice: Choice) -> str:
@@ -73,6 +76,19 @@ def ranking(asked: Asked, found: Found) -> Table:
         ]
         shown.add_row(*cells, *(_run_cells(runs[at], size) if runs else []))
     return shown
+
+
+def on_host(asked: Asked, found: Found) -> str:
+    """What layouts that move tensors to host memory keep there, of the first rows; "" if none does."""
+    told = []
+    for row, result in enumerate(found.results[:SHOWN], 1):
+        if result.choice.offload_activations or result.choice.offload_optimizer:
+            held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST).values())
+            ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
+            told.append(f"row {row} keeps {memory(held)} for a rank, {memory(held * ranks)} on a node")
+    if not told:
+        return ""
+    return f"There, {'; '.join(told)}. The memory of hosts is not in cluster files: see that yours have it."
 
 
 def run_unit(runs: Iterable[Run]) -> tuple[float, str]:

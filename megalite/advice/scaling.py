@@ -24,11 +24,11 @@ class Point:
     same: Prediction | None
 
 
-def scaling(asked: Asked, prediction: Prediction, grows: bool, searched: bool = True) -> list[Point]:
+def scaling(asked: Asked, prediction: Prediction, fastest: Prediction | None, grows: bool) -> list[Point]:
     """The numbers of GPUs that FACTORS give for those of `prediction`.
 
-    grows: the batch grows with the GPUs (weak scaling) instead of staying as it is (strong scaling). searched: whether
-    the best layouts are looked for.
+    fastest: on as many GPUs as `prediction`; None: the best layouts are not looked for. grows: the batch grows with the
+    GPUs (weak scaling) instead of staying as it is (strong scaling).
     """
     found = []
     for factor in FACTORS:
@@ -36,11 +36,11 @@ def scaling(asked: Asked, prediction: Prediction, grows: bool, searched: bool = 
         if gpus.denominator > 1 or batch.denominator > 1:
             continue
         config = replace(asked.config, batch=replace(asked.config.batch, global_=int(batch)))
-        best: Prediction | None = prediction
+        best = fastest
         same: Prediction | None = prediction
         if factor != 1:
             same = _same(asked, config, choice_of(prediction.config), factor)
-            best = _best(asked, config, int(gpus)) if searched else None
+            best = _best(asked, config, int(gpus)) if fastest else None
         found.append(Point(int(gpus), int(batch), best, same))
     return found
 

@@ -16,6 +16,7 @@ from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.yaml import read_mapping
 from megalite.planner.slowest import MOST
 
+BEYOND = 1.5  # times the peak: no product that is measured is as fast
 PACKAGE = "megalite_clusters"  # configs/cluster, as it is installed
 USUAL = 0.8  # share of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
@@ -93,26 +94,34 @@ class Cluster:
         return self.levels[-1].gpus
 
 
-ABOVE_0 = Kind("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e15)
+def _at_most(most: float, unit: str) -> Kind:
+    """A number above 0 in a unit in which no more than `most` is likely: others are in another unit."""
+    return Kind(
+        f"a number of {unit}, above 0 and at most {most:,}",
+        lambda value: type(value) in (int, float) and 0 < value <= most,
+    )
+
+
+SPEED, BANDWIDTH, MEMORY = _at_most(1_000_000, "TFLOP/s"), _at_most(1_000_000, "GB/s"), _at_most(10_000, "GiB")
 SPREAD = Kind(f"a number from 0 to {MOST}", lambda value: type(value) in (int, float) and 0 <= value <= MOST)
 COUNT = Kind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
-LINK = {"bandwidth": ABOVE_0, "latency": ABOVE_0}
+LINK = {"bandwidth": BANDWIDTH, "latency": _at_most(1_000_000, "microseconds")}
 FILE = {
     "gpu": {
         "name": TEXT,
-        "peak": Each(ABOVE_0),
-        "measured": Each(ABOVE_0),
+        "peak": Each(SPEED),
+        "measured": Each(SPEED),
         "multiprocessors": COUNT,
-        "memory": ABOVE_0,
-        "bandwidth": ABOVE_0,
-        "power": ABOVE_0,
-        "host": ABOVE_0,
+        "memory": MEMORY,
+        "bandwidth": BANDWIDTH,
+        "power": _at_most(10_000, "watts"),
+        "host": BANDWIDTH,
         "spread": OrNull(SPREAD),
     },
     "island": OrNull({"gpus": COUNT, **LINK}),
-    "node": {"gpus": COUNT, **LINK, "measured": OrNull(ABOVE_0)},
+    "node": {"gpus": COUNT, **LINK, "measured": OrNull(BANDWIDTH)},
     "network": LINK,
-    "price": ABOVE_0,
+    "price": _at_most(1_000_000, "US dollars"),
     "sources": Each(TEXT),
 }
 
@@ -162,6 +171,10 @@ def read_cluster(path: Path) -> Cluster:
             )
     if "bf16" not in gpu["peak"]:
         raise InputError(f"{path}: gpu: peak: bf16 is missing")
+    peak, measured = gpu["peak"]["bf16"], gpu["measured"].get("bf16", 0)
+    if measured > BEYOND * peak:
+        rule = f"is more than {BEYOND} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
+        raise InputError(f"{path}: gpu: measured: bf16 = {measured:g}: {rule}")
     island, node = fields["island"], fields["node"]["gpus"]
     if island and (node % island["gpus"] or node == island["gpus"]):
         raise InputError(f"{path}: island: gpus = {island['gpus']}: must be a part of the {node} GPUs of a node")

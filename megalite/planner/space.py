@@ -79,7 +79,7 @@ class Space:
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
-        for tp in self._pinned("parallel.tp", self._tensor):
+        for tp in self._tensor():
             for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
                 for method in self._methods(tp, cp):
                     for pp in self._pinned("parallel.pp", lambda tp=tp, cp=cp: self._pipeline(tp, cp)):
@@ -143,7 +143,8 @@ class Space:
     def _tensor(self) -> list[int]:
         model, node = self.model, self.timer.cluster.gpus_per_node
         sizes = (model.heads, model.kv_heads, model.ffn, model.vocab_size, model.sequence_length)
-        return [tp for tp in every_divisor(self.gpus) if tp <= node and not any(size % tp for size in sizes)]
+        wanted = self._pinned("parallel.tp", lambda: [tp for tp in every_divisor(self.gpus) if tp <= node])
+        return [tp for tp in wanted if not any(size % tp for size in sizes)]
 
     def _context(self, tp: int) -> list[int]:
         length = self.model.sequence_length

@@ -239,7 +239,8 @@ class Shared:
         reduces = self.gathers or replicas > 1
         self.copied = 2 * w if self.gathers else 0
         self.last = 0
-        if parallel.data.mode in ("zero2", "zero3") and reduces:
+        at_once = parallel.data.mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
+        if at_once and reduces:
             self.added = float(w + r)
         else:
             self.added = (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m)

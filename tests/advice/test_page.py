@@ -75,12 +75,12 @@ def test_scaling_keeps_the_layout_but_for_data_parallelism():
     asked = asked_of("parallel.tp=2", "batch.micro=1")
     own = asked.predict(as_is(asked, 8))[0]
     for grows in (False, True):
-        points = scaling(asked, own, grows, searched=False)
+        points = scaling(asked, own, None, grows)
         assert [point.gpus for point in points] == [8 * factor for factor in FACTORS]
         for point, factor in zip(points, FACTORS, strict=True):
             same = point.same
             assert isinstance(same, Prediction)
-            assert point.best is (own if factor == 1 else None)
+            assert point.best is None
             assert same.gpus == point.gpus
             assert same.config.parallel.tp == 2
             assert same.config.batch.global_ == point.batch == (64 * factor if grows else 64)
@@ -89,7 +89,7 @@ def test_scaling_keeps_the_layout_but_for_data_parallelism():
 def test_the_best_layout_is_never_slower_than_the_same_one():
     asked = asked_of("parallel.cp=1", "parallel.data.mode=zero1", "train.recompute=none")
     own = asked.search(8, 1).results[0].prediction
-    points = scaling(asked, own, grows=False)
+    points = scaling(asked, own, own, grows=False)
     assert len(points) == len(FACTORS)
     for point in points:
         assert point.best
@@ -100,7 +100,7 @@ def test_scaling_leaves_out_what_does_not_fit():
     asked = asked_of("batch.micro=1", "parallel.data.mode=zero3")
     own, memory = asked.predict(as_is(asked, 8))
     tight = replace(asked, limit=memory.total + 1)  # half of the ranks hold twice the shards
-    points = scaling(tight, own, grows=False, searched=False)
+    points = scaling(tight, own, None, grows=False)
     assert [point.gpus for point in points if point.same is None] == [4]
 
 

@@ -44,8 +44,11 @@ def plain() -> dict[str, Any]:
 REFUSED = {
     "a key too many": ({"gpus": 8}, r"'gpus' is unknown"),
     "a section that is missing": ({"network": None}, r"'network' = None: must be an object"),
-    "text for a number": ({"price": "much"}, r"'price' = 'much': must be a number above 0"),
-    "nothing": ({"price": 0}, r"'price' = 0: must be a number above 0"),
+    "text for a number": ({"price": "much"}, r"'price' = 'much': must be a number of US dollars"),
+    "nothing": ({"price": 0}, r"'price' = 0: must be a number of US dollars, above 0 and at most 1,000,000"),
+    "memory in MiB": ({"gpu": {"memory": 81_559}}, r"'memory' = 81559: must be a number of GiB, .* at most 10,000"),
+    "FLOP/s": ({"gpu": {"peak": {"bf16": 989e12}}}, r"'bf16' = 989\d*.*: must be a number of TFLOP/s, above 0 and"),
+    "a GPU that beats itself": ({"gpu": {"measured": {"bf16": 1600}}}, r"gpu: measured: bf16 = 1600: is more than 1.5"),
     "an unknown precision": ({"gpu": {"peak": {"bf16": 1.0, "int3": 2.0}}}, r"peak: 'int3' is no precision"),
     "GPUs that are all different": ({"gpu": {"spread": 0.3}}, r"'spread' = 0.3: must be a number from 0 to 0.2"),
     "no bf16": ({"gpu": {"peak": {"fp8": 1.0}}}, r"peak: bf16 is missing"),

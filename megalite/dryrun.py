@@ -45,6 +45,7 @@ from megalite.plan.walk import HOST
 from megalite.planner.ordering import costing_of
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
+from megalite.weights_argument import without_weights
 
 CPU = torch.device("cpu")
 
@@ -184,7 +185,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("inputs", nargs="*")
     args = parser.parse_args(arguments)
     try:
-        config = check(load(*files_and_overrides(args.inputs)), args.world_size)
+        inputs, overrides = files_and_overrides(args.inputs)
+        files, model = without_weights(inputs)
+        config = check(load(files, overrides, model), args.world_size)
         found = dry_run(fit_micro(config, costing=costing_of(config)), args.pp)
         print(json.dumps(asdict(found) | {"transfers": [[*key, times] for key, times in found.transfers.items()]}))
     except InputError as error:

@@ -11,16 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import InputError, counted, listing, number_ranges
+from megalite.config.errors import InputError, counted, number_ranges
 from megalite.config.files import exists, write_new
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
 from megalite.config.schema import Config, Model
-from megalite.config.sources import split_kind
 from megalite.config.validate import check
 from megalite.exit_codes import ExitCode
-from megalite.imports import import_for_good
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.fit import FOR_TENSORS, fit_micro
 from megalite.plan.memory import Memory, actions_of_peaks, memory_of_ranks
@@ -41,6 +39,7 @@ from megalite.show_memory import FEW, alike, fullest, measure, memory_sections, 
 from megalite.show_parametrization import parametrization
 from megalite.show_schedule import AT_ONCE, bubble_text, check_path, show_schedule
 from megalite.terminal import console, sections, table
+from megalite.weights_argument import without_weights
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
 PATIENCE = 100_000  # actions; a longer schedule is announced as taking a while
@@ -55,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.schedule:
         check_path(args.schedule)
-    files, model = _without_weights(args.files)
+    files, model = without_weights(args.files)
     asked = load(files, args.overrides, model)
     cluster, run = _cluster(args, asked), asked.run
     if cluster is not None:  # whatever this machine has
         named = asked.run.cluster if args.cluster is None else args.cluster
         asked = replace(asked, run=replace(run, cluster=named, device="cuda" if run.device == "auto" else run.device))
+    config = check(asked, args.world_size)
     if args.write is not None:
         _write_model(args.write, asked.model)
-    config = check(asked, args.world_size)
     guessed = asked.parallel.dp_shard == "auto" and args.world_size is None
     offered = None if cluster is None else round(cluster.gpu.memory * FOR_TENSORS)
     asking = config.batch.memory is not None or args.schedule is not None or args.memory
@@ -108,16 +107,6 @@ def _cluster(args: argparse.Namespace, config: Config) -> Cluster | None:
     if args.cluster is not None:
         return load_cluster(args.cluster)
     return None if config.run.cluster is None else load_cluster(config.run.cluster, "run.cluster = ")
-
-
-def _without_weights(arguments: Sequence[str]) -> tuple[list[str], Model | None]:
-    """The configuration files, and the model of the weights `KIND:PATH` among them, if there are any."""
-    weights = [argument for argument in arguments if split_kind(argument)[0] is not None]
-    if len(weights) > 1:
-        raise InputError(f"{listing(weights, 'and')}: have a model each; name one of them")
-    files = [argument for argument in arguments if argument not in weights]
-    # By name and only now: NumPy reads the indexes of weights.
-    return files, import_for_good("megalite.checkpoint.sources").read_model(weights[0]) if weights else None
 
 
 def _write_model(path: str, model: Model) -> None:

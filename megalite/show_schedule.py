@@ -1,12 +1,13 @@
 """`megalite show --schedule`: the timeline of a pipeline schedule, and its bubble in words."""
 
+import re
 from pathlib import Path
 
 from rich.text import Text
 
 from megalite.config.errors import InputError
 from megalite.config.files import exists, write_new, write_whole
-from megalite.config.schema import Config
+from megalite.config.schema import SCHEDULES, Config
 from megalite.plan import automatic
 from megalite.plan.pipeline import actions, bubble, micro_batches, table_of
 from megalite.planner.ordering import costing_of
@@ -18,11 +19,14 @@ from megalite.schedule.generate import AUTO
 from megalite.schedule.simulate import simulate
 from megalite.terminal import console, sections
 
+OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")  # a key that the option has taken for its file
 AT_ONCE = 20_000  # actions; up to this length, schedules are searched and walked through unasked, in about a second
 
 
 def check_path(path: str) -> None:
     """Raises InputError if a schedule cannot be written to `path`: for its ending, or since there is such a file."""
+    if OVERRIDE.match(path):
+        raise InputError(f"--schedule {path}: is no file; KEY=VALUE goes before --schedule")
     if not path.endswith((".svg", *SUFFIXES)):
         rule = "must end in .svg for a picture or .yaml for a schedule file; CONFIG goes before --schedule"
         raise InputError(f"--schedule {path}: {rule}")
@@ -62,7 +66,10 @@ def bubble_text(config: Config) -> str:
     """The share of a step in which ranks idle; for `auto`, beside the best named schedule."""
     schedule, m = config.parallel.pipeline.schedule, micro_batches(config)
     if schedule != AUTO:
-        return f"The bubble of {schedule} is {bubble(config):.1%} of a step where all stages take equally long."
+        times = "all stages take equally long"
+        if schedule not in SCHEDULES and table_of(config).times is not None:
+            times = "stages take the times of the file"
+        return f"The bubble of {schedule} is {bubble(config):.1%} of a step where {times}."
     if actions(config, m) > AT_ONCE:
         return f"The order of {schedule} is not searched here: one of {actions(config, m):,} actions takes a while."
     costing = costing_of(config)

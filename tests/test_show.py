@@ -322,6 +322,8 @@ def test_a_folder_of_weights_means_a_configuration(show: Show, tmp_path: Path) -
     fields |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 96, "vocab_size": 99, "rope_theta": 5e5}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     path = tmp_path / "model.yaml"
+    measured = show(f"hf:{tmp_path}", "model.sequence_length=32", "--memory", "--measure")
+    assert re.search(r"^total +[\d.,]+ +100.0% +[\d.,]+ ", measured, flags=re.MULTILINE)
     output = show(f"hf:{tmp_path}", "model.sequence_length=32", "--write", str(path))
     model = load([str(path)]).model
     assert (model.layers, model.qk_norm, model.head_width, model.sequence_length) == (2, True, 8, 32)
@@ -331,6 +333,8 @@ def test_a_folder_of_weights_means_a_configuration(show: Show, tmp_path: Path) -
         ([f"hf:{tmp_path}", "--write", str(tmp_path / "model.txt")], "must end in .yaml"),
         ([f"hf:{tmp_path}", f"hf:{tmp_path}"], "have a model each; name one of them"),
         ([f"hf:{tmp_path}/none"], "there is no folder"),
+        ([f"hf:{tmp_path}", "parallel.pp=9", "--write", str(tmp_path / "other.yaml")], "parallel.pp = 9: makes 9"),
+        (["--schedule", "parallel.pipeline.schedule=mine.yaml"], "is no file; KEY=VALUE goes before --schedule"),
     ):
         with patch("sys.stderr", StringIO()) as errors:
             assert main(["show", *arguments]) == 2

@@ -78,7 +78,6 @@ class Asked:
 def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
     """The question that the command line asks. files: in place of its own. Raises InputError for a bad one."""
     config = load(args.files if files is None else files, args.overrides)
-    check_without_layout(config)
     device = config.run.device
     if config.run.device == "auto":  # a cluster's, whatever this machine has
         config = replace(config, run=replace(config.run, device="cuda"))
@@ -87,9 +86,12 @@ def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
     open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
-    pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys}
+    pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
+    check_without_layout(config, pins)
     cluster = _cluster(args, config)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
+    if args.max_memory and config.parallel.pipeline.searched:
+        config = replace(config, batch=replace(config.batch, memory=args.max_memory))
     return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device)
 
 
@@ -121,8 +123,8 @@ def as_overrides(config: Config) -> list[str]:
 
 
 def amount(text: str) -> float:
-    """A number with a unit of thousands, millions, billions or trillions: `15T`, `300B`, `2.5e12`."""
-    match = AMOUNT.fullmatch(text.strip())
+    """A number with a unit of thousands, millions, billions or trillions: `15T`, `300B`, `2.5e12`, `1,000,000`."""
+    match = AMOUNT.fullmatch(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.strip()))  # as commands print numbers
     value = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
     if not 0 < value <= MOST:
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0, as in 300B or 15T")

@@ -1,6 +1,7 @@
 """`megalite plan`: the fastest layouts of a model on a cluster, without torch, a GPU or a launcher."""
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,8 @@ def _self_check(args: argparse.Namespace) -> int:
             raise InputError(nothing_fits(asked, _one_count(args), found))
         best = found.results[0]
         overrides += as_overrides(best.prediction.config)
+        if args.cluster is not None:
+            overrides.append(f"run.cluster={json.dumps(args.cluster)}")
         sections(
             console(), [(_heading(asked, _one_count(args)), Text(f"The fastest layout: {layout_text(best.choice)}"))]
         )
@@ -114,6 +117,8 @@ def _ranked(args: argparse.Namespace) -> Parts:
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
+    if args.write:
+        parts.append(("What was written", Text(f"{args.write}: row {args.pick or 1}")))
     told = " ".join(text for text in (choice, host, told) if text)
     _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, row=args.pick, searched=True))
     return parts
@@ -255,7 +260,7 @@ def _one_count(args: argparse.Namespace) -> int:
     if args.gpus is None:
         raise InputError("--gpus: is needed for a search: a number of GPUs, as in --gpus 64, or a range, as in 8-512")
     if len(args.gpus) > 1:
-        raise InputError("--gpus: must be one number here, not a range")
+        raise InputError("--gpus: must be one number here, not several or a range")
     count: int = args.gpus[0]
     return count
 
@@ -285,7 +290,9 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
     """Write the chosen layout as a configuration."""
     if args.write is None:
         return
-    config = replace(prediction.config, run=replace(prediction.config.run, device=asked.device))
+    run = prediction.config.run
+    cluster = run.cluster if args.cluster is None else args.cluster
+    config = replace(prediction.config, run=replace(run, device=asked.device, cluster=cluster))
     header = (
         f"# {layout_text(choice_of(prediction.config))}, planned for {prediction.gpus} × {asked.cluster.name}:\n"
         f"# {seconds_text(prediction.seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s/GPU\n"

@@ -25,7 +25,7 @@ from megalite.planner.predict import Prediction, timeline
 from megalite.planner.search import Found, Result, fullest_rank
 from megalite.planner.texts import seconds_text, step_text
 from megalite.planner.traffic import flows
-from megalite.schedule.draw import draw_svg
+from megalite.schedule.draw import draw_svg, size_text
 from megalite.terminal import memory as memory_size
 from megalite_launch.page.html import Key, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
@@ -189,7 +189,10 @@ def _timeline(asked: Asked, prediction: Prediction) -> list[str]:
     actions = sum(len(spans) for spans in drawn.spans)
     if actions > ACTIONS:
         return [paragraph(f"The timeline has {actions:,} actions, too many for a page. {_elsewhere(config)}")]
-    return [paragraph(told, "pale"), f'<div class="timeline">{wide(draw_svg(drawn.table, drawn))}</div>']
+    return [
+        paragraph(told, "pale"),
+        f'<div class="timeline">{wide(draw_svg(drawn.table, drawn, size_text(drawn.table)))}</div>',
+    ]
 
 
 def _elsewhere(config: Config) -> str:
@@ -202,8 +205,8 @@ def _map(asked: Asked, prediction: Prediction) -> str:
         return paragraph("There is one GPU, which talks to nobody.")
     told = (
         "Bytes are those that a GPU of the busiest pipeline rank sends in a step. Alone: the seconds that this takes "
-        "with the link's bandwidth. In the step: what the prediction counts of it, as compute hides the rest. The "
-        "pictures show the GPUs that talk to GPU 0; all others have such groups of their own. Broken lines go from "
-        "node to node."
+        "with the link's bandwidth and latency. In the step: what the prediction counts of it, as compute hides the "
+        "rest. The pictures show the GPUs that talk to GPU 0; all others have such groups of their own. Broken lines "
+        "go from node to node."
     )
     return paragraph(told, "pale") + communication(found, prediction)

@@ -10,7 +10,9 @@ from megalite_launch.page.html import Key, legend
 WIDTH, HEIGHT = 520, 330
 RIGHT, TOP, BOTTOM = 24, 16, 56
 BESIDE, LETTER = 40, 8.5  # left of an axis: its name and gaps, and a character of its numbers
+HIGH = 15  # of a label
 Scale = Callable[[float], float]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,17 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f'transform="rotate(-90 16 {middle:.1f})"'
     parts.append(_text(16, middle, y.name, "middle", turned))
+    taken: list[Box] = []
     for line in sorted(lines, key=lambda line: not line.ideal):
-        parts += _drawn(line, across, up, x, y)
+        parts += _drawn(line, across, up, x, y, taken)
     keys = [Key(line.name, f"c{line.colour}") for line in lines if not line.ideal]
     ideal = [f"broken line: {line.name}" for line in lines if line.ideal]
     told = f'<p class="pale">{escape("; ".join(ideal))}</p>' if ideal else ""
     return "\n".join([*parts, "</svg>", legend(keys), told])
 
 
-def _drawn(line: Line, across: Scale, up: Scale, x: Axis, y: Axis) -> list[str]:
+def _drawn(line: Line, across: Scale, up: Scale, x: Axis, y: Axis, taken: list[Box]) -> list[str]:
+    """A line with its points and labels. taken: where labels are; one is left out where it would cover another."""
     places = [(across(a), up(b)) for a, b in line.points]
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
     if line.ideal:
@@ -81,10 +85,19 @@ def _drawn(line: Line, across: Scale, up: Scale, x: Axis, y: Axis) -> list[str]:
         words = escape(f"{line.name}: {x.text(point[0])} {x.name}, {y.text(point[1])}")
         parts.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" class="c{line.colour}"><title>{words}</title></circle>')
     for (a, b), label in zip(places, line.labels, strict=False):
-        left = a < WIDTH - 110
-        place = (a + 8, b - 7, label, "start") if left else (a - 8, b + 19, label, "end")
-        parts.append(_text(*place))
+        long = LETTER * len(label)
+        for at, below, anchor in ((a + 8, b - 7, "start"), (a - 8, b + 19, "end")):
+            first = at if anchor == "start" else at - long
+            box = first, below - HIGH, first + long, below
+            if first >= 0 and box[2] <= WIDTH and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                parts.append(_text(at, below, label, anchor))
+                break
     return parts
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _scale(axis: Axis, values: Sequence[float], first: float, last: float) -> tuple[Scale, Sequence[float]]:

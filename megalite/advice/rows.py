@@ -31,7 +31,7 @@ def layout_text(choice: Choice) -> str:
         parts.append(f"cp {choice.cp} {choice.method}")
     if choice.pp > 1:
         virtual = choice.virtual or SCHEDULES.get(choice.schedule, 1)
-        stages = f" v {virtual}" if choice.schedule == "interleaved_1f1b" else ""
+        stages = f" v {virtual}" if choice.schedule == "interleaved_1f1b" or (choice.virtual or 1) > 1 else ""
         layers = f" layers {split_text(choice.split)}" if choice.split else ""
         parts.append(f"pp {choice.pp} {choice.schedule}{stages}{layers}")
     replicas = f"{choice.replicas} × " if choice.replicas > 1 else ""

@@ -102,6 +102,11 @@ class Pipeline:
         """The number of virtual stages per rank: as configured, or else the schedule's own."""
         return self.virtual_stages or SCHEDULES.get(self.schedule, 1)
 
+    @property
+    def searched(self) -> bool:
+        """Whether the order of the schedule is looked for."""
+        return self.schedule == "auto"
+
 
 SCHEDULES = {  # name -> stages per rank
     "gpipe": 1,

@@ -1,5 +1,6 @@
 """Rules between configuration values. All broken ones are found, and each comes with a fix."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from megalite.config.convert import to_plain
@@ -9,7 +10,7 @@ from megalite.config.rules.data import data_rules
 from megalite.config.rules.files import validate_files
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.optim import optim_rules
-from megalite.config.rules.parallel import parallel_rules, shards
+from megalite.config.rules.parallel import parallel_rules, pinned_rules, shards
 from megalite.config.rules.ranges import range_rules
 from megalite.config.rules.run import log_rules, run_rules
 from megalite.config.rules.train import train_rules
@@ -42,22 +43,27 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *range_rules(to_plain(config)),
         *model_rules(model),
         *parallel_rules(config, world_size),
-        *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts),
+        *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts, parallel.pipeline.searched),
         *train_rules(config),
         *optim_rules(config),
         *data_rules(config.data, model.vocab_size),
     ]
 
 
-def check_without_layout(config: Config) -> None:
-    """Raises `InputError` with every broken rule that no layout can change, such as those of the model's sizes."""
+def check_without_layout(config: Config, pinned: Collection[str] = ()) -> None:
+    """Raises `InputError` with every broken rule that no layout can change, such as those of the model's sizes.
+
+    pinned: keys of the layout whose values every layout has.
+    """
+    of_layouts = tuple(key for key in OF_LAYOUTS if key not in pinned)
     others = [*train_rules(config), *optim_rules(config)]
     problems = [
         *run_rules(config.run),
         *log_rules(config.log),
         *range_rules(to_plain(config)),
         *model_rules(config.model),
-        *(problem for problem in others if not problem.key.startswith(OF_LAYOUTS)),
+        *(problem for problem in others if not problem.key.startswith(of_layouts)),
+        *pinned_rules(config, pinned),
         *data_rules(config.data, config.model.vocab_size),
     ]
     if problems:

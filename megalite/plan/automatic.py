@@ -98,7 +98,7 @@ def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
     return Wanted(placement(config), m, costs, limits, not config.train.compile)
 
 
-@lru_cache(maxsize=64)  # a search takes up to seconds, and commands ask for the same one several times
+@lru_cache(maxsize=512)  # a search takes up to seconds, and commands ask for the same one several times
 def found(wanted: Wanted) -> Found:
     """The result of the search."""
     of, costs = wanted, wanted.costs

@@ -43,9 +43,9 @@ def fit_micro(
 ) -> Config:
     """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
 
-    In the result, `batch.memory` is null. offered: bytes of a device, used if `batch.memory` is null. peak: in
-    place of `peak_bytes`. costing: as for `resolve`. Raises InputError if not even one sequence fits, or if neither
-    `batch.memory` nor `offered` is given.
+    In the result, `batch.memory` is null, except under `schedule: auto`, which it limits as well. offered: bytes of a
+    device, used if `batch.memory` is null. peak: in place of `peak_bytes`. costing: as for `resolve`. Raises InputError
+    if not even one sequence fits, or if neither `batch.memory` nor `offered` is given.
     """
     # With the room that it has, `auto` fits any micro-batch, of which hardly two may be under way then.
     held = None if costing is None else partial(costing, with_room=False)
@@ -71,7 +71,8 @@ def fit_micro(
     if first and config.parallel.pipeline.schedule == "interleaved_1f1b":
         # Rounds are up to twice as large as they must be, so a larger micro-batch may take less memory.
         first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and fits(micro))
-    return of(sizes[first])
+    memory = batch.memory if config.parallel.pipeline.searched else None
+    return replace(config, batch=replace(batch, micro=sizes[first], memory=memory))
 
 
 def planned(config: Config, costing: Costing | None = None) -> Config:

@@ -11,6 +11,7 @@ from megalite.plan.batches import batch_sizes
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.check import check
 from megalite.schedule.communication import add_sharding
+from megalite.schedule.file import read
 from megalite.schedule.generate import AUTO, SPLITTING, actions_of, bubble_of, build, placement_of
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.simulate import simulate
@@ -181,6 +182,17 @@ def sharded(table: Table, mode: str | None) -> Table:
 def sharding_mode(config: Config) -> str | None:
     """The data mode of `config`; None without FSDP2."""
     return config.parallel.data.mode if uses_fsdp(config) else None
+
+
+def of_file(schedule: str) -> Table:
+    """The schedule of a file, whatever configuration it is for. Raises InputError for a bad file."""
+    return _read(schedule, _version(Path(schedule)))
+
+
+@lru_cache(maxsize=2)
+def _read(schedule: str, version: tuple[int, ...] | None) -> Table:
+    """`of_file`, cached likewise."""
+    return read(Path(schedule))
 
 
 def _version(path: Path) -> tuple[int, ...] | None:

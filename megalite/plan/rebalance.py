@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.automatic import Costing
 from megalite.plan.memory import Memory, actions_of_peaks, rank_memory
@@ -38,7 +39,10 @@ def flatter_split(
         moved[min(taking, key=lambda stage: split[stage])] += 1
         pipeline = replace(config.parallel.pipeline, split=moved)
         other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
-        changed = {rank: rank_memory(other, rank, costing).total for rank in (fullest, emptiest)}
+        try:
+            changed = {rank: rank_memory(other, rank, costing).total for rank in (fullest, emptiest)}
+        except InputError:  # activations of this split do not keep to a limit
+            break
         if max(changed.values()) >= peaks[fullest]:
             break
         split = moved

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from megalite.config.schema import Config
 from megalite.plan.recompute_modes import MODES, Mode
 from megalite.planner.work import DataMode
+from megalite.schedule.generate import AUTO
 
 # Keys that a search decides, unless they are pinned.
 SEARCHED = (
@@ -56,7 +57,7 @@ class Choice(NamedTuple):
     def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
         """`config` with this layout. What is pinned and not part of a choice stays as it is."""
         parallel, train = config.parallel, config.train
-        free = "train.recompute" not in pins
+        free, searched = "train.recompute" not in pins, self.schedule == AUTO
         return replace(
             config,
             parallel=replace(
@@ -73,9 +74,10 @@ class Choice(NamedTuple):
                     schedule=self.schedule,
                     virtual_stages=self.virtual,
                     split=None if self.split is None else list(self.split),
+                    memory=parallel.pipeline.memory if searched else None,
                 ),
             ),
-            batch=replace(config.batch, micro=self.micro, memory=None),
+            batch=replace(config.batch, micro=self.micro, memory=config.batch.memory if searched else None),
             train=replace(
                 train,
                 recompute=self.recompute,

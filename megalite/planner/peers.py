@@ -38,6 +38,8 @@ def read_peers(path: Path, rows: Iterable[Row]) -> list[Peer]:
         raise InputError(f"{path}: the first line must be {','.join(COLUMNS)}")
     found = []
     for number, values in lines:
+        if not values:
+            continue
         place = f"{path}:{number}"
         try:
             program, version, settings, file, line, measured, seconds = values

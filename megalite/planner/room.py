@@ -37,7 +37,7 @@ class _Asked:
     config: Config = field(compare=False)
 
 
-@lru_cache(maxsize=64)  # a walk takes up to seconds, and commands ask for the same one several times
+@lru_cache(maxsize=512)  # a walk takes up to seconds, and commands ask for the same one several times
 def _found(asked: _Asked, costs: OrderCosts, limit: float) -> tuple[float, ...] | None:
     config, m = asked.config, micro_batches(asked.config)
     named = _named(config)

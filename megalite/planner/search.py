@@ -8,7 +8,7 @@ is walked through layer by layer (`plan.total`); it is a result if it fits.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
@@ -223,7 +223,8 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
             if plan := _plan(space, choice):
                 found.timed += 1
                 trial = Trial(plan, space.timer)
-                yield trial.least, node._replace(level=Level.ABOUT, trial=trial)
+                with suppress(InputError):  # an order that is searched may have no memory to be in
+                    yield trial.least, node._replace(level=Level.ABOUT, trial=trial)
 
 
 def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Found) -> Result | None:

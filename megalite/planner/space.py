@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
+from megalite.plan.pipeline import of_file
 from megalite.planner.bounds import Passes
 from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
@@ -23,7 +23,6 @@ from megalite.planner.moved import MISSED, Moves
 from megalite.planner.stages import WHOLE, Timer, work_of
 from megalite.planner.work import DataMode, Work
 from megalite.schedule.actions import MOST_ACTIONS, Table
-from megalite.schedule.file import read
 from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
 
 # Where in a choice the schedule begins, how states are shared out, and what is offloaded.
@@ -105,7 +104,7 @@ class Space:
         for first in self._too_large:
             if found is None or self.estimate.of_states(first) < found[0]:
                 needed = min((self.estimate.memory(choice) for choice in self.pipelines(first)), default=inf)
-                if found is None or needed < found[0]:
+                if needed < (inf if found is None else found[0]):
                     found = needed, first
         return found
 
@@ -240,15 +239,18 @@ class Space:
     def file(self) -> Table | None:
         """The schedule of the pinned file, if one is pinned. Raises InputError for a bad file."""
         schedule = self.pins.get("parallel.pipeline.schedule", AUTO)
-        return None if schedule in SCHEDULES else read(Path(schedule))
+        return None if schedule in SCHEDULES else of_file(schedule)
 
     def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
         """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
         pp = first.pp
         key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"
-        if key in self.pins and self.pins[key] not in NAMES:
-            own = None if self.file is None else self.file.stages // self.file.ranks
-            yield self.pins[key], self.pins.get(of, own)
+        if self.file is not None:
+            yield self.pins[key], self.pins.get(of, self.file.stages // self.file.ranks)
+            return
+        if self.pins.get(key) == AUTO:
+            for virtual in self._pinned(of, lambda: [None] if pp == 1 else [None, 2]):
+                yield AUTO, virtual
             return
         if pp == 1 and key not in self.pins:
             yield "1f1b", None

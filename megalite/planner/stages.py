@@ -14,7 +14,7 @@ from megalite.config.schema import Config
 from megalite.plan.activations import BYTES, Activations
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
-from megalite.plan.fit import FOR_TENSORS
+from megalite.plan.fit import FOR_TENSORS, GIB
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
@@ -146,7 +146,9 @@ class Timer:
         costs = self.costs_of(resolve(config))
         if not with_room or config.parallel.pipeline.memory is not None:
             return costs
-        return replace(costs, room=room_for(config, costs, self.cluster.gpu.memory * FOR_TENSORS))
+        memory = config.batch.memory
+        limit = self.cluster.gpu.memory * FOR_TENSORS if memory is None else memory * GIB
+        return replace(costs, room=room_for(config, costs, limit))
 
     def costs_of(self, plan: Plan) -> OrderCosts:
         """The same for the stages of `plan`, whose layers recompute as it says."""

@@ -64,7 +64,7 @@ def searched_text(config: Config, costs: OrderCosts) -> str:
     else:
         held = "a rank may hold as many activations as the fullest one of 1f1b"
         if cluster is not None and config.train.recompute != "budget":
-            held += ", since no order was found that fits the GPU"
+            held += ", since no order is known to fit the GPU"
     return f"stages take {times}, and {held}"
 
 

@@ -60,11 +60,15 @@ Shade = tuple[Kind, int]  # kind of compute, and which of its rank's stages it i
 
 def title(table: Table, timeline: Timeline) -> str:
     """The title: `zbv: p = 4 ranks, v = 2 stages per rank, m = 8 micro-batches, bubble 5.9%, makespan 51`."""
+    return f"{size_text(table)}, bubble {float(timeline.bubble):.1%}, makespan {float(timeline.makespan):g}"
+
+
+def size_text(table: Table) -> str:
+    """The beginning of the title: `zbv: p = 4 ranks, v = 2 stages per rank, m = 8 micro-batches`."""
     stages = table.stages / table.ranks
     return (
         f"{table.name}: p = {counted(table.ranks, 'rank')}, v = {counted(stages, 'stage')} per rank, "
-        f"m = {counted(table.micro_batches, 'micro-batch', 'micro-batches')}, "
-        f"bubble {float(timeline.bubble):.1%}, makespan {float(timeline.makespan):g}"
+        f"m = {counted(table.micro_batches, 'micro-batch', 'micro-batches')}"
     )
 
 
@@ -101,18 +105,19 @@ def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
     return picture.append(_text_legend(table, timeline, width))
 
 
-def draw_svg(table: Table, timeline: Timeline) -> str:
+def draw_svg(table: Table, timeline: Timeline, heading: str | None = None) -> str:
     """An SVG with a lane per rank: compute with its micro-batch, and communication in a strip below.
 
     It is as wide as the numbers need. Everything in it has a tooltip with its action and time; the legend explains the
-    colours.
+    colours. heading: None for `title`.
     """
+    heading = title(table, timeline) if heading is None else heading
     longest, shortest = float(timeline.makespan), float(_shortest(timeline))
     digits = len(str(table.micro_batches - 1))
     narrowest = FONT_MIN * DIGIT * digits + PADDING
     unit = min(UNIT_MAX, max(narrowest, WIDTH * shortest / longest))
     font = min(FONT, (unit - PADDING) / (DIGIT * digits))
-    scale, lane, heading = unit / shortest, BOX + STRIP + GAP, title(table, timeline)
+    scale, lane = unit / shortest, BOX + STRIP + GAP
     width = round(max(_left(table) + longest * scale + RIGHT, 2 * MARGIN + TITLE * BOLD * len(heading)))
     legend, lines = _svg_legend(table, timeline, TOP + lane * table.ranks + 8, width)
     height = TOP + lane * table.ranks + lines * LINE + BOTTOM

@@ -38,11 +38,12 @@ SUSPECTS = {  # parts of a prediction, and what makes each slower than predicted
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of one start, in seconds each. waits: for batches. retries: of the allocator, per step."""
+    """Steps of one start, in seconds each. waits: for batches. retries: of the allocator, per step. on: the device."""
 
     seconds: tuple[float, ...]
     waits: tuple[float, ...]
     retries: float
+    on: str = "cuda"
 
     @property
     def median(self) -> float:
@@ -83,7 +84,12 @@ class Pace:
             self._note(step, batch, meter)
             if step == self._last and len(self._seconds) >= FEWEST:
                 retries = (_retries(self._device) - self._retries) / len(self._seconds)
-                _tell(step, self.prediction, Measured(tuple(self._seconds), tuple(self._waits), retries), report)
+                _tell(
+                    step,
+                    self.prediction,
+                    Measured(tuple(self._seconds), tuple(self._waits), retries, self._device.type),
+                    report,
+                )
 
     def _note(self, step: int, batch: GlobalBatch, meter: Meter) -> None:
         at, waited = meter.training_seconds(), meter.waited_for
@@ -143,6 +149,8 @@ def judged(prediction: Prediction, measured: Measured) -> tuple[str, str]:
 
 def _cause(prediction: Prediction, measured: Measured) -> str:
     """What is slow, and what to do: first what was measured, then what is known to be slow, then what is suspected."""
+    if measured.on != "cuda":
+        return f"the {measured.on.upper()}, as the prediction is for {prediction.cluster.gpu.name}"
     config, waited = prediction.config, mean(measured.waits)
     if waited >= EXPLAINS * (measured.median - prediction.seconds):
         advice = "put the token stores on a faster disk, or leave the host more free cores"

@@ -89,6 +89,8 @@ def test_a_node_of_eight_gpus_tells_of_plain_data_parallelism(
     assert "Who talks to whom of row 2" in page
     (layout,) = re.findall(r"^2 +(\S.*?)  ", picked, flags=re.MULTILINE)
     assert f"\n{layout}, on 8 GPUs of NVIDIA" in picked  # the explanation
+    assert f"same layout: {layout}" in page  # in the charts of scaling
+    assert f"{files[0]}: row 2" in picked
     assert files[0].read_text().startswith(f"# {layout}, planned for 8 ×")
     assert load([str(files[0])]).parallel.pp == 1
     assert run(*EIGHT, "--top", 2, "--write", files[1])[0] == 0

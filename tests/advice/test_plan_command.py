@@ -12,6 +12,7 @@ from megalite.advice.rows import layout_text
 from megalite.cli import main
 from megalite.config.load import load
 from megalite.config.validate import check
+from megalite.plan.fit import peak_bytes
 from megalite.planner.choice import Choice
 from megalite.schedule.file import write
 from megalite.schedule.generate import build
@@ -213,6 +214,31 @@ BAD = [
     ([*SMALL, "--gpus", "8", "--write", MODEL], "there is such a file already"),
     ([*SMALL, "--gpus", "8", "--schedule", "a.yaml", "--write", "a.yaml"], "cannot both be a.yaml"),
     ([*SMALL, "--gpus", "8", "--max-memory", "1"], "no layout fits into the 1.00 GiB"),
+    ([*SMALL, "--gpus", "32,"], "several, as in 32,48,64, or a range from few to many"),
+    ([*SMALL, "--gpus", "8", "parallel.pipeline.schedule=zbh1"], "is not a schedule; use gpipe, 1f1b"),
+    ([MODEL, "--gpus", "4", "parallel.pipeline.split=[9, 0, 5, 2]"], "only the first stage, which has the embedding"),
+    ([MODEL, "--gpus", "4", "parallel.pipeline.split=[17, -1]"], "split = [17, -1]: only the first stage"),
+    ([*SMALL, "--gpus", "8", "train.recompute=budget"], "recompute_budget = null: is needed for train.recompute ="),
+    ([*SMALL, "--gpus", "8", "parallel.pipeline.memory=1"], "has no meaning with parallel.pipeline.schedule = 1f1b"),
+    ([MODEL, "--gpus", "16", "parallel.tp=16"], "no layout is possible with parallel.tp = 16:"),
+    ([MODEL, "--gpus", "8", "parallel.dp_shard=3"], "no layout is possible with parallel.dp_shard = 3:"),
+    (  # a schedule that no micro-batch has the stages for
+        [
+            TINY,
+            "model.layers=2",
+            "parallel.pp=2",
+            "parallel.pipeline.schedule=zbv",
+            "--gpus",
+            "4",
+            "--max-memory",
+            "0.1",
+        ],
+        "no layout is possible with parallel.pp = 2, parallel.pipeline.schedule",
+    ),
+    (
+        [TINY, "parallel.pp=2", "parallel.pipeline.schedule=auto", "parallel.pipeline.memory=1e-6", "--gpus", "2"],
+        "no layout can run: parallel.pipeline.memory = 1e-06: is less than the",
+    ),
     ([*SMALL, "--gpus", "8", "--max-memory", "80GiB"], "must be a number of GiB"),
     ([MODEL, "batch.global=16", "parallel.tp=3", "--gpus", "8"], "no layout is possible with parallel.tp = 3:"),
     (  # recompute has no part in it
@@ -247,6 +273,50 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_questions_are_refused(refused: Run, arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
+
+
+def test_where_nothing_fits_the_nearest_and_enough_gpus_are_told(refused: Run) -> None:
+    told = refused(MODEL, "batch.global=16", "--gpus", "1", "--max-memory", "12")
+    found = re.search(r"the nearest is (.+), which needs ([\d.]+) GiB, ([\d.]+) GiB too many; use (.+)", told)
+    assert found is not None
+    layout, needed, over, ways = found.groups()
+    assert layout == "micro 1 · recompute full"
+    assert float(needed) - 12 == pytest.approx(float(over), abs=0.06)
+    enough = re.fullmatch(r"--offload or (\d+) GPUs, which are enough", ways)
+    assert enough is not None
+    asked_of = [MODEL, "batch.global=16", "--max-memory", "12"]
+    assert main(["plan", *asked_of, "--gpus", enough[1]]) == 0
+    assert main(["plan", *asked_of, "--gpus", str(int(enough[1]) // 2)]) == 2
+    exact = load(
+        [MODEL],
+        ["batch.global=16", "batch.micro=1", "train.recompute=full", "run.device=cuda", "parallel.data.mode=zero1"],
+    )
+    assert peak_bytes(check(exact, 1)) / 2**30 == pytest.approx(float(needed), abs=0.06)
+
+
+def test_any_numbers_of_gpus_are_compared_and_none_is_dropped_silently(plan: Run) -> None:
+    output = plan(*SMALL, "--gpus", "3,8,2", "--max-memory", "20")
+    assert re.findall(r"^ *(\d+)  ", output, flags=re.MULTILINE) == ["2", "8"]
+    assert "On 3 GPUs no layout is possible and fits; --gpus with one of these numbers tells why." in output
+
+
+def test_what_goes_to_host_memory_is_told(plan: Run) -> None:
+    offload = plan(*SMALL, "--gpus", "2", "--as-is", "batch.micro=1", "optim.offload=true")
+    told = re.search(r"row 1 keeps ([\d.]+) GiB for a rank, ([\d.]+) GiB on a node", offload)
+    assert told is not None
+    assert float(told[2]) == pytest.approx(2 * float(told[1]), rel=0.01)
+    assert "Host memory" not in plan(*SMALL, "--gpus", "2", "--as-is", "batch.micro=1")
+
+
+def test_the_order_that_is_planned_is_that_of_the_written_configuration(
+    plan: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = [TINY, "parallel.pp=2", "parallel.pipeline.schedule=auto", "batch.micro=1", "batch.global=8"]
+    output = plan(*keys, "--gpus", "2", "--cluster", "l40s", "--write", str(tmp_path / "auto.yaml"))
+    layout, needed = re.search(r"^1  (.*?)  .* ([\d.]+ MiB) ", output, flags=re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert layout == "pp 2 auto v 2 · micro 1"  # both placements that auto has are tried
+    assert main(["show", str(tmp_path / "auto.yaml"), "--memory"]) == 0
+    assert f"{needed} at the peak of a step" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.plan.automatic import least_of
 from megalite.plan.fit import peak_bytes
 from megalite.plan.memory import rank_memory
 from megalite.plan.rebalance import flatter_split
@@ -18,6 +19,15 @@ ROOT = Path(__file__).parents[2]
 
 def flattened(config: Config) -> tuple[list[int], int] | None:
     return flatter_split(config, [rank_memory(config, pp) for pp in range(config.parallel.pp)])
+
+
+def test_a_split_that_cannot_keep_to_a_limit_is_none() -> None:
+    keys = ["parallel.pp=4", "parallel.pipeline.schedule=auto", "parallel.data.mode=ddp", "batch.global=8"]
+    config = check(load([str(ROOT / "configs/model/llama3.2_1b.yaml")], [*keys, "train.recompute=selective"]))
+    pipeline = replace(config.parallel.pipeline, memory=1.001 * max(least_of(config)) / 2**30)
+    tight = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+    assert flattened(config) is not None
+    assert flattened(tight) is None or flattened(tight) != flattened(config)
 
 
 def with_split(config: Config, split: list[int]) -> Config:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.advice.asked import ask
+from megalite.advice.nothing import nearest
 from megalite.advice.rows import layout_text
 from megalite.plan.fit import GIB
 from megalite.planner.texts import seconds_text
@@ -80,7 +81,9 @@ def answered(row: Row) -> str:
         ]
     else:
         assert found.tightest is not None
-        cells += [f"none fits; the nearest needs {found.tightest[0] / GIB:,.0f} GiB", *[""] * 5]
+        near = nearest(asked, row.gpus)
+        assert near is not None
+        cells += [f"none fits; the nearest needs {near[1].total / GIB:,.0f} GiB", *[""] * 5]
     return re.sub(r" +", " ", f"| {' | '.join(cells)} |")
 
 

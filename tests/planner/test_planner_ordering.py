@@ -11,7 +11,7 @@ from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.automatic import found, idle, wanted
-from megalite.plan.fit import FOR_TENSORS, fit_micro
+from megalite.plan.fit import FOR_TENSORS, GIB, fit_micro
 from megalite.plan.memory import memory_of_ranks
 from megalite.plan.pipeline import bubble, micro_batches, table_of
 from megalite.planner.hardware import load_cluster
@@ -111,6 +111,16 @@ def test_memory_that_is_configured_is_the_limit(overrides: list[str]) -> None:
     costs = Timer(H100).costs(config)
     assert costs.room is None
     assert wanted(config, 12, Timer(H100).costs).limits == wanted(config, 12).limits
+
+
+def test_memory_of_a_batch_is_a_limit_to_orders() -> None:
+    free = configured()
+    usual = max(memory.total for memory in memory_of_ranks(free, Timer(H100).costs)) / GIB
+    tight = configured(f"batch.memory={0.8 * usual}")
+    assert max(memory.total for memory in memory_of_ranks(tight, Timer(H100).costs)) <= 0.8 * usual * GIB
+    fitted = fit_micro(replace(tight, batch=replace(tight.batch, micro="auto")), costing=Timer(H100).costs)
+    assert fitted.batch.memory == tight.batch.memory
+    assert max(memory.total for memory in memory_of_ranks(fitted, Timer(H100).costs)) <= 0.8 * usual * GIB
 
 
 def test_a_larger_micro_batch_is_not_taken_because_fewer_would_be_under_way() -> None:

@@ -41,6 +41,17 @@ def pipelined(schedule: str, pp: int, m: int, mode: str, layers: int, virtual: i
     return configured(2 * pp, *keys, *stages, f"model.layers={layers}", f"batch.global={2 * m}")
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_one_micro_batch_takes_as_long_under_zero1_as_under_zero2(replicas: int, pp: int) -> None:
+    keys = [f"parallel.pp={pp}", f"parallel.dp_replicate={replicas}", "batch.global=4", "batch.micro=1"]
+    once, each = (
+        predict(configured(4 * pp, *keys, f"parallel.data.mode={mode}"), H100, TIMER).seconds
+        for mode in ("zero1", "zero2")
+    )
+    assert once == pytest.approx(each, rel=1e-12)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(NAMES),

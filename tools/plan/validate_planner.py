@@ -66,11 +66,12 @@ def _run(options: argparse.Namespace) -> int:
         found, skipped = read_rows(Path(file))
         rows += found
         left_out += skipped
+    peers = read_peers(Path(options.peers), rows) if options.peers else None
     times = _without(rows) if options.leave_out else timed(rows)
     memory, verdicts = weighed(rows), judged(rows)
     _show(terminal, times, memory, verdicts)
-    if options.peers:
-        _show_peers(terminal, read_peers(Path(options.peers), rows))
+    if peers is not None:
+        _show_peers(terminal, peers)
     if options.worst and verdicts:
         _show_worst(terminal, times, memory)
     if left_out:

@@ -10,12 +10,17 @@ from megalite.config.schema import Batch, Curriculum, Rampup
 SIZES = 1000  # of a growing batch; for each, every rank makes a pipeline of its own
 
 
-def batch_rules(batch: Batch, dp: int, sequence_length: int, sequence_parts: int) -> Iterator[Problem]:
-    """Every broken rule, for `dp` data-parallel ranks and sequences that come in `sequence_parts` equal parts."""
+def batch_rules(
+    batch: Batch, dp: int, sequence_length: int, sequence_parts: int, searched: bool = False
+) -> Iterator[Problem]:
+    """Every broken rule, for `dp` data-parallel ranks and sequences that come in `sequence_parts` equal parts.
+
+    searched: whether an order of the pipeline is looked for, to which `batch.memory` is a limit as well.
+    """
     micro = 1 if batch.micro == "auto" else batch.micro  # auto takes what divides
-    if batch.micro != "auto" and batch.memory is not None:
+    if batch.micro != "auto" and batch.memory is not None and not searched:
         rule = f"has no meaning with batch.micro = {batch.micro}"
-        yield Problem("batch.memory", rule, "use null, or batch.micro=auto", batch.memory)
+        yield Problem("batch.memory", rule, "use null, batch.micro=auto, or schedule=auto", batch.memory)
     if micro * dp >= 1 and batch.global_ >= 1:
         yield from _whole_micro_batches("batch.global", batch.global_, micro, dp)
         if batch.rampup is not None:

@@ -1,6 +1,7 @@
 """Rules of the parallel section: the pipeline, sequences split over ranks, data parallelism, and the world."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from megalite.config.errors import Problem, counted, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
@@ -54,6 +55,17 @@ def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:
         yield Problem("model.heads", rule, f"use {fix}method ring or all_gather", heads)
 
 
+def pinned_rules(config: Config, pinned: Collection[str]) -> Iterator[Problem]:
+    """Every broken rule of the pipeline that no layout can change which has the values of the keys in `pinned`."""
+    of_any = replace(config, batch=replace(config.batch, micro=1))
+    yield from _memory_of_auto(of_any)
+    if "parallel.pipeline.schedule" in pinned:
+        yield from _schedule_name(config.parallel.pipeline.schedule)
+        yield from _schedule_file(of_any)
+    if "parallel.pipeline.split" in pinned:
+        yield from _split(config.model.layers, config.parallel.pipeline.split or [])
+
+
 def _pipeline(layers: int, parallel: Parallel) -> Iterator[Problem]:
     pp, pipeline = parallel.pp, parallel.pipeline
     yield from _pipeline_schedule(pipeline)
@@ -69,6 +81,11 @@ def _pipeline(layers: int, parallel: Parallel) -> Iterator[Problem]:
     balanced = "use null for a balanced split"
     if len(split) != stages:
         yield Problem(key, f"must have one entry for each of the {stages} stages", balanced, split)
+    yield from _split(layers, split)
+
+
+def _split(layers: int, split: list[int]) -> Iterator[Problem]:
+    key, balanced = "parallel.pipeline.split", "use null for a balanced split"
     if any(count < 0 for count in split) or 0 in split[1:-1]:
         rule = "only the first stage, which has the embedding, and the last, which has the head, may have 0 layers"
         yield Problem(key, rule, balanced, split)
@@ -79,15 +96,19 @@ def _pipeline(layers: int, parallel: Parallel) -> Iterator[Problem]:
 def _pipeline_schedule(pipeline: Pipeline) -> Iterator[Problem]:
     name, virtual = pipeline.schedule, pipeline.virtual_stages
     key = "parallel.pipeline.virtual_stages"
-    if name not in SCHEDULES and not name.endswith(SCHEDULE_FILES):
-        fix = f"use {listing(list(SCHEDULES))}, or the path of a file that ends in {listing(SCHEDULE_FILES)}"
-        yield Problem("parallel.pipeline.schedule", "is not a schedule", fix, name)
+    yield from _schedule_name(name)
     if virtual is None or virtual < 1:
         return
     allowed = (1, 2) if name == "auto" else (SCHEDULES.get(name),)
     if name in SCHEDULES and name != "interleaved_1f1b" and virtual not in allowed:
         rule = f"must be {listing(allowed)} for parallel.pipeline.schedule = {name}"
         yield Problem(key, rule, "use null, or interleaved_1f1b, which has as many as you like", virtual)
+
+
+def _schedule_name(name: str) -> Iterator[Problem]:
+    if name not in SCHEDULES and not name.endswith(SCHEDULE_FILES):
+        fix = f"use {listing(list(SCHEDULES))}, or the path of a file that ends in {listing(SCHEDULE_FILES)}"
+        yield Problem("parallel.pipeline.schedule", "is not a schedule", fix, name)
 
 
 def _memory_of_auto(config: Config) -> Iterator[Problem]:

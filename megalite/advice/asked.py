@@ -124,7 +124,7 @@ def as_overrides(config: Config) -> list[str]:
 
 def amount(text: str) -> float:
     """A number with a unit of thousands, millions, billions or trillions: `15T`, `300B`, `2.5e12`, `1,000,000`."""
-    match = AMOUNT.fullmatch(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.strip()))  # as commands print numbers
+    match = AMOUNT.fullmatch(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.strip()))  # as commands print numbers
     value = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
     if not 0 < value <= MOST:
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0, as in 300B or 15T")

@@ -1,5 +1,6 @@
 """`megalite plan`: what it shows, what it writes, and what it refuses."""
 
+import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.status import Status
 
-from megalite.advice.asked import Asked
+from megalite.advice.asked import Asked, amount, gpu_counts
 from megalite.advice.rows import layout_text
 from megalite.cli import main
 from megalite.config.load import load
@@ -373,3 +374,24 @@ def test_a_search_tells_how_far_it_is(plan: Run, monkeypatch: pytest.MonkeyPatch
     plan(*SMALL, "--gpus", "8", "--top", "4")
     assert told[0].startswith("Planning for 8 GPUs ... 0 of 4 found, ")
     assert re.fullmatch(r"Planning for 8 GPUs \.\.\. 3 of 4 found, \d+ layouts simulated", told[-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("15T", 15e12), ("1,000,000", 1e6), ("1,500B", 1.5e12), ("2.5e12", 2.5e12)]
+)
+def test_amounts_are_read_as_they_are_printed(text: str, value: float) -> None:
+    assert amount(text) == value
+
+
+@pytest.mark.parametrize("text", ["1,00", "1,0000", ",000", "1,,000", "0", "-1", "1e999"])
+def test_other_amounts_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a number above 0"):
+        amount(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("64", [64]), ("48,32,48", [32, 48]), ("8-64", [8, 16, 32, 64]), ("8-24", [8, 16, 24]), ("8-8", [8])],
+)
+def test_numbers_of_gpus_are_one_some_or_doubles(text: str, counts: list[int]) -> None:
+    assert gpu_counts(text) == counts

@@ -180,6 +180,12 @@ def test_causes_that_were_measured_come_first() -> None:
         assert word in judged(prediction, of)[1]
 
 
+def test_a_cpu_is_not_blamed_for_what_gpus_do() -> None:
+    prediction = prediction_of(("train.deterministic=true",))
+    _, cause = judged(prediction, measured(prediction, on="cpu"))
+    assert cause == f"probably the CPU, as the prediction is for {prediction.cluster.gpu.name}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [

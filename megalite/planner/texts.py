@@ -60,7 +60,8 @@ def searched_text(config: Config, costs: OrderCosts) -> str:
     if memory is not None:
         held = f"a rank may hold {memory:g} GiB of activations"
     elif costs.room is not None:
-        held = "a rank may hold the activations that its GPU has room for"
+        room = "its GPU has room for" if config.batch.memory is None else "batch.memory has room for"
+        held = f"a rank may hold the activations that {room}"
     else:
         held = "a rank may hold as many activations as the fullest one of 1f1b"
         if cluster is not None and config.train.recompute != "budget":

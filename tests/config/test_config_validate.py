@@ -263,7 +263,8 @@ def test_the_defaults_are_valid() -> None:
         (["batch.micro=auto", "batch.memory=1e300"], "batch.memory = 1e+300: must be at most 1,000,000: these are GiB"),
         (
             ["batch.micro=2", "batch.memory=10"],
-            "batch.memory = 10.0: has no meaning with batch.micro = 2; use null, batch.micro=auto, or schedule=auto",
+            "batch.memory = 10.0: has no meaning with batch.micro = 2; use null, batch.micro=auto, or "
+            "parallel.pipeline.schedule=auto",
         ),
         (["batch.rampup={}"], "batch.rampup.tokens = 0: must be at least 1"),
         (["batch.rampup.increment=0"], "batch.rampup.increment = 0: must be at least 1"),

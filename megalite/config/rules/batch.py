@@ -20,7 +20,9 @@ def batch_rules(
     micro = 1 if batch.micro == "auto" else batch.micro  # auto takes what divides
     if batch.micro != "auto" and batch.memory is not None and not searched:
         rule = f"has no meaning with batch.micro = {batch.micro}"
-        yield Problem("batch.memory", rule, "use null, batch.micro=auto, or schedule=auto", batch.memory)
+        yield Problem(
+            "batch.memory", rule, "use null, batch.micro=auto, or parallel.pipeline.schedule=auto", batch.memory
+        )
     if micro * dp >= 1 and batch.global_ >= 1:
         yield from _whole_micro_batches("batch.global", batch.global_, micro, dp)
         if batch.rampup is not None:

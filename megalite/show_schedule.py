@@ -58,6 +58,8 @@ def _times(config: Config, schedule: Table, makespan: float) -> str:
     unit = "The unit is the forward pass of an average stage."
     if costs.cluster is not None:
         unit = f"The unit is the second, so the passes take {seconds_text(makespan)}, transfers left out."
+    if config.parallel.pp == 1:  # all orders are alike
+        return unit
     told = searched_text(config, costs)
     return f"{told[0].upper()}{told[1:]}. {unit}"
 

@@ -90,7 +90,8 @@ def planned(config: Config, costing: Costing | None = None) -> Config:
 
 def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
     asked = config.batch.memory
-    rule = f"{memory_size(limit)} are too few: a micro-batch of {micro} has a predicted peak of {memory_size(needed)}"
+    offered = memory_size(limit) if asked is not None else f"the {memory_size(limit)} of a device for tensors"
+    rule = f"{offered} are too few: a micro-batch of {micro} has a predicted peak of {memory_size(needed)}"
     more = "" if asked is None else f"at least {gib_above(needed)}, "
     return Problem("batch.memory", rule, f"use {more}train.recompute, or more ranks to share the model", asked)
 

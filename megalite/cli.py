@@ -141,7 +141,9 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="the layouts of several CONFIGs beside each other; no search")
     add("--dry-run", action="store_true", help="compare predictions with what dry runs of the real code count")
     add("--write", metavar="FILE", help="save the fastest layout, or that of --pick, as a configuration FILE")
-    add("--schedule", metavar="FILE", help="search an order for the pipeline of the fastest layout, and save it")
+    add(
+        "--schedule", metavar="FILE", help="search an order for the pipeline of the fastest layout, and save it (.yaml)"
+    )
     add("--html", metavar="FILE", help="save a page with pictures, which needs no network")
 
 

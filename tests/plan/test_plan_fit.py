@@ -83,7 +83,7 @@ def test_too_little_memory_names_what_would_do() -> None:
 def test_too_small_a_device_is_not_asked_for_more() -> None:
     with pytest.raises(
         InputError,
-        match=r"the 1.00 GiB of a device for tensors are too few: .* peak of 2.00 GiB; use train.recompute, or more ranks",
+        match=r"the 1.00 GiB of a device for tensors are too few: .* of 2.00 GiB; use train.recompute, or more ranks",
     ):
         fit_micro(configured(12), GIB, bytes_each(2))
 

@@ -16,7 +16,7 @@ from megalite.config.errors import InputError, counted
 from megalite.planner.hardware import Cluster
 from megalite.planner.kept import Counted
 from megalite.planner.programs import Program
-from megalite.planner.words import cluster_of, counted_in, found, mode_of, program_of
+from megalite.planner.words import cluster_of, counted_in, found, mode_of, program_of, unknown_words
 from megalite.planner.work import Recompute, Work
 
 COLUMNS = [
@@ -81,7 +81,8 @@ class Row:
 
     seconds: of a step; None if no speed was published. memory: bytes of the fullest GPU, counted as `counts` says;
     None if none were published. fits: whether the run did not run out of memory. micro: whether the size of
-    micro-batches was published. group: what is the same for runs whose layouts can be compared.
+    micro-batches was published. group: what is the same for runs whose layouts can be compared. unknown: words that
+    are not known, and what they are taken as.
     """
 
     file: str
@@ -98,6 +99,7 @@ class Row:
     micro: bool
     virtual: bool
     group: tuple[object, ...]
+    unknown: tuple[str, ...]
 
     @property
     def place(self) -> str:
@@ -187,6 +189,7 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
         micro=bool(fields["micro_batch"].strip()),
         virtual=bool(fields["vpp"].strip()),
         group=(fields["source"], sizes, _whole(fields, "n_gpus"), cluster.name, given),
+        unknown=tuple(unknown_words(fields)),
     )
 
 

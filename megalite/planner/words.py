@@ -72,6 +72,11 @@ MODES: tuple[tuple[str, DataMode], ...] = (  # by how the words begin, without d
     (r"zero2|2", "zero2"),
     (r"zero1|dist|1", "zero1"),
 )
+KNOWN = {  # of columns, how the words begin that are told apart, or that have no meaning here
+    "recompute": r"full|selective|none|no$|false|$",
+    "precision": r"(amp_|mx)?(bf|fp|float|bfloat)(8|16)|$",
+    "fsdp_zero": r"zero[ -]?[0-3]|[0-3]$|full|shard|fsdp|hsdp|dist|ddp|none|no$|no_shard|$",
+}
 COUNTED: tuple[tuple[str, Counted], ...] = (  # in notes, and which bytes the memory counts
     (r"formula|not measured", "formula"),
     (r"nvidia-smi|cuda context", "device"),
@@ -125,6 +130,16 @@ def mode_of(text: str) -> DataMode:
     """How data-parallel ranks share their states."""
     plain = re.sub(r"[^a-z0-9]", "", text.lower())
     return next((mode for pattern, mode in MODES if re.match(pattern, plain)), "ddp")
+
+
+def unknown_words(fields: Mapping[str, str]) -> list[str]:
+    """Of columns that are read by their words: those whose words are not known, and what they are taken as."""
+    taken = {"recompute": "none", "precision": "bf16", "fsdp_zero": "ddp"}
+    return [
+        f"{key} = {fields[key].strip()!r:.40} is taken as {taken[key]}"
+        for key, known in KNOWN.items()
+        if not re.match(known, fields[key].strip().lower())
+    ]
 
 
 def counted_in(fields: Mapping[str, str], program: Program) -> Counted:

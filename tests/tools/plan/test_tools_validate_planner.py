@@ -1,5 +1,6 @@
 """`megalite-validate-planner` as people run it."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -120,6 +121,24 @@ def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
             ]
             for of in found
         )
+
+
+def test_words_that_are_not_known_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (FOLDER / "korthikanti22.csv").open() as file:
+        rows = list(csv.DictReader(file))[:3]
+    rows[1] |= {"recompute": "sometimes", "precision": "bf17", "fsdp_zero": "zero7"}
+    with (tmp_path / "odd.csv").open("w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    code, out, _ = in_process(main, capsys)(tmp_path / "odd.csv")
+    assert code == 0
+    taken = (
+        "recompute = 'sometimes' is taken as none, precision = 'bf17' is taken as bf16, fsdp_zero = 'zero7' is taken"
+    )
+    assert f"1 row with words that are not known, the first: odd.csv:3: {taken} as ddp" in out
+    _, out, _ = in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")))
+    assert "words that are not known" not in out
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,13 @@ LLM_FOUNDRY = Kept(logit=4)
 # Gradients are added up in bf16; the loss of flash_attn works in place: internlm/model/losses/ce_loss.py. Buckets of
 # 512 MiB: hybrid_zero_optimizer in configs/7B_sft.py.
 INTERNEVO = Kept(gated=8, gradient=2, logit=4, buffers=2 * 512 * 2**20)
+# One tensor has queries, keys and values; views of it keep it beside rotated queries and keys
+# (core/nn/attention/attention.py of github.com/Aleph-Alpha/scaling at 737f855). SiLU's result is kept (mlp.py), and
+# masks of dropout. Of logits: bf16, float32 (cross_entropy.py), their log-softmax, two gradients, one of them in bf16
+# too, and the bf16 ones of the micro-batch before, which one of two buffers has (pipeline_schedule/train.py).
+SCALING = Kept(stream=10, query=6, key=6, gated=8, gradient=2, logit=18, outputs=True)
+NORMED = 4  # of `stream`, bytes of the results of both norms
+EAGER_NORMS = 8  # bytes that norms keep more where each operation keeps its inputs: two in float32 and two in bf16
 # What is usual in PyTorch: logits in bf16, in float32, their log-softmax, and its gradient.
 UNKNOWN = replace(MEGATRON_2025, logit=14)
 UNKNOWN_SHARDED = replace(TORCHTITAN, logit=14, counts="unsaid")

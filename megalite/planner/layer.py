@@ -12,11 +12,9 @@ from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
 from megalite.planner.network import Group, Net
-from megalite.planner.programs import HOST_BACKWARD, Program, attention_shares
+from megalite.planner.program import HOST_BACKWARD, Program, attention_shares
 from megalite.planner.work import Recompute, Work
 
-SCORES = (9, 11)  # bytes for each score that unfused attention reads and writes: forward, backward
-QKV = (4, 6)  # bytes for each element of queries, keys and values: positions and layouts, forward and backward
 MERGE = (12, 8)  # bytes for each element of attention's result, to add what other ranks' keys give: forward, backward
 LOOK_UP = 6  # elements read and written for each of the embedding's output, forward and backward
 SHORT = 3  # how sharply the longer of device and host decides; from Megatron's layers, whose kernels differ in length
@@ -85,7 +83,11 @@ class LayerModel:
             backward += Seconds(attention=forward.attention)
         elif recompute == "selective":
             backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
-        return LayerTime(_launched(forward, launched[0]), _launched(backward, launched[1]), weights)
+        forward, backward = _launched(forward, launched[0]), _launched(backward, launched[1])
+        if program.waits:
+            waits = Seconds(host=program.waits)
+            forward, backward = forward + waits, backward + waits if recompute == "full" else backward
+        return LayerTime(forward, backward, weights)
 
     @cached_property
     def _alone(self) -> tuple[Seconds, Seconds, float]:
@@ -114,7 +116,10 @@ class LayerModel:
         forward = self.kernels.matmul(t, v, work.width, precision=precision)
         weights = self.kernels.matmul(v, work.width, t, precision=precision)
         backward = self.kernels.matmul(t, work.width, v, precision=precision) + weights
-        logits = self.kernels.passes(self.program.logit * work.element / USUAL * t * v)
+        whole = work.vocab if self.program.gathers_logits else v
+        logits = self.kernels.passes(self.program.logit * work.element / USUAL * t * whole)
+        if self.program.gathers_logits:
+            forward += self.net.collective("all_gather", work.element * t * whole, self.tp)
         return forward + logits / 3, backward + logits * 2 / 3, weights
 
     def embedding(self) -> float:
@@ -134,18 +139,18 @@ class LayerModel:
 
     def _attention(self) -> tuple[float, float]:
         """Scores and values: forward, backward."""
-        work, s = self.work, self.work.sequence
-        if self.program.attention == "unfused":
+        work, program, s = self.work, self.program, self.work.sequence
+        if program.attention == "unfused":
             batch = max(1, work.micro * work.heads // work.tp)
             products = self.kernels.matmul(s, s, work.head_size, batch) + self.kernels.matmul(
                 s, work.head_size, s, batch
             )
             scores = batch * s * s
-            there, back = (self.kernels.passes(each * scores) for each in SCORES)
+            there, back = (self.kernels.passes(each * scores) for each in program.scores)
             return products + there, 2 * products + back
         seen = attended_pairs(s, work.window) / s  # keys of a query, on average
         flops = 4 * work.tokens * seen * work.q / work.tp
-        there, back = attention_shares(self.program, self.cluster.gpu.name, work.head_size)
+        there, back = attention_shares(program, self.cluster.gpu.name, work.head_size)
         forward = self.kernels.attention(flops, there, work.outside)
         return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, work.outside)
 
@@ -155,7 +160,8 @@ class LayerModel:
         stream = work.width / (work.tp if program.sequence_parallel else 1)
         inner = (2 if work.gated else 1) * work.ffn / work.tp
         heads = (work.q + 2 * work.k) / work.tp
-        each = zip((program.forward, program.backward), (program.forward_ffn, program.backward_ffn), QKV, strict=True)
+        of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
+        each = zip(of_stream, of_ffn, program.heads, strict=True)
         wider = work.element / USUAL
         merges = {"ring": work.cp - 1, "all_gather": min(1, work.cp - 1), "ulysses": 0}[work.method]
         merged = [merges * bytes_moved * work.q / work.tp for bytes_moved in MERGE]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megalite.planner.balance import stage_layers
 from megalite.planner.kept import Counted
-from megalite.planner.programs import Program
+from megalite.planner.program import Program
 from megalite.planner.work import Work
 
 HALF, FLOAT = 2, 4  # bytes of an element in 16 bits, and in float32
@@ -19,7 +19,7 @@ OUTSIDE = 4.6 * 2**30  # bytes of a GPU that belong to no tensor: CUDA's context
 SPREADS: dict[Counted, float] = {  # half the width of the interval, relative to the estimate, by what is counted
     "allocated": 0.03,
     "formula": 0.03,
-    "reserved": 0.08,
+    "reserved": 0.13,  # it may be no more than the tensors are
     "device": 0.08,
     "unsaid": 0.10,
 }
@@ -98,7 +98,8 @@ def _rank(work: Work, program: Program, rank: int, layers: int) -> Memory:
     each = stream if work.recompute == "full" else layer_kept(work, program)
     held = _held(work, rank)
     activations = held * (layers * each + (stream if kept.outputs and not last else 0))
-    logits = kept.logit * work.tokens * work.vocab / work.tp if last else 0.0
+    vocab = work.vocab / (1 if program.gathers_logits else work.tp)
+    logits = kept.logit * work.tokens * vocab if last else 0.0
     moment = max(logits, _backward(work, program))
     return Memory(weights, gradients, optimizer, gathered, activations, moment, kept.buffers)
 

@@ -1,80 +1,10 @@
-"""Training programs, as far as their speed depends on them: what they fuse, keep, overlap and launch.
+"""The profiles of training programs, read off their code and papers. Imports no torch."""
 
-A published time is that of a program, so it is predicted with the program's profile. Bytes are those that passes over
-activations read and write, counted from the kernels that the program runs; a tensor in bf16 that is read once has 2 for
-each of its elements.
-"""
-
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from megalite.planner import kept as keeps
+from megalite.planner.program import Program
 
-Attention = Literal["unfused", "flash1", "flash2", "flash3", "cudnn"]
-
-
-@dataclass(frozen=True)
-class Program:
-    """One program.
-
-    forward, backward: bytes of passes over a layer's activations, for each token and element of the residual stream.
-    forward_ffn, backward_ffn: for each token and element between the MLP's matrices. logit: for each logit, in the loss
-    and its gradient. sequence_parallel: passes over the residual stream are divided among tensor-parallel ranks.
-    gathers_again: what was gathered for a matrix product in forward is gathered once more in backward. hidden: share of
-    tensor-parallel communication that runs beside compute. repeats: share of a layer's forward matrix products that
-    selective recompute repeats; None: it repeats attention. gradient: bytes of a gradient that is reduced. optimizer:
-    bytes that the optimizer reads and writes for a parameter. moved: bytes that forward and backward of a micro-batch
-    read and write for a parameter besides the products: copies of what is gathered and reduced, sums of gradients.
-    sums: such bytes of backward, but for the first micro-batch of a step. host: seconds in which the host launches a
-    layer's forward pass; backward takes HOST_BACKWARD times as long. scatters: tensor-parallel ranks send a part of a
-    tensor each to the next stage. rings: whether collectives use all network adapters of a node, or one. pieces:
-    collectives in which the gradients of a layer are reduced. buckets: bytes of 16-bit gradients that are reduced at
-    once where none are sharded. reduces_beside: gradients are reduced while the last backward goes on. gathers_beside:
-    the first forward goes on while weights are gathered. rearranges: what tensor-parallel ranks gather or reduce is
-    copied once, since its parts lie along another axis. fp8: rate of fp8 products relative to what the cluster's file
-    and clocks of bf16 products give: casts of inputs make it less, and it is more in that fp8 takes less power. casts:
-    bytes of casts that are passes of their own: in forward for each element that enters a product, in backward for that
-    and for each element of a gradient. weighs_stages: pipeline ranks get layers so that the output layer's parameters
-    are shared out too. all_reduces: gradients are summed on all ranks, also where their states are sharded. broadcasts:
-    each rank sends the weights that it has updated to all others, one after another. gathers_fp8: sharded weights, and
-    inputs that tensor-parallel ranks gather, are in 8 bits where products are in fp8. known: its code or papers were
-    read; predictions for another program have a wider interval. kept: what it keeps in memory.
-    """
-
-    name: str
-    attention: Attention
-    forward: float
-    backward: float
-    forward_ffn: float
-    backward_ffn: float
-    logit: float
-    sequence_parallel: bool
-    gathers_again: bool = False
-    hidden: float = 0.0
-    repeats: float | None = None
-    gradient: int = 4
-    optimizer: float = 28.0
-    moved: tuple[float, float] = (0, 0)
-    sums: float = 0
-    host: float = 0.0003
-    scatters: bool = False
-    rings: bool = True
-    pieces: int = 1
-    buckets: float | None = None
-    reduces_beside: bool = False
-    gathers_beside: bool = False
-    rearranges: bool = False
-    fp8: float = 0.83
-    casts: tuple[float, float] = (0, 0)
-    weighs_stages: bool = False
-    all_reduces: bool = False
-    broadcasts: bool = False
-    gathers_fp8: bool = False
-    known: bool = True
-    kept: keeps.Kept = keeps.MEGATRON_2025
-
-
-HOST_BACKWARD = 1.9
 # FSDP2 copies what it has gathered into parameters, 2 bytes read and 2 written, in both passes; gradients in bf16
 # become the float32 buffer of a reduce-scatter: foreach_all_gather_copy_out and foreach_reduce_scatter_copy_in in
 # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, both on the stream that computes. FSDP1 gathers into views;
@@ -84,34 +14,16 @@ FSDP2 = (4, 4 + 6)
 FSDP1 = (0, 4 + 4)
 FUSED = (0, 6)  # a product adds to float32 gradients: 8 bytes instead of 2 (--gradient-accumulation-fusion)
 TO_FLOAT32 = (0, 10)  # gradients in 16 bits are read, and float32 sums read and written
-ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
-    ("flash1", "A100"): (0.36, 0.30),
-    ("flash1", "H100"): (0.20, 0.155),
-    ("flash2", "A100"): (0.62, 0.53),
-    ("flash2", "H100"): (0.34, 0.29),
-    ("flash3", "H100"): (0.67, 0.55),
-    ("cudnn", "A100"): (0.62, 0.53),
-    ("cudnn", "H100"): (0.56, 0.49),
-    ("cudnn", "B200"): (0.55, 0.45),
-}
-OTHER_GPUS = (0.34, 0.29)
-# Shares of these rates for heads of fewer than WIDE elements. FlashAttention 1 has one rate for both; FlashAttention 2
-# on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
-NARROW: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
-NARROWEST = 0.75
-WIDE = 128
-
-
-def attention_shares(program: Program, gpu: str, head_size: int) -> tuple[float, float]:
-    """The shares of the peak that attention reaches in forward and in backward."""
-    kind = next((kind for kind in ("A100", "H100", "H200", "B200", "GB200", "GB300") if kind in gpu), "")
-    kind = {"H200": "H100", "GB200": "B200", "GB300": "B200"}.get(kind, kind)
-    shares = ATTENTION.get((program.attention, kind), OTHER_GPUS)
-    narrow = NARROW.get(program.attention, NARROWEST) if head_size < WIDE else 1.0
-    return shares[0] * narrow, shares[1] * narrow
-
-
-# Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not.
+# Two norms that PyTorch computes operation by operation in float32, as the reference code of LLaMA does, beyond one
+# kernel each: casts, square, mean, two products, and their gradients; forward, backward.
+EAGER_NORMS = (68, 156)
+# A softmax that PyTorch computes operation by operation in bf16: a clone, the mask, a softmax that reads long rows
+# three times, dropout; forward, backward.
+EAGER_SOFTMAX = (22, 20)
+# Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not. The
+# loss moves 52 bytes of a logit (megatron/mpu/cross_entropy.py, after a cast to float32), in plain kernels that are
+# faster than most passes: seconds of stages by vocabulary (github.com/sail-sg/VocabularyParallelism at 6191c3b,
+# artifact/exp_one_host.csv) come to 36 to 39 at the usual rate.
 MEGATRON_2021 = Program(
     "Megatron-LM 2021",
     kept=keeps.MEGATRON_2021,
@@ -120,7 +32,7 @@ MEGATRON_2021 = Program(
     backward=32,
     forward_ffn=4,
     backward_ffn=6,
-    logit=24,
+    logit=38,
     sequence_parallel=False,
     gradient=2,
     sums=6,  # in 16 bits
@@ -194,11 +106,36 @@ NEMO = replace(
     gathers_beside=True,
     moved=(0, 2),
 )
+
+
+def with_eager_norms(program: Program) -> Program:
+    """The program with norms that no kernel fuses."""
+    forward, backward = program.forward + EAGER_NORMS[0], program.backward + EAGER_NORMS[1]
+    kept = replace(program.kept, stream=program.kept.stream + keeps.EAGER_NORMS)
+    return replace(program, forward=forward, backward=backward, kept=kept)
+
+
+def with_sequence_parallelism(program: Program) -> Program:
+    """A program that keeps what it has gathered: the results of norms, which other ranks have parts of. Between stages
+    each rank sends its own part of the stream."""
+    stream, gathered = program.kept.stream - keeps.NORMED, program.kept.gathered + keeps.NORMED
+    kept = replace(program.kept, stream=stream, gathered=gathered)
+    return replace(program, sequence_parallel=True, gathers_again=False, scatters=True, kept=kept)
+
+
 PROGRAMS = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
-    "megatron_deepspeed": replace(  # it sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned
-        MEGATRON_2021, name="Megatron-DeepSpeed", kept=keeps.MEGATRON_DEEPSPEED, host=0.00088
+    # It sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned. The engine goes through a list of
+    # instructions for every micro-batch. Its runs tell fewer bytes of a logit than Megatron-LM's; of most of them the
+    # vocabulary is not published.
+    "megatron_deepspeed": replace(
+        MEGATRON_2021,
+        name="Megatron-DeepSpeed",
+        kept=keeps.MEGATRON_DEEPSPEED,
+        host=0.00083,
+        engine=0.001,
+        logit=24,
     ),
     "deepspeed_zero3": replace(
         MEGATRON_2021, name="DeepSpeed ZeRO-3 of 2021", kept=keeps.MEGATRON_DEEPSPEED, rings=False
@@ -300,6 +237,34 @@ PROGRAMS = {
         reduces_beside=True,
         all_reduces=True,
         broadcasts=True,
+    ),
+    # Code of 2024 (737f855), for runs of 2023. Positions are applied operation by operation (core/nn/rotary.py), SiLU
+    # and its product are two kernels (mlp.py), so are the residual's addition and dropout, which runs although its rate
+    # is 0 (transformer/model/layers/layer.py). The output layer joins all logits (lm_head.py), and the loss casts them
+    # (cross_entropy.py). Gradients are added up in bf16 and all-reduced in float32 (optimizer/allreduce.py). Without
+    # sequence parallelism each of three column-parallel products reduces its input's gradient. Lengths of documents are
+    # read back to the host for every layer's attention (attention.py, get_max_seq_length). That stages are balanced by
+    # their parameters is told by the published times.
+    "scaling": Program(
+        "Aleph Alpha Scaling",
+        kept=keeps.SCALING,
+        attention="flash2",
+        forward=30,
+        backward=40,
+        forward_ffn=5,
+        backward_ffn=9,
+        heads=(18, 28),
+        logit=40,
+        sequence_parallel=False,
+        gathers_again=True,
+        gradient=4,
+        sums=6,
+        optimizer=100,
+        all_reduces=True,
+        gathers_logits=True,
+        balances=True,
+        serial=True,
+        waits=0.0003,
     ),
     "megatron_2025": MEGATRON_2025,
     # --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather

@@ -15,7 +15,7 @@ from pathlib import Path
 from megalite.config.errors import InputError, counted
 from megalite.planner.hardware import Cluster
 from megalite.planner.kept import Counted
-from megalite.planner.programs import Program
+from megalite.planner.program import Program
 from megalite.planner.words import cluster_of, counted_in, found, mode_of, program_of, unknown_words
 from megalite.planner.work import Recompute, Work
 
@@ -71,6 +71,7 @@ EXPERTS = r"moe|mixtral|deepseek|dbrx|grok|experts"  # in the name of a model
 GATED = r"llama|mistral|qwen|gemma|olmo|smollm|phi-?3|\byi\b"
 FOUR_BITS = r"fp4|float4"
 GROUPS = r"groups of ([1-9]\d{0,5})\b"  # of data-parallel ranks, of which each shards its states
+LEAST = 1e-9  # of a speed, a time or a memory
 OUT_OF_MEMORY = r"oom|out.of.memory"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not tell
 
@@ -291,8 +292,8 @@ def _number(fields: Mapping[str, str], key: str, most: float) -> float | None:
         value = float(text)
     except ValueError:
         raise ValueError(f"{key} = {text!r:.40}: must be a number") from None
-    if not 0 < value <= most:
-        raise ValueError(f"{key} = {text!r:.40}: must be a number above 0, and at most {most:g}")
+    if not LEAST <= value <= most:
+        raise ValueError(f"{key} = {text!r:.40}: must be a number of at least {LEAST:g}, and at most {most:g}")
     return value
 
 
@@ -323,7 +324,7 @@ def works_of(row: Row) -> Iterator[Work]:
 def _stages(work: Work) -> Iterator[int]:
     """Numbers of equal stages that each pipeline rank may have."""
     of_rank, rest = divmod(work.layers, work.pp)
-    for virtual in range(1, of_rank + 1):
+    for virtual in range(1, max(1, of_rank) + 1):  # some ranks may have no layer but the embedding or the head
         whole = of_rank % virtual == 0 and not rest and work.micro_batches % work.pp == 0
         if virtual == 1 or (work.pp > 1 and whole):
             yield virtual

@@ -169,14 +169,19 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
 
 
 def trend(found: Iterable[Compared]) -> Trend | None:
-    """Of step times; None where fewer than two sources tell one."""
+    """Of step times, with sources that count alike; None where fewer than two tell one."""
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]
         if max(gpus) >= RANGE * min(gpus):
-            behind, errors = [slowest(count) for count in gpus], [-log(1 + each.error) for each in group]
-            middle, bias = fmean(behind), fmean(errors)
-            deviations.append([(b - middle, e - bias) for b, e in zip(behind, errors, strict=True)])
+            behind, errors = (
+                [slowest(count) for count in gpus],
+                [-log(each.predicted / each.measured) for each in group],
+            )
+            middle, bias, each_counts = fmean(behind), fmean(errors), 1 / sqrt(len(group))
+            deviations.append(
+                [((b - middle) * each_counts, (e - bias) * each_counts) for b, e in zip(behind, errors, strict=True)]
+            )
     if len(deviations) < 2:
         return None
     scale = sum(b * b for group in deviations for b, _ in group)
@@ -188,10 +193,12 @@ def trend(found: Iterable[Compared]) -> Trend | None:
 def loss(rows: Sequence[Row], constants: Constants) -> float:
     """What a fit makes small: the mean error of rows, and that of sources, each by half; errors as |ln ratio|."""
     found = timed(rows, constants)
-    whole = sum(abs(log(1 + each.error)) for each in found) / len(found)
+    whole = sum(abs(log(each.predicted / each.measured)) for each in found) / len(found)
     groups = by_source(found).values()
     return (
-        whole + sum(sum(abs(log(1 + each.error)) for each in group) / len(group) for group in groups) / len(groups)
+        whole
+        + sum(sum(abs(log(each.predicted / each.measured)) for each in group) / len(group) for group in groups)
+        / len(groups)
     ) / 2
 
 

@@ -13,7 +13,7 @@ from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.layer import LayerModel, LayerTime
 from megalite.planner.network import Group
-from megalite.planner.programs import Program
+from megalite.planner.program import Program
 from megalite.planner.work import Work
 
 
@@ -63,7 +63,7 @@ class StepModel:
             per_layer, data = self._sharded(there, back)
         elif work.dp * work.cp > 1:
             data = self._reduced(work.layers / work.pp * there, work.layers / work.pp * back)
-        stages = [layers * per_layer for layers in stage_layers(work, self.program)]
+        stages = [self.program.engine + layers * per_layer for layers in stage_layers(work, self.program)]
         ends = self.kernels.passes(sum(self._moved()) * work.vocab * work.width / work.tp)
         stages[0] += embedding + ends
         stages[-1] += head[0] + head[1] + ends
@@ -121,7 +121,7 @@ class StepModel:
         return reduced + gathered
 
     def _parameters(self) -> float:
-        """Of the fullest pipeline rank, before data-parallel sharding."""
+        """Of a pipeline rank with its share of the layers and one end, before data-parallel sharding."""
         work = self.work
         return (work.layers / work.pp * work.layer_parameters + work.vocab * work.width) / work.tp
 
@@ -131,7 +131,10 @@ class StepModel:
             return 0.0
         size = self.work.element * work.tokens * work.width / (work.tp if self.program.scatters else 1)
         hop = self.net.transfer(size, work.gpus // work.pp)
-        return hop * (work.micro_batches * work.virtual + 2 * (work.pp - 1))
+        each = 1
+        if self.program.serial:  # a result and a gradient, with each neighbour
+            each = 2 if work.pp == 2 else 4
+        return hop * (each * work.micro_batches * work.virtual + 2 * (work.pp - 1))
 
     def _optimizer(self) -> float:
         shards = 1 if self.work.mode == "ddp" else self.shards.size

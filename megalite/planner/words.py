@@ -10,7 +10,14 @@ from functools import cache
 
 from megalite.planner.hardware import Cluster, Level, Link, load_cluster
 from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM, Counted
-from megalite.planner.programs import NEMO, PROGRAMS, Program
+from megalite.planner.program import Attention, Program
+from megalite.planner.programs import (
+    EAGER_SOFTMAX,
+    NEMO,
+    PROGRAMS,
+    with_eager_norms,
+    with_sequence_parallelism,
+)
 from megalite.planner.work import DataMode
 
 FAMILIES = (  # of GPUs: what a row's text must hold, and the cluster
@@ -42,18 +49,39 @@ SAME = 0.08  # a size in words that is nearer to the measured one of the cluster
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 OVERLAPS = r"overlap|megatron.?core|nvidia/megatron-lm.*readme"  # NVIDIA's own tables of Megatron-LM, with its flags
 REBASED = 9  # the month of 2024 since which NeMo is built on PyTorch 24.07, not 24.02: its Dockerfile, Dockerfile.ci
+# The year and the month of a release, which may stand behind a word: NeMo Megatron 22.08, NeMo v24.12, NeMo_2024.
+RELEASE = r"nemo(?:[\W_]{1,3}[a-z]{1,9})?[\W_]{0,3}v?(?:20)?(2[2-9])(?:\.(\d\d?))?(?![\w.]| gpu| run)"
 FLOAT32_SUM = r"fp32 (grad )?acc"  # gradients that are added up in float32
+NOT = r"\b(?:no|not|non|without|w/o|un)[ -]?"
+OFF = r" (?:is )?(?:not|off)\b"
+UNFUSED = (  # attention
+    rf"{NOT}(?:fused )?(?:flash.?att\w*|attention(?! (?:dropout|mask|bias))|softmax)|flash.?att\w*{OFF}"
+    r"|(?<!un)fused softmax(?![ -](?:cross|loss))"
+)
+FUSED_SOFTMAX = r"(?<!un)fused softmax"
+FUSED_NORMS = r"(?<!un)(?<!no )(?<!not )fused\W+(?:rms|layer)?.?norms?\b|\brms(?:.?norm)? kernel"
+SEQUENCE_PARALLEL = r"(?<!no )(?<!without )sequence.parallel(?!\w*[ =:]*(?:false|off|none|no\b))"
+FLASH = (  # and its version
+    r"(?<!no )(?<!not )(?<!non-)(?<!without )(?<!w/o )flash.?att[a-z]*+"
+    rf"(?!{OFF})\W{{0,2}}(?:v|version )?([123]\b)?"
+)
 WORDS = {  # in a source, and the program that it is of
     "simumax": "megatron_2025",
     "vtrain": "megatron_deepspeed",
     "bigscience": "megatron_deepspeed",
     "bloom": "megatron_deepspeed",
     "megatron-deepspeed": "megatron_deepspeed",
+    "neox": "megatron_deepspeed",  # which is built on both
     "internevo": "internevo",
     "korthikanti": "megatron_2021",
     "sc21": "megatron_2021",
+    "hagemann": "scaling",
+    "aleph": "scaling",
+    "aa-scaling": "scaling",
+    "parallelization layouts": "scaling",
     "megascale": "megatron_2023",
     "zero bubble": "megatron_2023",
+    "vocabulary parallel": "megatron_2023",
     "fms-fsdp": "fms_fsdp",
     "foundry": "llm_foundry",
     "mosaic": "llm_foundry",
@@ -106,15 +134,15 @@ def program_of(fields: Mapping[str, str]) -> Program:
                 return PROGRAMS["deepspeed_zero3"]
             if name == "megatron_2021" and "SP" in fields["recompute"]:
                 return PROGRAMS["megatron_2022"]
-            if name == "nemo" and (month := re.search(r"nemo\W{0,3}(?:20)?24\b\.?(\d\d)?", source)):
-                return PROGRAMS["nemo_2024" if int(month[1] or 0) < REBASED else "nemo_late_2024"]
+            if name == "nemo" and (release := re.search(RELEASE, source)):
+                return _nemo(int(release[1]), int(release[2] or 0), "8" in precision)
             if name == "megatron_2025":
                 overlaps = re.search(OVERLAPS, " ".join((source, notes, fields["provenance"].lower())))
                 return _flagged(PROGRAMS["megatron_overlap" if overlaps else name], notes)
             if name == "megatron_deepspeed" and re.search(FLOAT32_SUM, precision):
                 return replace(PROGRAMS[name], kept=DEEPSPEED_FLOAT32_SUM)
-            return PROGRAMS[name]
-    return PROGRAMS["unknown_sharded" if sharded else "unknown"]
+            return _with_kernels(PROGRAMS[name], notes) if name == "scaling" else PROGRAMS[name]
+    return _with_attention(PROGRAMS["unknown_sharded" if sharded else "unknown"], notes)
 
 
 def _flagged(program: Program, notes: str) -> Program:
@@ -124,6 +152,32 @@ def _flagged(program: Program, notes: str) -> Program:
     if "--grad-reduce-in-bf16" in notes:
         program = replace(program, gradient=2, moved=NEMO.moved, kept=replace(program.kept, gradient=2))
     return program
+
+
+def _nemo(year: int, month: int, eight_bits: bool) -> Program:
+    """NeMo of a release. Before 2024 it had attention and overlap of Megatron-LM of 2022, unless it used Transformer
+    Engine, which products in 8 bits need."""
+    if year < 24:
+        return PROGRAMS["nemo_2024" if eight_bits else "megatron_2022"]
+    return PROGRAMS["nemo" if year > 24 else "nemo_2024" if month < REBASED else "nemo_late_2024"]
+
+
+def _with_attention(program: Program, notes: str) -> Program:
+    """The program with the attention that notes name. Where they name a FlashAttention, it is that one."""
+    if flash := re.search(FLASH, notes):
+        kinds: dict[str, Attention] = {"1": "flash1", "2": "flash2", "3": "flash3"}
+        return replace(program, attention=kinds.get(flash[1], program.attention))
+    return replace(program, attention="unfused") if re.search(UNFUSED, notes) else program
+
+
+def _with_kernels(program: Program, notes: str) -> Program:
+    """Aleph Alpha's Scaling with the kernels that notes name; where they name none, with those of its best runs."""
+    program = _with_attention(program, notes)
+    if program.attention == "unfused" and not re.search(FUSED_SOFTMAX, notes):
+        program = replace(program, scores=EAGER_SOFTMAX)
+    if re.search(rf"{FLASH}|{UNFUSED}|norm", notes) and not re.search(FUSED_NORMS, notes):
+        program = with_eager_norms(program)
+    return with_sequence_parallelism(program) if re.search(SEQUENCE_PARALLEL, notes) else program
 
 
 def mode_of(text: str) -> DataMode:

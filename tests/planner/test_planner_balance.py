@@ -1,6 +1,7 @@
 """Layers of pipeline ranks."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -40,3 +41,19 @@ def test_weighed_stages_give_the_last_rank_less_for_its_output_layer() -> None:
     """The output layer has as many parameters as four layers; the block that goes beyond the share belongs to it."""
     assert stage_layers(replace(SMALL, pp=2), PROGRAMS["nanotron"]) == [11, 5]
     assert stage_layers(replace(SMALL, pp=2, vocab=128), PROGRAMS["nanotron"]) == [9, 7]
+
+
+@given(st.integers(2, 9), st.integers(2, 4), st.sampled_from([1024, 65_536, 131_072, 1_048_576]))
+def test_balanced_stages_have_the_least_largest_rank(layers: int, pp: int, vocab: int) -> None:
+    """Against all ways to divide the layers, ranks without any included."""
+    work = replace(SMALL, layers=layers, pp=pp, vocab=vocab)
+    end = vocab * work.width / work.layer_parameters
+
+    def largest(each: list[int]) -> float:
+        return max(each[0] + end, *each[1:-1], each[-1] + end)
+
+    cuts = combinations(range(layers + pp - 1), pp - 1)
+    ways = [[b - a - 1 for a, b in zip((-1, *cut), (*cut, layers + pp - 1), strict=True)] for cut in cuts]
+    found = stage_layers(work, PROGRAMS["scaling"])
+    assert found in ways
+    assert largest(found) == pytest.approx(min(map(largest, ways)))

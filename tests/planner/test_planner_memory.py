@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.planner.memory import OUTSIDE, RESERVED, counted, fits, layer_kept, memory
-from megalite.planner.programs import PROGRAMS, Program
+from megalite.planner.program import Program
+from megalite.planner.programs import PROGRAMS
 from megalite.planner.work import DataMode, Recompute, Work
 
 MEGATRON = PROGRAMS["megatron_2025"]
@@ -157,3 +158,14 @@ def test_a_pipeline_with_fsdp2_keeps_weights_and_gradients_whole() -> None:
     whole = memory(work, PROGRAMS["torchtitan"])
     assert whole.gathered == pytest.approx((2 + 4) * (16 * LLAMA.layer_parameters + LLAMA.vocab * LLAMA.width))
     assert memory(work, PROGRAMS["llm_foundry"]).gathered < whole.gathered
+
+
+def test_logits_that_all_tensor_parallel_ranks_have_are_not_divided() -> None:
+    work = Work(
+        layers=2, width=1024, heads=8, kv_heads=8, head_size=128, ffn=4096, vocab=131072, sequence=4096, mode="zero1"
+    )
+    whole, parts = (
+        memory(replace(work, tp=4), replace(PROGRAMS["scaling"], gathers_logits=gathers)).moment
+        for gathers in (True, False)
+    )
+    assert whole == 18 * 4096 * 131072 == 4 * parts

@@ -47,9 +47,9 @@ def test_more_spread_and_more_gpus_wait_longer() -> None:
         assert waiting(None, gpus) == waiting(0.0, gpus) == waiting(PUBLISHED, gpus) == 1.0
     assert waiting(0.05, 1) == 1.0
     by_gpus = [waiting(0.02, gpus) for gpus in (1, 8, 64, 4096)]
-    by_spread = [waiting(value, 64) for value in (PUBLISHED, 0.01, 0.03, 0.1)]
+    by_spread = [waiting(value, 64) for value in (PUBLISHED, 0.02, 0.03, 0.1)]
     assert all(less < more for less, more in (*pairwise(by_gpus), *pairwise(by_spread)))
-    assert waiting(0.02, 4096) == pytest.approx((1 + 0.02 * 3.61) / (1 + 0.009 * 3.61), rel=1e-3)
+    assert waiting(0.02, 4096) == pytest.approx((1 + 0.02 * 3.61) / (1 + 0.011 * 3.61), rel=1e-3)
 
 
 def test_a_step_waits_for_the_slowest_gpu_of_a_measured_cluster() -> None:
@@ -81,7 +81,7 @@ def test_published_rows_tell_the_spread_that_predictions_contain(rows: list[Comp
     assert found is not None
     assert found.spread == pytest.approx(PUBLISHED, abs=5e-4)
     assert found.spread < 2 * found.error  # so that it may well be nothing
-    assert found.sources == 18
+    assert found.sources == 19
 
 
 def test_a_trend_is_found_again(rows: list[Compared]) -> None:

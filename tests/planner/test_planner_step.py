@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.planner.hardware import load_cluster
+from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group
 from megalite.planner.programs import PROGRAMS
 from megalite.planner.step import StepModel, StepTime
@@ -129,3 +130,41 @@ def test_whole_gradients_are_reduced_in_buckets_and_scattered_ones_apart() -> No
     sharded = replace(work, mode="zero1")
     plain = StepModel(sharded, replace(program, buckets=None), CLUSTER).step()
     assert StepModel(sharded, program, CLUSTER).step() == plain
+
+
+def test_logits_that_all_ranks_have_cost_as_much_as_without_tensor_parallelism() -> None:
+    plain = PROGRAMS["scaling"]
+    work = replace(LLAMA, tp=8, mode="zero1")
+    whole, parts = (
+        LayerModel(work, replace(plain, gathers_logits=gathers), CLUSTER).head() for gathers in (True, False)
+    )
+    more = whole[0] + whole[1] - parts[0] - parts[1]
+    model = LayerModel(work, plain, CLUSTER)
+    logits = work.tokens * work.vocab
+    gathered = model.net.collective("all_gather", 2 * logits, Group(8, 1))
+    assert more == pytest.approx(model.kernels.passes(plain.logit * logits * 7 / 8) + gathered)
+
+
+def test_serial_transfers_take_both_directions_with_each_neighbour() -> None:
+    plain = replace(PROGRAMS["scaling"], serial=False)
+    for pp, times in ((2, 2), (4, 4)):
+        work = replace(LLAMA, pp=pp, mode="zero1")
+        serial, batched = (StepModel(work, replace(plain, serial=each), CLUSTER).step() for each in (True, False))
+        ends = 2 * (pp - 1)  # of transfers that fill and drain the pipeline
+        assert serial.transfers / batched.transfers == pytest.approx((4 * times + ends) / (4 + ends))
+
+
+def test_a_host_that_waits_does_so_once_more_where_layers_are_recomputed() -> None:
+    program = replace(PROGRAMS["scaling"], waits=0.001)
+    for recompute, backward in (("none", 0.0), ("full", 0.001)):
+        work = replace(LLAMA, recompute=recompute)
+        with_, without = (LayerModel(work, replace(program, waits=each), CLUSTER).layer() for each in (0.001, 0.0))
+        assert with_.forward.total - without.forward.total == pytest.approx(0.001)
+        assert with_.backward.total - without.backward.total == pytest.approx(backward)
+
+
+def test_an_engine_needs_its_time_for_each_micro_batch_and_stage() -> None:
+    work = replace(LLAMA, pp=4, mode="ddp", micro_batches=8)
+    slow, fast = (StepModel(work, replace(PROGRAM, engine=each), CLUSTER).step() for each in (0.001, 0.0))
+    assert slow.pipeline - fast.pipeline == pytest.approx(8 * 0.001)
+    assert slow.bubble - fast.bubble == pytest.approx(3 * 0.001)

@@ -7,6 +7,7 @@ import pytest
 
 from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM
 from megalite.planner.predict import Prediction
+from megalite.planner.programs import EAGER_NORMS, EAGER_SOFTMAX, PROGRAMS
 from megalite.planner.texts import money, step_text
 from megalite.planner.words import cluster_of, mode_of, program_of
 
@@ -79,6 +80,18 @@ def test_sharding_is_told_in_words(text: str, mode: str) -> None:
         ({"source": "MegaScale (Megatron-LM)"}, "Megatron-LM 2023"),
         ({"source": "Llama 3 paper"}, "Meta's of Llama 3"),
         ({"source": "somebody"}, "an unknown program"),
+        ({"source": "Hagemann et al. 2023 (AA-Scaling)"}, "Aleph Alpha Scaling"),
+        ({"source": "Efficient Parallelization Layouts"}, "Aleph Alpha Scaling"),
+        ({"source": "NeMo Megatron 22.08"}, "Megatron-LM 2022"),
+        ({"source": "NeMo 2023.05"}, "Megatron-LM 2022"),
+        ({"source": "NeMo framework 22.11"}, "Megatron-LM 2022"),
+        ({"source": "NeMo_22.11"}, "Megatron-LM 2022"),
+        ({"source": "NeMo Megatron (2022)"}, "Megatron-LM 2022"),
+        ({"source": "NeMo 23.11", "precision": "fp8"}, "NeMo of 2024"),
+        ({"source": "NeMo Megatron 24.05"}, "NeMo of 2024"),
+        ({"source": "NeMo, 22 GPUs"}, "NeMo"),
+        ({"source": "Nemotron-22B, NeMo"}, "NeMo"),
+        ({"source": "Vocabulary Parallelism (Megatron-LM)"}, "Megatron-LM 2023"),
     ],
 )
 def test_a_program_is_told_in_words(fields: dict[str, str], name: str) -> None:
@@ -91,6 +104,61 @@ def test_cards_for_export_have_slower_links(capped: str, plain: str) -> None:
     slow, fast = (cluster_of(text).levels[-1].link for text in (capped, plain))
     assert slow.bandwidth == 200e9
     assert slow.reached / fast.reached == pytest.approx(200e9 / fast.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("notes", "attention", "scores", "norms", "sequence_parallel"),
+    [
+        ("", "flash2", (9, 11), "fused", False),
+        ("FlashAttention 2, fused RMSNorm", "flash2", (9, 11), "fused", False),
+        ("flash_attention2 + RMS kernel, sequence_parallel", "flash2", (9, 11), "fused", True),
+        ("FlashAttention 2, RMS kernel, no sequence parallelism", "flash2", (9, 11), "fused", False),
+        ("flash-attn v1", "flash1", (9, 11), "eager", False),
+        ("flash_attn 2 without sequence parallelism", "flash2", (9, 11), "eager", False),
+        ("flash_attentionv1.0.8", "flash1", (9, 11), "eager", False),
+        ("FlashAttention 1", "flash1", (9, 11), "eager", False),
+        ("FlashAttention (v1)", "flash1", (9, 11), "eager", False),
+        ("FlashAttention-2, not FlashAttention-1", "flash2", (9, 11), "eager", False),
+        ("FlashAttention 2, unfused RMSNorm", "flash2", (9, 11), "eager", False),
+        ("FlashAttention 2, norms not fused", "flash2", (9, 11), "eager", False),
+        ("FlashAttention 2, fused layer norm", "flash2", (9, 11), "fused", False),
+        ("softmax in fp32", "flash2", (9, 11), "fused", False),
+        ("RMS kernel, sequence_parallel=False", "flash2", (9, 11), "fused", False),
+        ("unfused softmax", "unfused", EAGER_SOFTMAX, "eager", False),
+        ("Megatron-LM's fused softmax", "unfused", (9, 11), "eager", False),
+        ("unfused attention of PyTorch", "unfused", EAGER_SOFTMAX, "eager", False),
+    ],
+)
+def test_kernels_are_read_from_notes(
+    notes: str, attention: str, scores: tuple[int, int], norms: str, sequence_parallel: bool
+) -> None:
+    plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute", "provenance"), "")
+    program = program_of(plain | {"source": "AA-Scaling", "notes": notes})
+    best = PROGRAMS["scaling"]
+    assert (program.attention, program.scores, program.sequence_parallel) == (attention, scores, sequence_parallel)
+    more = EAGER_NORMS if norms == "eager" else (0, 0)
+    assert (program.forward - best.forward, program.backward - best.backward) == more
+    assert program.kept.stream + program.kept.gathered == best.kept.stream + (8 if norms == "eager" else 0)
+    assert (program.kept.gathered > 0) == sequence_parallel
+    assert program.gathers_again != sequence_parallel == program.scatters  # what is kept gathered is not gathered again
+
+
+def test_attention_of_an_unknown_program_is_read_from_notes() -> None:
+    plain = dict.fromkeys(("source", "notes", "precision", "fsdp_zero", "recompute", "provenance"), "")
+    for notes, attention in (
+        ("", "flash2"),
+        ("FlashAttention 1", "flash1"),
+        ("flash-attn 1.0.8", "flash1"),
+        ("FlashAttention 3", "flash3"),
+        ("without flash attention", "unfused"),
+        ("FlashAttention not used", "unfused"),
+        ("w/o FlashAttention", "unfused"),
+        ("FlashAttention instead of fused softmax", "flash2"),
+        ("fused softmax cross-entropy loss", "flash2"),
+        ("unfused AdamW, no attention dropout", "flash2"),
+    ):
+        program = program_of(plain | {"source": "somebody", "notes": notes})
+        assert (program.attention, program.known) == (attention, False)
 
 
 def test_flags_of_megatron_are_read() -> None:

@@ -9,6 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 from megalite.config.errors import counted
 from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
@@ -86,7 +89,8 @@ def _run(options: argparse.Namespace) -> int:
 def _without(rows: Sequence[Row]) -> list[Compared]:
     """Step times of every source with constants that were fitted without it."""
     found: list[Compared] = []
-    for source in sorted({row.source for row in rows}):
+    told, sources = Console(stderr=True), sorted({row.source for row in rows})
+    for source in track(sources, "Fitting without", console=told, transient=True, disable=not told.is_terminal):
         others = [row for row in rows if row.source != source and row.seconds is not None and row.fits]
         constants = fit(others, Constants()) if others else FITTED
         found += timed([row for row in rows if row.source == source], constants)

@@ -114,7 +114,7 @@ def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
         first = 1 if key == "time" else 2
         assert sorted(row[first : first + 4] for row in told) == sorted(
             [
-                f"{of['rows']}",
+                f"{of['rows']:,}",
                 f"{100 * of['mean_abs_error']:.1f} %",
                 f"{100 * of['p90']:.1f} %",
                 f"{100 * of['inside_interval']:.0f} %",

@@ -1,0 +1,126 @@
+"""What a training program is to the planner: what it fuses, keeps, overlaps and launches. Imports no torch.
+
+A published time is that of a program, so it is predicted with the program's profile. Bytes are those that passes over
+activations read and write, counted from the kernels that the program runs; a tensor in bf16 that is read once has 2 for
+each of its elements. The profiles themselves are in `programs`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.planner import kept as keeps
+
+Attention = Literal["unfused", "flash1", "flash2", "flash3", "cudnn"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Passes over activations, in bytes for each token and element:
+        forward, backward: of the residual stream. forward_ffn, backward_ffn: between the MLP's matrices. heads: of
+        queries, keys and values, for positions and layouts, forward and backward. scores: of unfused attention's
+        scores, forward and backward. logit: of the logits, in the loss and its gradient.
+    What is made again:
+        repeats: share of a layer's forward matrix products that selective recompute repeats; None: it repeats
+        attention.
+    Tensor parallelism:
+        sequence_parallel: passes over the residual stream are divided among the ranks. gathers_again: what was gathered
+        for a matrix product in forward is gathered once more in backward. hidden: share of the communication that runs
+        beside compute. rearranges: what ranks gather or reduce is copied once, since its parts lie along another axis.
+        gathers_logits: every rank has all logits, and computes the whole loss.
+    Data parallelism:
+        gradient: bytes of a gradient that is reduced. pieces: collectives in which the gradients of a layer are
+        reduced. buckets: bytes of 16-bit gradients that are reduced at once where none are sharded. rings: collectives
+        use all network adapters of a node, not one. reduces_beside: gradients are reduced while the last backward goes
+        on. gathers_beside: the first forward goes on while weights are gathered. all_reduces: gradients are summed on
+        all ranks, also where their states are sharded. broadcasts: each rank sends the weights that it has updated to
+        all others, one after another.
+    Weights and their gradients, in bytes for each parameter:
+        optimizer: that the optimizer reads and writes. moved: that forward and backward of a micro-batch read and write
+        besides the products: copies of what is gathered and reduced, sums of gradients. sums: such bytes of backward,
+        but for the first micro-batch of a step.
+    Pipelines:
+        scatters: tensor-parallel ranks send a part of a tensor each to the next stage. serial: a rank sends and
+        receives one tensor after another, and computes nothing meanwhile. weighs_stages: ranks get layers so that the
+        output layer's parameters are shared out too. balances: they get layers so that the largest rank has as few
+        parameters as can be, those of the embedding and the output layer included.
+    The host, in seconds:
+        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD times as long. waits: in which a
+        layer's forward stands still, since the host reads a result before it goes on. engine: that it needs for a
+        micro-batch on each stage besides layers.
+    Products in 8 bits:
+        fp8: their rate relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it
+        less, and it is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in
+        forward for each element that enters a product, in backward for that and for each element of a gradient.
+        gathers_fp8: sharded weights, and inputs that tensor-parallel ranks gather, are in 8 bits.
+    known: its code or papers were read; predictions for another program have a wider interval. kept: what it keeps in
+    memory.
+    """
+
+    name: str
+    attention: Attention
+    forward: float
+    backward: float
+    forward_ffn: float
+    backward_ffn: float
+    logit: float
+    sequence_parallel: bool
+    heads: tuple[float, float] = (4, 6)
+    scores: tuple[float, float] = (9, 11)
+    gathers_again: bool = False
+    hidden: float = 0.0
+    repeats: float | None = None
+    gradient: int = 4
+    optimizer: float = 28.0
+    moved: tuple[float, float] = (0, 0)
+    sums: float = 0
+    host: float = 0.0003
+    scatters: bool = False
+    rings: bool = True
+    pieces: int = 1
+    buckets: float | None = None
+    reduces_beside: bool = False
+    gathers_beside: bool = False
+    rearranges: bool = False
+    fp8: float = 0.83
+    casts: tuple[float, float] = (0, 0)
+    weighs_stages: bool = False
+    all_reduces: bool = False
+    broadcasts: bool = False
+    gathers_fp8: bool = False
+    gathers_logits: bool = False
+    balances: bool = False
+    serial: bool = False
+    waits: float = 0.0
+    engine: float = 0.0
+    known: bool = True
+    kept: keeps.Kept = keeps.MEGATRON_2025
+
+
+HOST_BACKWARD = 1.9
+ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
+    ("flash1", "A100"): (0.36, 0.30),
+    ("flash1", "H100"): (0.20, 0.155),
+    ("flash2", "A100"): (0.62, 0.53),
+    ("flash2", "H100"): (0.34, 0.29),
+    ("flash3", "H100"): (0.67, 0.55),
+    ("cudnn", "A100"): (0.62, 0.53),
+    ("cudnn", "H100"): (0.56, 0.49),
+    ("cudnn", "B200"): (0.55, 0.45),
+}
+OTHER_GPUS = (0.34, 0.29)
+# Shares of these rates for heads of fewer than WIDE elements. FlashAttention 1 has one rate for both; FlashAttention 2
+# on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
+NARROW: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
+NARROWEST = 0.75
+WIDE = 128
+
+
+def attention_shares(program: Program, gpu: str, head_size: int) -> tuple[float, float]:
+    """The shares of the peak that attention reaches in forward and in backward."""
+    kind = next((kind for kind in ("A100", "H100", "H200", "B200", "GB200", "GB300") if kind in gpu), "")
+    kind = {"H200": "H100", "GB200": "B200", "GB300": "B200"}.get(kind, kind)
+    shares = ATTENTION.get((program.attention, kind), OTHER_GPUS)
+    narrow = NARROW.get(program.attention, NARROWEST) if head_size < WIDE else 1.0
+    return shares[0] * narrow, shares[1] * narrow

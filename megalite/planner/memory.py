@@ -5,6 +5,7 @@ up what follows from their code: weights, gradients and optimizer states by how 
 backward, times the micro-batches that a pipeline rank holds; and what lives for a moment only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megalite.planner.balance import stage_layers
@@ -50,7 +51,10 @@ class Memory:
 
 def memory(work: Work, program: Program) -> Memory:
     """Of the fullest pipeline rank: the first, the last, or the first of those that have more layers."""
-    layers = stage_layers(work, program)
+    return _fullest(work, program, stage_layers(work, program))
+
+
+def _fullest(work: Work, program: Program, layers: Sequence[int]) -> Memory:
     ranks = {0, work.pp - 1, layers.index(max(layers))}
     return max((_rank(work, program, rank, layers[rank]) for rank in ranks), key=lambda found: found.total)
 
@@ -62,7 +66,8 @@ def counted(work: Work, program: Program, what: Counted) -> float:
     as papers add them up. Where a source does not say, tensors are meant.
     """
     if what == "formula":
-        found = memory(replace(work, vocab=0), program)
+        # The program still weighs embeddings when it gives layers to ranks.
+        found = _fullest(replace(work, vocab=0), program, stage_layers(work, program))
         return found.total - found.moment - found.buffers
     total = memory(work, program).total
     if what == "device":

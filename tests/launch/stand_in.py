@@ -95,6 +95,8 @@ class Rank:
             self.end(5, "another attempt has taken over")  # while this one was frozen
         if list(self.attempt.glob("fail-*")):
             return  # as a collective, which a dead rank does not join
+        if self.step and self.rank != self.options.rank and self.fails_in(self.step):
+            return  # the rank that fails in this step has not seen it yet
         if (self.attempt / "stop").exists():
             self.save()
             write_outcome(self.attempt, 3, self.step)
@@ -142,11 +144,14 @@ class Rank:
             if now - path.stat().st_mtime > LOST or not alive(int(path.read_text())):
                 self.end(5, f"rank {path.name[6:]} gave no sign of life")
 
+    def fails_in(self, step: int) -> bool:
+        """Whether it is time to fail, and that has not been done in an attempt before."""
+        done = self.options.once and (self.run.path / "failed").exists()
+        return bool(self.options.fail) and step >= self.options.at and not done
+
     def fail_at(self, step: int) -> None:
-        """Fail, if it is time for that and it has not been done in an attempt before."""
-        once = self.run.path / "failed"
-        if self.options.fail and step >= self.options.at and not (self.options.once and once.exists()):
-            once.touch()
+        if self.fails_in(step):
+            (self.run.path / "failed").touch()
             self.end(self.options.fail, f"failed at step {step}, as it was told")
 
     def fail_as_asked(self) -> None:

@@ -254,7 +254,7 @@ def test_a_preempted_job_makes_room_and_comes_back(submit: Submit, cluster: Clus
 
 
 def test_a_frozen_node_is_left_behind(submit: Submit, cluster: Cluster) -> None:
-    case = submit("frozen", "--steps", "60", supervisor=("--min-nodes", "1", "--preflight-seconds", "3"))
+    case = submit("frozen", "--steps", "240", supervisor=("--min-nodes", "1", "--preflight-seconds", "3"))
     case.trains()
     began, processes = time.monotonic(), cluster.freeze(NODES[1])
     try:
@@ -266,7 +266,7 @@ def test_a_frozen_node_is_left_behind(submit: Submit, cluster: Cluster) -> None:
     assert took < stand_in.LOST + 20  # whatever SlurmdTimeout
     assert case.all("attempt")[1]["nodes"] == [NODES[0]]
     assert case.all("attempt_ended")[0]["first"]["node"] == NODES[1]
-    assert stand_in.recorded(case.run) == stand_in.curve(60)
+    assert stand_in.recorded(case.run) == stand_in.curve(240)
     assert case.ended()[0] == "COMPLETED"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from megalite_kernels.backend import Backend, jit, on_device, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import Backend, Program, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, Case, meta
 from megalite_kernels.tensor_table import (
     CHUNK,
@@ -31,7 +31,7 @@ from megalite_kernels.tensor_table import (
     tl_dtype,
 )
 
-BLOCK = 1024
+PROGRAM = Program(elements=1024, warps=4)  # a block is a part of a chunk
 
 
 def reference(
@@ -90,7 +90,7 @@ def _adamw_kernel(
 @on_device
 def launch_adamw(
     lists: Sequence[Sequence[Tensor]], factors: Tensor, clip: Tensor | None, found_inf: Tensor | None,
-    betas: tuple[float, float], eps: float,
+    betas: tuple[float, float], eps: float, program: Program = PROGRAM,
 ) -> None:  # fmt: skip
     """Launch the kernel. lists: weights, gradients, both moments and, if any, copies; factors `[tensors, 3]`."""
     for numbers, is_aligned in launches(lists):
@@ -103,7 +103,8 @@ def launch_adamw(
             table, factors[rows].to(wide), None if clip is None else clip.to(wide), found_inf, len(numbers),
             BETA1=betas[0], BETA2=betas[1], EPS=eps, COLUMNS=table.shape[1],
             WEIGHT=weight, GRAD=grad, STATE=state, COPY=copy[0] if copy else None,
-            ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=BLOCK,
+            ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=program.elements,
+            num_warps=program.warps,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ needs a device before that.
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ Backend = Literal["auto", "triton", "torch"]
 
 HAS_TRITON = triton is not None
 INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton is imported
+
+
+class Program(NamedTuple):
+    """The size of a kernel's programs. Launch functions choose it, unless they are given one."""
+
+    elements: int  # of a program's block, a power of 2
+    warps: int
 
 
 def jit(function: Callable[..., Any]) -> Any:

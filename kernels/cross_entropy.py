@@ -20,7 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite_kernels.backend import Backend, exp, jit, on_device, power_of_2, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import (
+    Backend,
+    Program,
+    exp,
+    jit,
+    on_device,
+    power_of_2,
+    tl,
+    use_triton,
+    wide_dtype,
+    widen,
+)
 from megalite_kernels.collectives import all_gather_single, group_named, name_of
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, Case, meta
 from megalite_kernels.labels import Labels, labels_of
@@ -129,18 +140,32 @@ def _gradient_kernel(
     tl.store(X + column, tl.where(inside, gradient, 0.0).to(X.dtype.element_ty), mask=column < width)
 
 
+def stats_program(columns: int, itemsize: int) -> Program:
+    """The size of forward's programs for rows of `columns` elements."""
+    vector = 16 // itemsize
+    lanes = min(power_of_2(-(-columns // vector)), 512)
+    # Two loads a thread: with more, the compiler keeps only one in flight.
+    return Program(lanes * vector, max(lanes // 64, 1))
+
+
+def gradient_program(width: int, itemsize: int) -> Program:
+    """The size of backward's programs for rows of `width` elements."""
+    block = min(power_of_2(width), 8192 // itemsize)
+    return Program(block, max(block * itemsize // 2048, 1))
+
+
 @on_device
-def launch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
+def launch_stats(logits: Tensor, targets: Tensor, labels: Labels, program: Program | None = None) -> Tensor:
     """`[n, 2]`: for every row's part on this rank, the log-sum-exp and the terms linear in x."""
     stats = logits.new_empty(len(logits), 2, dtype=wide_dtype(logits.dtype))
+    block, warps = program or stats_program(labels.columns, logits.itemsize)
     vector = 16 // logits.itemsize
-    lanes = min(power_of_2(-(-labels.columns // vector)), 512)
     constants = labels.constants
     if len(logits):
         _stats_kernel[(len(logits),)](
             logits, targets, stats, logits.stride(0), labels.first, labels.columns,
-            KEPT=constants["KEPT"], SHARE=constants["SHARE"], LANES=lanes, VECTOR=vector,
-            num_warps=max(lanes // 64, 1),  # two loads a thread: with more, the compiler keeps only one in flight
+            KEPT=constants["KEPT"], SHARE=constants["SHARE"], LANES=block // vector, VECTOR=vector,
+            num_warps=warps,
         )  # fmt: skip
     return stats
 
@@ -159,15 +184,17 @@ def launch_merge(parts: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor
 
 
 @on_device
-def launch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor, labels: Labels) -> None:
+def launch_gradient(
+    logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor, labels: Labels, program: Program | None = None
+) -> None:
     """Overwrite logits by their gradient. scales `[n]`: the gradients of rows' losses, maybe one number expanded."""
     count, width = logits.shape
-    block = min(power_of_2(width), 8192 // logits.itemsize)
+    block, warps = program or gradient_program(width, logits.itemsize)
     if logits.numel():
         _gradient_kernel[(count, -(-width // block))](
             logits, targets, lses, scales, logits.stride(0), scales.stride(0),
             labels.first, labels.columns, width, labels.ignore_index or 0, **labels.constants, BLOCK=block,
-            num_warps=max(block * logits.itemsize // 2048, 1),
+            num_warps=warps,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite_kernels import apex
 from megalite_kernels.backend import (
     Backend,
+    Program,
     as_rows,
     jit,
     multiprocessors,
@@ -155,24 +156,40 @@ def _rms_norm_backward(
         tl.store(PartialSums + row + columns, tl.sum(sums[tile], 0, keep_dims=True), mask=columns < WIDTH)
 
 
-def forward_block(width: int) -> dict[str, int]:
+def forward_program(width: int) -> Program:
+    """The size of forward's programs for rows of `width` elements."""
+    elements = min(max(power_of_2(width), ELEMENTS), 16384)
+    return Program(elements, min(elements // 512, 16))
+
+
+def forward_block(width: int, program: Program | None = None) -> dict[str, int]:
     """The block of a program of forward: several rows, or one, in tiles of columns if it is too wide for registers."""
-    tile = min(power_of_2(width), 16384)
-    rows = max(ELEMENTS // tile, 1)
-    return {"ROWS": rows, "TILE": tile, "TILES": -(-width // tile), "num_warps": min(rows * tile // 512, 16)}
+    elements, warps = program or forward_program(width)
+    tile = min(power_of_2(width), elements)
+    return {"ROWS": elements // tile, "TILE": tile, "TILES": -(-width // tile), "num_warps": warps}
 
 
-def backward_block(width: int, itemsize: int, weight_itemsize: int, shared: int) -> dict[str, int]:
+def backward_program(width: int) -> Program:
+    """The size of backward's programs for rows of `width` elements."""
+    if width > 8192:
+        return Program(ELEMENTS, 16)
+    elements = max(power_of_2(width), ELEMENTS)
+    return Program(elements, elements // 512)
+
+
+def backward_block(
+    width: int, itemsize: int, weight_itemsize: int, shared: int, program: Program | None = None
+) -> dict[str, int]:
     """The block of a program of backward. PARTS programs share rows of many tiles, so that each can hold its dw in
     registers.
 
     shared: bytes of shared memory that a program may use. It holds three inputs and the weight, at most twice.
     """
-    tile = power_of_2(width) if width <= 8192 else 4096
-    rows = max(ELEMENTS // tile, 1)
+    elements, warps = program or backward_program(width)
+    tile = min(power_of_2(width), elements)
+    rows = elements // tile
     tiles = -(-width // tile)
     parts = -(-tiles // max(8 // itemsize, 1))
-    warps = rows * tile // 512 if tiles == 1 else 16
     ahead = 2 * tile * (3 * rows * itemsize + weight_itemsize) + SCRATCH
     stages = 3 if tiles == 1 and ahead <= shared else 1
     return {
@@ -186,14 +203,16 @@ def backward_block(width: int, itemsize: int, weight_itemsize: int, shared: int)
 
 
 @on_device
-def launch_forward(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
+def launch_forward(
+    x: Tensor, add: Tensor | None, weight: Tensor, eps: float, program: Program | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """The norm of x or, if add is given, of x + add; that sum; and 1 / root mean square `[n]` of every row."""
     rows, others = as_rows(x), None if add is None else as_rows(add)
     count, width = rows.shape
     y = x.new_empty(x.shape)
     total = None if add is None else x.new_empty(x.shape)
     inverse = x.new_empty(count, dtype=wide_dtype(x.dtype))
-    block = forward_block(width)
+    block = forward_block(width, program)
     if x.numel():
         _rms_norm_forward[(-(-count // block["ROWS"]),)](
             rows, others, weight.contiguous(), y, total, inverse,
@@ -204,12 +223,12 @@ def launch_forward(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) ->
 
 @on_device
 def launch_backward(
-    x: Tensor, weight: Tensor, inverse: Tensor, dy: Tensor, dtotal: Tensor | None
+    x: Tensor, weight: Tensor, inverse: Tensor, dy: Tensor, dtotal: Tensor | None, program: Program | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, with dtotal added, and of the weight."""
     count, width = x.shape[:-1].numel(), x.shape[-1]
     dx = x.new_empty(x.shape)
-    block = backward_block(width, x.itemsize, weight.itemsize, shared_memory(x.device))
+    block = backward_block(width, x.itemsize, weight.itemsize, shared_memory(x.device), program)
     at_once = multiprocessors(x.device) * min(max(8192 // width, 1), 2)
     programs = min(max(at_once // block["PARTS"], 1), -(-count // block["ROWS"])) if x.numel() else 0
     partial_sums = x.new_empty(programs, width, dtype=inverse.dtype)

@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.backend import Backend, as_rows, jit, on_device, times, tl, use_triton, wide_dtype, widen
+from megalite_kernels.backend import (
+    Backend,
+    Program,
+    as_rows,
+    jit,
+    on_device,
+    times,
+    tl,
+    use_triton,
+    wide_dtype,
+    widen,
+)
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 BYTES = 32  # per thread, of every tensor: two loads
@@ -63,33 +74,39 @@ def _swiglu_backward(Gate, Up, DY, DGate, DUp, width, gate_stride, up_stride, dy
     tl.store(DUp + row * width + columns, (dy * g * sigmoid).to(DUp.dtype.element_ty), mask=columns < width)
 
 
-def _grid(*tensors: Tensor) -> tuple[list[Tensor], int, int, int]:
-    """The tensors as rows, one row if all are contiguous; the number of programs; a row's width; a program's block."""
+def program_for(itemsize: int) -> Program:
+    """The size of programs for elements of `itemsize` bytes."""
+    return Program(32 * WARPS * BYTES // itemsize, WARPS)
+
+
+def _grid(block: int, *tensors: Tensor) -> tuple[list[Tensor], int, int]:
+    """The tensors as rows, one row if all are contiguous; the number of programs; a row's width."""
     rows = [x.view(1, -1) if all(y.is_contiguous() for y in tensors) else as_rows(x) for x in tensors]
     count, width = rows[0].shape
-    block = 32 * WARPS * BYTES // tensors[0].itemsize
-    return rows, count * -(-width // block), width, block
+    return rows, count * -(-width // block), width
 
 
 @on_device
-def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
+def launch_forward(gate: Tensor, up: Tensor, program: Program | None = None) -> Tensor:
     y = gate.new_empty(gate.shape)
-    (gates, ups), programs, width, block = _grid(gate, up)
+    block, warps = program or program_for(gate.itemsize)
+    (gates, ups), programs, width = _grid(block, gate, up)
     if programs:
         _swiglu_forward[(programs,)](
-            gates, ups, y, width, gates.stride(0), ups.stride(0), BLOCK=block, num_warps=WARPS
+            gates, ups, y, width, gates.stride(0), ups.stride(0), BLOCK=block, num_warps=warps
         )  # fmt: skip
     return y
 
 
 @on_device
-def launch_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, program: Program | None = None) -> tuple[Tensor, Tensor]:
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    (gates, ups, dys), programs, width, block = _grid(gate, up, dy)
+    block, warps = program or program_for(gate.itemsize)
+    (gates, ups, dys), programs, width = _grid(block, gate, up, dy)
     if programs:
         _swiglu_backward[(programs,)](
             gates, ups, dys, dgate, dup, width, gates.stride(0), ups.stride(0), dys.stride(0),
-            BLOCK=block, num_warps=WARPS,
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return dgate, dup
 

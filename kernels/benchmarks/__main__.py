@@ -1,7 +1,8 @@
 """Time every kernel on a CUDA device, beside torch.compile, eager PyTorch and, where it is installed, Liger.
 
-Every implementation is first compared with a reference in a wider data type; one that disagrees is not timed. Exit code
-0: done; 1: a kernel of this package disagrees or fails; 2: bad input, or nothing to run on; 130: interrupted.
+Every implementation is first compared with a reference in a wider data type; one that disagrees is not timed. With
+--sweep, kernels are timed with other sizes of their programs instead, beside the sizes that ship. Exit code 0: done; 1:
+a kernel of this package disagrees or fails; 2: bad input, or nothing to run on; 130: interrupted.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,20 +24,31 @@ from megalite_kernels.benchmarks.inputs import MODELS, TINY, fitting
 from megalite_kernels.benchmarks.machine import device_facts, has_cuda, versions
 from megalite_kernels.benchmarks.measure import Log, Row, check, measure
 from megalite_kernels.benchmarks.report import as_data, page, result_table, summaries, summary_table
-from megalite_kernels.benchmarks.timing import Gpu, copied_sizes, copies, copy_bandwidths
+from megalite_kernels.benchmarks.sweep import SWEPT, Trial, swept_cases
+from megalite_kernels.benchmarks.sweep import check as check_sweep
+from megalite_kernels.benchmarks.sweep import measure as measure_sweep
+from megalite_kernels.benchmarks.sweep_report import agreement_table, comparison_table, sweep_data, sweep_page
+from megalite_kernels.benchmarks.timing import LEAST_ROUNDS, Gpu, copied_sizes, copies, copy_bandwidths
 
 PROGRAM = "python -m megalite_kernels.benchmarks"
 OUT = "docs/benchmarks/kernels_gpu.json"
+SWEEP_OUT = "docs/benchmarks/kernels_sweep.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
+    options.out = options.out or Path(SWEEP_OUT if options.sweep else OUT)
+    options.ops = options.ops or list(SWEPT if options.sweep else OPS)
     try:
-        if obstacle := _obstacle(options.check, options.out):
+        if obstacle := _obstacle(options):
             print(f"{PROGRAM}: error: {obstacle}", file=sys.stderr)
             return 2
-        rows = _check(options.ops) if options.check else _run(options, shlex.join([*PROGRAM.split(), *arguments]))
+        if options.check:
+            rows = _check_sweep(options.ops) if options.sweep else _check(options.ops)
+        else:
+            run = _sweep if options.sweep else _run
+            rows = run(options, shlex.join([*PROGRAM.split(), *arguments]))
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted; what was written has the cases until then", file=sys.stderr)
         return 130
@@ -46,10 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare on tiny inputs, on any machine; time nothing")
     parser.add_argument(
+        "--sweep", action="store_true", help=f"other sizes of the kernels' programs, of {', '.join(SWEPT)}"
+    )
+    parser.add_argument(
         "--ops",
         nargs="+",
         choices=OPS,
-        default=list(OPS),
         metavar="OP",
         help=f"some of {', '.join(OPS)} (default: all)",
     )
@@ -65,9 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=_json,
-        default=OUT,
         metavar="JSON",
-        help="result to write; a page goes beside it (default: %(default)s)",
+        help=f"result to write; a page goes beside it (default: {OUT}, or {SWEEP_OUT} with --sweep)",
     )
     return parser
 
@@ -84,12 +98,14 @@ def _json(text: str) -> Path:
     return Path(text)
 
 
-def _obstacle(checks: bool, out: Path) -> str:
+def _obstacle(options: argparse.Namespace) -> str:
     """Why this cannot be run here; empty if it can."""
-    has_gpu = has_cuda()
+    has_gpu, out = has_cuda(), options.out
+    if options.sweep and (others := [op for op in options.ops if op not in SWEPT]):
+        return f"--sweep knows {', '.join(SWEPT)}, not {', '.join(others)}; leave that out of --ops"
     if not HAS_TRITON:
         return "Triton is not installed, and without it there are no kernels; pip install 'triton>=3.6,<3.8'"
-    if checks:
+    if options.check:
         missing = "without CUDA, --check runs the kernels in Triton's interpreter; set TRITON_INTERPRET=1"
         return "" if has_gpu or INTERPRETED else missing
     if not has_gpu:
@@ -104,21 +120,28 @@ def _obstacle(checks: bool, out: Path) -> str:
 
 
 def _check(ops: Sequence[str]) -> list[Row]:
-    device = torch.device("cuda" if has_cuda() and not INTERPRETED else "cpu")
-    log = _log()
+    device, log = _checked_device(), _log()
     rows = [row for case in cases(ops, [TINY]) for row in check(case, device, log)]
     print(f"On {device}" + ("; torch.compile only traces here." if device.type == "cpu" else "."))
     print(result_table(rows), end="")
     return rows
 
 
+def _check_sweep(ops: Sequence[str]) -> list[Trial]:
+    device = _checked_device()
+    trials = [trial for case in cases(ops, [TINY]) for of_pass in check_sweep(case, device) for trial in of_pass]
+    print(f"On {device}.")
+    print(agreement_table(trials), end="")
+    return trials
+
+
+def _checked_device() -> torch.device:
+    return torch.device("cuda" if has_cuda() and not INTERPRETED else "cpu")
+
+
 def _run(options: argparse.Namespace, command: str) -> list[Row]:
     log, gpu = _log(), Gpu(torch.device("cuda", 0))
-    head = {"command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    head |= {"device": device_facts(gpu.device), "versions": versions()}
-    bandwidths = copy_bandwidths(gpu, copies(gpu.device, copied_sizes(gpu.free())), options.rounds)
-    for name, bandwidth in bandwidths.items():
-        log(f"{name}: {bandwidth / 1e9:.0f} GB/s")
+    head, bandwidths = _head(command, gpu), _bandwidths(gpu, options.rounds, log)
     todo = cases(options.ops, [fitting(MODELS[model], gpu.free()) for model in options.models])
     rows: list[Row] = []
     for done, case in enumerate(todo, 1):
@@ -130,6 +153,34 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
         _write(options.out.with_suffix(".md"), page(head, rows, bandwidths))
     print(summary_table(summaries(rows, max(bandwidths.values()))), end="")
     return rows
+
+
+def _sweep(options: argparse.Namespace, command: str) -> list[Trial]:
+    log, gpu = _log(), Gpu(torch.device("cuda", 0))
+    head, bandwidths = _head(command, gpu), _bandwidths(gpu, min(options.rounds, LEAST_ROUNDS), log)
+    trials: list[Trial] = []
+    for case in swept_cases(options.ops, [MODELS[model] for model in options.models], gpu.free()):
+        for of_pass in measure_sweep(case, gpu, options.rounds, log):
+            trials += of_pass
+            _write(options.out, json.dumps(sweep_data(head, trials, bandwidths), indent=1) + "\n")
+            _write(options.out.with_suffix(".md"), sweep_page(head, trials, bandwidths))
+        gpu.free()
+    print(comparison_table(trials, max(bandwidths.values())), end="")
+    return trials
+
+
+def _head(command: str, gpu: Gpu) -> dict[str, Any]:
+    """The command, the date, the device and the versions of packages."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": command, "date": date, "device": device_facts(gpu.device), "versions": versions()}
+
+
+def _bandwidths(gpu: Gpu, rounds: int, log: Log) -> dict[str, float]:
+    """Bytes per second of every copy."""
+    found = copy_bandwidths(gpu, copies(gpu.device, copied_sizes(gpu.free())), rounds)
+    for name, bandwidth in found.items():
+        log(f"{name}: {bandwidth / 1e9:.0f} GB/s")
+    return found
 
 
 def _log() -> Log:

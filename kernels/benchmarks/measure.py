@@ -71,7 +71,7 @@ def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
 
 def _compared(case: Case, inputs: Inputs, log: Log) -> list[_Candidate]:
     torch.compiler.reset()  # what was compiled for other sizes counts against a limit
-    exact = _attempt(lambda: case.exact(inputs))
+    exact = attempt(lambda: case.exact(inputs))
     candidates = []
     for variant in VARIANTS[case.op]:
         status, run = (
@@ -90,12 +90,12 @@ def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tenso
     if variant.kind == LIGER and not has_liger():
         return "not installed", None
     inputs.restore()
-    run = _attempt(lambda: variant.bind(inputs))
+    run = attempt(lambda: variant.bind(inputs))
     if isinstance(run, str):
         return run, None
     if not variant.compared:
         return "not compared", run
-    excesses = _attempt(lambda: _excesses(run, inputs, exact, case.rounded))
+    excesses = attempt(lambda: _excesses(run, inputs, exact, case.rounded))
     if isinstance(excesses, str):
         return excesses, None
     worst = max(excesses, key=excesses.__getitem__)
@@ -104,7 +104,7 @@ def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tenso
     return AGREES, run
 
 
-def _attempt(work: Callable[[], Result]) -> Result | str:
+def attempt(work: Callable[[], Result]) -> Result | str:
     """What `work` returns, or how it failed: code of other projects may do so in any way, and the rest is wanted."""
     try:
         return work()
@@ -129,7 +129,7 @@ def _timed(case: Case, part: str, inputs: Inputs, candidates: Sequence[_Candidat
     takers = [one for one in candidates if one.run is not None and (one.variant.compared or part == WHOLE)]
     restores = any(one.variant.overwrites for one in takers)
     calls = {one.variant.name: _call(one, part, inputs, restores) for one in takers}
-    warm = {name: _attempt(lambda call=call: warm_up(call, gpu)) for name, call in calls.items()}
+    warm = {name: attempt(lambda call=call: warm_up(call, gpu)) for name, call in calls.items()}
     ready = {name: each for name, each in warm.items() if isinstance(each, Warm)}
     times = spreads({name: calls[name] for name in ready}, ready, gpu, rounds) if ready else {}
     rows = []

@@ -99,9 +99,9 @@ def summary_table(found: Sequence[Summary]) -> str:
     for one in found:
         row = one.row
         targets = ", ".join(f"{target}: {verdict}" for target, verdict in one.targets.items())
-        ratios = (_number(one.ratios.get(kind), 1, "{:.2f}") for kind in OTHERS)
+        ratios = (number(one.ratios.get(kind), 1, "{:.2f}") for kind in OTHERS)
         cells = [row.op, f"{row.model}, {row.sizes}", row.part, *_measured(row, one.share)]
-        rows.append([*cells, *ratios, _number(row.peak_bytes, 2**-20), targets if row.seconds else row.status])
+        rows.append([*cells, *ratios, number(row.peak_bytes, 2**-20), targets if row.seconds else row.status])
     return table(heads, rows)
 
 
@@ -111,10 +111,10 @@ def full_table(rows: Iterable[Row], copy: float) -> str:
     for row in rows:
         spread, seconds = "–", row.seconds
         if seconds:
-            spread = f"{_number(seconds.p10, 1e6)}–{_number(seconds.p90, 1e6)}"
+            spread = f"{number(seconds.p10, 1e6)}–{number(seconds.p90, 1e6)}"
         cells = [row.op, row.model, row.part, row.variant, *_measured(row, share_of_copy(row, copy)), spread]
-        cells += [_number(seconds and seconds.rounds, 1, "{:.0f}"), _number(row.host_seconds, 1e6)]
-        lines.append([*cells, _number(row.peak_bytes, 2**-20), row.status])
+        cells += [number(seconds and seconds.rounds, 1, "{:.0f}"), number(row.host_seconds, 1e6)]
+        lines.append([*cells, number(row.peak_bytes, 2**-20), row.status])
     return table([*heads, "peak MiB", "result"], lines)
 
 
@@ -127,10 +127,10 @@ def _measured(row: Row, share: float | None) -> list[str]:
     """Time, bandwidth and its share of a copy's."""
     seconds = row.seconds.median if row.seconds else None
     speed = row.moved_bytes / seconds if seconds and row.moved_bytes else None
-    return [_number(seconds, 1e6), _number(speed, 1e-9, "{:,.0f}"), _number(share, 100, "{:.0f}")]
+    return [number(seconds, 1e6), number(speed, 1e-9, "{:,.0f}"), number(share, 100, "{:.0f}")]
 
 
-def _number(value: float | None, scale: float, form: str = "{:,.1f}") -> str:
+def number(value: float | None, scale: float, form: str = "{:,.1f}") -> str:
     return "–" if value is None else form.format(value * scale)
 
 
@@ -152,11 +152,9 @@ def as_data(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float])
 def page(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> str:
     """Everything, to read."""
     copy = max(copies.values())
-    facts = "\n".join(f"- {name}: {_words(value)}" for name, value in head.items())
     return f"""# The kernels on a GPU
 
-{facts}
-- copy: {copy / 1e9:,.0f} GB/s, bytes read and written, the best of {len(copies)}
+{facts(head, copies)}
 
 Times are medians on the GPU, without the host's. GB/s counts what an op must at least read and write, whatever is moved
 beyond that; % of copy is its share of the bandwidth of the copy above. ÷ is the time of megalite's kernel over that of
@@ -167,6 +165,12 @@ Backward's has what forward keeps.
 ## Every implementation
 
 {full_table(rows, copy)}"""
+
+
+def facts(head: dict[str, Any], copies: dict[str, float]) -> str:
+    """A list of what was run, on what, and how fast that copies."""
+    copy = f"{max(copies.values()) / 1e9:,.0f} GB/s, bytes read and written, the best of {len(copies)}"
+    return "\n".join(f"- {name}: {_words(value)}" for name, value in (head | {"copy": copy}).items())
 
 
 def _words(value: Any) -> str:

@@ -1,0 +1,43 @@
+"""Whether implementations compute the same: losses of the first step, and of the steps after it. Imports no torch.
+
+Rows of one group have the same weights, tokens and settings. The first that is megalite's is what the others are
+compared with; one that is too far from it disagrees, and no ratio is made of its times.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megalite_tools.bench.training.cases import OURS
+from megalite_tools.bench.training.rows import DISAGREES, OK, Row
+
+FIRST = 1e-2  # of a loss, in nats: bf16 rounds activations and logits differently
+CURVE = 0.03  # at later steps, of what the loss has fallen since, if that is more
+
+
+def judged(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """The same rows, each with the status that its losses give it."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows.values(), key=lambda row: row.get("written", 0)):
+        if row["status"] in (OK, DISAGREES) and row.get("group") and row.get("loss"):
+            groups.setdefault(row["group"], []).append(row)
+    found = dict(rows)
+    for group in groups.values():
+        ours = [row for row in group if row.get("implementation") == OURS]
+        for row in group:
+            reason = apart(ours[0]["loss"], row["loss"]) if ours else ""
+            plain = {key: value for key, value in row.items() if key != "reason"}
+            found[row["id"]] = (
+                {**plain, "status": DISAGREES, "reason": f"{reason} of {ours[0]['id']}"}
+                if reason
+                else {**plain, "status": OK}
+            )
+    return found
+
+
+def apart(expected: Sequence[float], got: Sequence[float]) -> str:
+    """How two loss curves differ by more than roundings make them; "" if they do not."""
+    for step, (ours, theirs) in enumerate(zip(expected, got, strict=False), 1):
+        allowed = max(FIRST, CURVE * (expected[0] - ours))
+        if not (math.isfinite(theirs) and abs(ours - theirs) <= allowed):
+            return f"the loss of step {step} is {theirs:.4f}, not the {ours:.4f}"
+    return ""

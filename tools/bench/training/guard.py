@@ -1,0 +1,193 @@
+"""Runs a program that may hang, crash, print without end or take all memory, and says how it ended. Imports no torch.
+
+All that the program starts inherits a mark in its environment, by which it is found and ended, whatever sessions and
+groups it has made. Output is read as it comes; only its beginning and its end are kept.
+"""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.config.errors import InputError
+from megalite.config.files import read_object, write_object
+
+TAIL = 16_384  # bytes of output that are kept of its end
+LOGGED = 4 << 20  # bytes of output that are kept of its beginning, while it runs
+GRACE = 8.0  # seconds from SIGINT, on which pytest writes its report, to SIGKILL
+PAUSE = 0.2  # seconds between two looks at clock and memory
+CHUNK = 1 << 16
+MARK = "MEGALITE_BENCH_CASE"  # environment of all processes of a case
+ROUNDS = 20
+DEATH = 1  # PR_SET_PDEATHSIG of prctl
+
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: of the program. memory: bytes that its processes may hold in the host's memory together."""
+
+    seconds: float
+    memory: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    code: its exit code, or the negative number of the signal that killed it. broken: the limit that it broke, `time` or
+    `memory`, or "". tail: the end of its output. peak: bytes of host memory at most, as far as was seen.
+    """
+
+    code: int
+    broken: str
+    seconds: float
+    tail: str
+    peak: int
+
+
+def run_limited(
+    command: Sequence[str], environment: Mapping[str, str], limits: Limits, leader: Path, log: Path
+) -> Ended:
+    """Run `command` until it ends or breaks a limit. Nothing of it is alive afterwards, whatever happens here.
+
+    leader: a file that names the running process, for `end_leftover` in case this process is killed. log: a file for
+    the beginning of its output, while it runs. Raises OSError if the program cannot be started.
+    """
+    began, mark = time.monotonic(), uuid.uuid4().hex
+    write_object(leader, {"mark": mark})
+    output = _Output(log)
+    try:
+        process = subprocess.Popen(
+            [*command],
+            env={**environment, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            broken, peak = _watch(process, limits, began, output, mark)
+        finally:
+            _end(mark)
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # a driver that hangs may keep a process where no signal ends it
+                process.wait(GRACE)
+            if process.stdout is not None:
+                process.stdout.close()
+    finally:
+        tail = output.close()
+        leader.unlink(missing_ok=True)
+    code = -signal.SIGKILL if process.returncode is None else process.returncode
+    return Ended(code, broken, time.monotonic() - began, tail, peak)
+
+
+def end_leftover(leader: Path) -> bool:
+    """Kill what a parent that was killed itself has left running. Returns whether there was anything."""
+    try:
+        mark = read_object(leader, CHUNK).get("mark")
+    except InputError:
+        return False
+    return isinstance(mark, str) and len(mark) == len(uuid.uuid4().hex) and _end(mark)
+
+
+class _Output:
+    """What a program prints: its end, and in a file its beginning."""
+
+    def __init__(self, log: Path) -> None:
+        self._tail, self._room = bytearray(), LOGGED
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+
+    def add(self, chunk: bytes) -> None:
+        self._tail = (self._tail + chunk)[-TAIL:]
+        with suppress(OSError):  # a full disk costs the log, not the case
+            self._room -= os.write(self._log, chunk[: self._room]) if self._room else 0
+
+    def close(self) -> str:
+        os.close(self._log)
+        return self._tail.decode(errors="replace")
+
+
+def _watch(
+    process: subprocess.Popen[bytes], limits: Limits, began: float, output: _Output, mark: str
+) -> tuple[str, int]:
+    """Read output until the program ends. Returns the limit that it broke, and its peak of memory."""
+    pipe = process.stdout
+    assert pipe is not None
+    peak, broken, kill_at, looked = 0, "", float("inf"), 0.0
+    os.set_blocking(pipe.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while process.poll() is None:
+            if selector.get_map() and selector.select(PAUSE):
+                chunk = pipe.read(CHUNK)
+                output.add(chunk or b"")
+                if chunk == b"":
+                    selector.unregister(pipe)
+            elif not selector.get_map():  # it has closed its output, and lives on
+                time.sleep(PAUSE)
+            now = time.monotonic()
+            if now - looked < PAUSE:
+                continue
+            looked, held = now, _memory(mark)
+            peak = max(peak, held)
+            if now >= kill_at or held > limits.memory:
+                broken = broken or "memory"
+                _end(mark)
+            elif not broken and now - began > limits.seconds:
+                broken, kill_at = "time", now + GRACE
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGINT)
+    for _ in range(TAIL // 64):  # what is still in the pipe, which a process that is left may fill without end
+        if not (chunk := pipe.read(CHUNK)):
+            break
+        output.add(chunk)
+    return broken, peak
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent is killed, which can do nothing about it then."""
+    ctypes.CDLL(None).prctl(DEATH, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
+
+def _end(mark: str) -> bool:
+    """Kill all processes with a mark. Returns whether there was one."""
+    ended = False
+    for _ in range(ROUNDS):  # one that is forked meanwhile is met in the next round
+        members = _members(mark)
+        for pid in members:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not members:
+            break
+        ended = True
+        time.sleep(PAUSE / 4)
+    return ended
+
+
+def _members(mark: str) -> list[int]:
+    """The processes that have a mark; those that only wait to be reaped have no environment any more."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def _memory(mark: str) -> int:
+    """Bytes of host memory that processes with a mark hold; pages that they share count for each."""
+    total = 0
+    for pid in _members(mark):
+        with suppress(OSError, ValueError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return total

@@ -1,0 +1,229 @@
+"""Runs the cases of a plan one after another, each in a process of its own, until none is left or fits the time left.
+
+It imports no torch, so that nothing that a GPU does can end it. Killed at any moment it loses the case that runs, no
+more: the next start goes on after the rows that are there.
+"""
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megalite.config.errors import InputError, counted
+from megalite_launch.preflight.smi import SmiError, ask, table
+from megalite_tools.bench.training.agreement import judged
+from megalite_tools.bench.training.cases import Case, Target
+from megalite_tools.bench.training.guard import Ended, Limits, end_leftover, run_limited
+from megalite_tools.bench.training.junit import counts
+from megalite_tools.bench.training.prediction import predicted
+from megalite_tools.bench.training.rows import CRASH, FAILED, GIVEN_UP_AFTER, REFUSED, Row, Rows, ending, finished
+
+TRIES = 2  # failures in a row after which an implementation is given up
+ENDING = 10.0  # seconds that ending a case may take beyond its limit
+HOST_SHARE = 0.9  # of the host's free memory that a case may take
+FREE_SHARE = 0.02  # of a GPU's memory that something may hold when a case starts
+SETTLING = 10.0  # seconds to wait for memory of a case before to be given back
+MEMORY = ("memory.used", "memory.total")
+PAUSE = 0.5  # seconds between two looks at it
+MODULE = "megalite_tools.bench.training.command"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What cases run on. gpus: their number; None where that does not limit cases, as on a CPU."""
+
+    target: Target
+    gpus: int | None
+
+    @staticmethod
+    def found(target: Target) -> "Machine":
+        if target.device == "cpu":
+            return Machine(target, None)
+        try:
+            return Machine(target, sum(line.startswith("GPU ") for line in ask(["-L"], 20).splitlines()))
+        except SmiError:
+            return Machine(target, 0)
+
+    def settle(self) -> str:
+        """Wait until earlier processes have given memory of GPUs back; what is told of it if they do not."""
+        end = time.monotonic() + SETTLING
+        while self.gpus:
+            try:
+                query = [f"--query-gpu={','.join(MEMORY)}", "--format=csv,noheader,nounits"]
+                told = table(ask(query, SETTLING), MEMORY)
+                held = max(float(gpu["memory.used"]) - FREE_SHARE * float(gpu["memory.total"]) for gpu in told)
+            except (SmiError, ValueError):
+                return ""
+            if held <= 0:
+                return ""
+            if time.monotonic() > end:
+                return f"{held / 1024:.1f} GiB of a GPU were in use when it started"
+            time.sleep(PAUSE)
+        return ""
+
+
+@dataclass
+class Runner:
+    """Runs cases in a work folder.
+
+    left: seconds that are left, by a clock. say: tells people how a case has ended. begin: called before a case.
+    changed: called when a row has changed. started: starts a command and waits for its end. log: a file for the output
+    of the case that runs.
+    """
+
+    folder: Path
+    plan: Path
+    machine: Machine
+    commit: str
+    left: Callable[[], float]
+    say: Callable[[str], None]
+    begin: Callable[[Case], None] = lambda _: None
+    changed: Callable[[], None] = lambda: None
+    started: Callable[[Sequence[str], Mapping[str, str], Limits, Path, Path], Ended] = run_limited
+    log: Path | None = None
+    again: frozenset[str] = frozenset()
+    rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = Rows(self.folder / "rows")
+
+    def run(self, cases: Sequence[Case]) -> list[str]:
+        """Run what is left of a plan. Returns the ids of cases for which there was no time."""
+        (self.log or self.folder).parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder / "lock"):
+            if end_leftover(self.folder / "running"):
+                self.say("ended a case that an earlier start, which was killed, had left running")
+            late = [case.id for case in cases if not self._case(case)]
+            self.changed()
+            return late
+
+    def _case(self, case: Case) -> bool:
+        """Run a case, unless its row is there or says why not. Returns False if there is no time for it."""
+        rows = self.rows.read()
+        if case.id not in self.again and self._is_done(case, rows):
+            self.say(f"{case.id}: has a row already")
+            return True
+        if reason := refusal(case, rows, self.machine):
+            self._close(case, {**self._head(case), "status": REFUSED, "reason": reason})
+            return True
+        if case.limit + ENDING > self.left():
+            self.say(f"{case.id}: not started, as its {case.limit:.0f} s do not fit into the {self.left():.0f} s left")
+            return False
+        self.begin(case)
+        self._close(case, self._measured(case))
+        return True
+
+    def _is_done(self, case: Case, rows: Mapping[str, Row]) -> bool:
+        row = rows.get(case.id, {})
+        same = (row.get("commit"), row.get("hash")) == (self.commit, case.hash(self.machine.target))
+        return same and row["status"] != REFUSED
+
+    def _measured(self, case: Case) -> Row:
+        note, limits = self.machine.settle(), Limits(case.limit, HOST_SHARE * _free_memory())
+        head = self._head(case) | ({"note": note} if note else {})
+        try:
+            self.rows.begin(case.id)
+            log = self.log or self.folder / "running.log"
+            ended = self.started(self._command(case), self._environment(), limits, self.folder / "running", log)
+        except (OSError, InputError) as error:
+            return {**head, "status": CRASH, "reason": f"cannot be started: {error}"}
+        if case.command:
+            status, reason = ending(ended)
+            if status == CRASH and ended.code > 0:
+                status = FAILED
+            row: Row = {"status": status, "reason": reason, "tail": ended.tail}
+            if tests := counts(self.folder / name for name in case.keep if name.endswith(".xml")):
+                row["tests"] = tests
+        else:
+            row = finished(*self.rows.found(case.id), ended)
+        return {**head, **row, "seconds": round(ended.seconds, 1), "host_peak": ended.peak, "written": time.time()}
+
+    def _close(self, case: Case, row: Row) -> None:
+        """Write a row, and again all rows that it shows in another light."""
+        try:
+            self.rows.write(case.id, row)
+            rows = self.rows.read()
+            for name, other in judged(rows).items():
+                if other != rows[name]:
+                    self.rows.write(name, other)
+            self.changed()
+        except InputError as error:  # a full disk, say: the next case may still tell something
+            self.say(f"{case.id}: its row cannot be kept: {error}")
+        self.say(told(self.rows.read().get(case.id, row)))
+
+    def _head(self, case: Case) -> Row:
+        target = self.machine.target
+        head: Row = {"id": case.id, "label": case.label, "commit": self.commit, "hash": case.hash(target)}
+        head |= {"model": case.model, "implementation": case.implementation, "ranks": case.ranks}
+        if case.implementation or case.train:
+            head |= {"predicted": predicted(case, target), "group": case.group(target)}
+        return head
+
+    def _command(self, case: Case) -> list[str]:
+        if case.command:
+            words = [word.replace("{folder}", str(self.folder)) for word in case.command]
+            return [sys.executable if word == "python" else word for word in words]
+        return [
+            *(sys.executable, "-m", MODULE, "one", "--case", case.id, "--plan", str(self.plan)),
+            *("--out", str(self.folder), "--device", self.machine.target.device),
+            *(["--tiny"] if self.machine.target.tiny else []),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        """The environment of cases. Interpreted kernels are for rehearsals only."""
+        interpreted = "1" if self.machine.target.device == "cpu" else "0"
+        # Growing segments leave no gaps in which a tight case would fail; all implementations have them.
+        ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+        return {**ours, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": interpreted}
+
+
+def refusal(case: Case, rows: Mapping[str, Row], machine: Machine) -> str:
+    """Why a case is not worth its time; "" if it is."""
+    if machine.gpus is not None and case.ranks > max(machine.gpus, 0):
+        return f"needs {counted(case.ranks, 'GPU')}, and there are {machine.gpus}"
+    if not case.implementation:
+        return ""
+    others = [row for row in rows.values() if row.get("label") == case.label and row["id"] != case.id]
+    latest = sorted((row for row in others if row["status"] != REFUSED), key=lambda row: row.get("written", 0))[-TRIES:]
+    if len(latest) == TRIES and all(row["status"] in GIVEN_UP_AFTER for row in latest):
+        return f"{case.label} has failed {TRIES} times in a row: {', '.join(row['id'] for row in latest)}"
+    return ""
+
+
+def told(row: Row) -> str:
+    """One line of a row."""
+    text = f"{row['id']}: {row['status']}"
+    if row.get("step_ms"):
+        text += f", {row['step_ms']['median']:.1f} ms"
+    if row.get("F") is not None:
+        text += f", MFU {row['F']:.1%} full, {row['C']:.1%} causal"
+    if row.get("reason"):
+        text += f" ({row['reason']})"
+    return text + (f", after {row['seconds']:.0f} s" if "seconds" in row else "")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises InputError where another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise InputError(f"{path.parent}: another process runs cases there; wait, or give another folder") from None
+    finally:
+        os.close(file)
+
+
+def _free_memory() -> float:
+    """Bytes of the host's memory that can be had."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024.0
+    return float("inf")

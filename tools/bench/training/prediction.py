@@ -1,0 +1,75 @@
+"""What the planner expects of a case, to stand beside what is measured. Imports no torch."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from megalite.config.errors import InputError
+from megalite.config.schema import Config
+from megalite.plan.pipeline import micro_batches
+from megalite.plan.size import flops_per_token
+from megalite.planner.devices import cluster_of
+from megalite.planner.hardware import Cluster, load_cluster
+from megalite.planner.predict import predict
+from megalite.planner.programs import TORCHTITAN
+from megalite.planner.stages import work_of
+from megalite.planner.step import StepModel
+from megalite_launch.preflight.smi import SmiError, ask
+from megalite_tools.bench.training.cases import OURS, Case, Target
+
+REHEARSED = "h100_sxm"  # the cluster of predictions in a rehearsal, which nothing is compared with
+PROGRAMS = {"torchtitan": TORCHTITAN}  # of which the planner knows how they train
+
+
+@cache
+def cluster(target: Target) -> Cluster | None:
+    """The cluster file of the GPUs here; None where none is known."""
+    if target.device == "cpu":
+        return load_cluster(REHEARSED)
+    try:
+        names = ask(["--query-gpu=name", "--format=csv,noheader"], 20).splitlines()
+    except SmiError:
+        return None
+    name = cluster_of(names[0].strip()) if names else None
+    return load_cluster(name) if name else None
+
+
+def predicted(case: Case, target: Target) -> dict[str, Any] | None:
+    """Milliseconds of a step, and both MFUs; None where the GPU or the program is not known, or nothing can be told."""
+    on, config = cluster(target), case.config(target.device)
+    if on is None:
+        return None
+    try:
+        if case.implementation in ("", OURS):
+            seconds = predict(config, on).seconds
+        elif case.implementation in PROGRAMS:
+            seconds = _of_program(case, config, on)
+        else:
+            return None
+    except InputError:
+        return None
+    return {"cluster": on.name, "step_ms": round(1e3 * seconds, 2), **mfu(config, seconds, on, case.ranks)}
+
+
+def mfu(config: Config, seconds: float, on: Cluster | None, ranks: int) -> dict[str, float | None]:
+    """Model FLOPs utilization with attention counted in full, `F`, and as the causal half that is computed, `C`."""
+    if on is None:
+        return {"F": None, "C": None}
+    rate = config.batch.global_ * config.model.sequence_length / seconds / ranks
+    peak = on.gpu.peak.get(config.train.precision, on.gpu.peak["bf16"])
+    return {
+        "F": flops_per_token(config.model, "full") * rate / peak,
+        "C": flops_per_token(config.model, "causal") * rate / peak,
+    }
+
+
+def _of_program(case: Case, config: Config, on: Cluster) -> float:
+    parallel, recompute = config.parallel, "selective" if case.selective else config.train.recompute
+    work = replace(
+        work_of(config),
+        micro_batches=micro_batches(config),
+        dp=parallel.layout.dp,
+        mode=parallel.data.mode,
+        recompute="selective" if recompute == "budget" else recompute,
+    )
+    return StepModel(work, PROGRAMS[case.implementation], on).step().total

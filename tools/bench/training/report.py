@@ -1,0 +1,211 @@
+"""The table of measured training steps, as a page of Markdown. Imports no torch.
+
+Times are compared within a group only: the same model, tokens, batch, precision and GPUs. Repeats of a case, whose ids
+end in `-r1`, `-r2` and so on, are one line, of their median.
+"""
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megalite_tools.bench.training.cases import OURS, Case
+from megalite_tools.bench.training.rows import OK, Row
+
+REPEAT = re.compile(r"-r\d+$")
+STEPS = (
+    "implementation",
+    "step ms (p10–p90)",
+    "tokens/s/GPU",
+    "MFU full",
+    "MFU causal",
+    "of best GEMM",
+    "peak GiB",
+    "compile s",
+    "attention",
+    "W",
+    "MHz",
+    "loss, first → last",
+    "predicted",
+    "÷ best megalite",
+)
+KINDS = ("gemm", "attention", "norm", "rope", "swiglu", "loss", "optimizer", "compiled", "pointwise", "copy", "gap")
+ONE_GPU = """One GPU cannot show NCCL and anything between ranks: tensor, pipeline, context and expert parallelism, sharding, and what
+of their communication is hidden; nor two nodes, nor a slow rank. Its data-parallel step exchanges nothing.
+"""  # noqa: E501 - a line of the page
+
+
+def page(rows: Mapping[str, Row], cases: Sequence[Case], head: Mapping[str, Any]) -> str:
+    """Everything that is known: programs and tests, training steps by group, kinds of kernels, and what is missing.
+
+    cases: those of the plan, of which some have no row yet. head: the machine and the command.
+    """
+    steps = [row for row in rows.values() if row.get("implementation")]
+    programs = [row for row in rows.values() if not row.get("implementation")]
+    parts = [f"# Training steps, measured\n\n{_head(head, rows)}"]
+    if len(head.get("gpus", ())) < 2:
+        parts.append(ONE_GPU)
+    if programs:
+        parts.append(f"## Programs and tests\n\n{_programs(programs)}")
+    for group in sorted({str(row.get("group")) for row in steps}):
+        members = [row for row in steps if str(row.get("group")) == group]
+        parts.append(f"## {group}\n\n{_group(members, head.get('best_gemm'))}{_by_kind(members)}")
+    if fastest := _fastest(steps):
+        parts.append(f"## The fastest that ran, of any batch and recompute\n\n{fastest}")
+    missing = [case.id for case in cases if case.id not in rows]
+    if missing:
+        parts.append(f"## Not run\n\n{', '.join(missing)}\n")
+    return "\n".join(parts)
+
+
+def _head(head: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
+    lines = [f"- {key}: {_words(head[key])}" for key in ("command", "began", "until", "machine", "gpus") if key in head]
+    commits = sorted({str(row["commit"]) for row in rows.values() if row.get("commit")})
+    told = next((row["versions"] for row in rows.values() if row.get("versions")), {})
+    lines += [f"- commit: {', '.join(commits)}"] * bool(commits) + [f"- versions: {_words(told)}"] * bool(told)
+    return "\n".join(lines) + "\n"
+
+
+def _programs(rows: Iterable[Row]) -> str:
+    lines = []
+    for row in rows:
+        tests = row.get("tests", {})
+        told = ", ".join(f"{count} {name}" for name, count in tests.items() if name != "names")
+        if tests.get("names"):
+            told += f": {', '.join(tests['names'])}"
+        if row.get("step_ms"):
+            told = f"{row['step_ms']['median']:.1f} ms a step"
+        lines.append([row["id"], row["status"], f"{row.get('seconds', 0):.0f}", told, _why(row)])
+    return table(["id", "status", "seconds", "result", "why"], lines)
+
+
+def _group(rows: Sequence[Row], gemm: float | None) -> str:
+    lines = [_line(repeats, gemm) for repeats in _repeats(rows)]
+    best = min((line for line in lines if line["ours"] and line["ms"] is not None), key=_ms, default=None)
+    shown = []
+    for line in sorted(lines, key=lambda line: (line["ms"] is None, line["ms"])):
+        ratio = "–" if best is None or line["ms"] is None else _ratio(line, best)
+        shown.append([*line["cells"], ratio])
+    return table(STEPS, shown)
+
+
+def _fastest(rows: Iterable[Row]) -> str:
+    """For each model, the most tokens per second that each implementation has reached; "" if none has."""
+    best: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (f"{row['model']}, {row['ranks']} ranks", row["implementation"])
+        if row["status"] == OK and row.get("tok_s", 0) > best.get(key, {}).get("tok_s", 0):
+            best[key] = row
+    lines = []
+    for (model, implementation), row in sorted(best.items()):
+        ours = best.get((model, OURS))
+        ratio = f"{ours['tok_s'] / row['tok_s']:.3f}" if ours else "–"
+        lines.append([model, implementation, row["id"], f"{row['tok_s']:,.0f}", _percent(row.get("F")), ratio])
+    heads = ["model", "implementation", "id", "tokens/s/GPU", "MFU full", "megalite ÷ this"]
+    return table(heads, lines) if lines else ""
+
+
+def _repeats(rows: Iterable[Row]) -> list[list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(REPEAT.sub("", row["id"]), []).append(row)
+    return list(found.values())
+
+
+def _line(rows: Sequence[Row], gemm: float | None) -> dict[str, Any]:
+    """One line of a group. Without a time where no repeat is ok, and then with the reason."""
+    fine = [row for row in rows if row["status"] == OK and row.get("step_ms")]
+    row = fine[0] if fine else rows[0]
+    name, ours = _name(row) + (f", {len(fine)} runs" if len(fine) > 1 else ""), row.get("implementation") == OURS
+    predicted = row.get("predicted") or {}
+    expected = f"{predicted['step_ms']:.1f} ms" if predicted else "–"
+    if not fine:
+        blank = [*["–"] * (len(STEPS) - 4), expected]
+        return {"ours": ours, "ms": None, "cells": [name, f"{row['status']}: {_why(row)}", *blank]}
+    ms, p10, p90 = (_median(each["step_ms"][key] for each in fine) for key in ("median", "p10", "p90"))
+    full = _median(each["F"] for each in fine) if row.get("F") is not None else None
+    if expected != "–":
+        expected += f" ({predicted['step_ms'] / ms:.2f}×)"
+    share = row["tok_s"] * row["flops"]["full"] / gemm if gemm and row.get("flops") else None
+    cells = [
+        name,
+        f"{ms:.1f} ({p10:.1f}–{p90:.1f})",
+        f"{_median(each['tok_s'] for each in fine):,.0f}",
+        _percent(full),
+        _percent(row.get("C")),
+        _percent(share),
+        f"{row['peak_alloc'] / 2**30:.1f}" if row.get("peak_alloc") else "–",
+        f"{row['compile_s']:.0f}" if row.get("compile_s") else "–",
+        row.get("attention") or "–",
+        f"{row['power_w']['median']:.0f}" if row.get("power_w") else "–",
+        f"{row['sm_mhz']:.0f}" if row.get("sm_mhz") else "–",
+        f"{row['loss'][0]:.3f} → {row['loss'][-1]:.3f}",
+        expected,
+    ]
+    return {"ours": ours, "ms": ms, "range": (p10, p90), "cells": cells}
+
+
+def _ms(line: Mapping[str, Any]) -> float:
+    return float(line["ms"])
+
+
+def _ratio(line: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    """How many times the step of megalite's best a step takes; a tie where the ranges of both meet."""
+    if line is best:
+        return "1"
+    (low, high), (least, most) = line["range"], best["range"]
+    tie = " (tie)" if low <= most and least <= high else ""
+    return f"{line['ms'] / best['ms']:.3f}{tie}"
+
+
+def _name(row: Row) -> str:
+    """An implementation with what is special about its settings."""
+    told, parts = row.get("settings", {}), [row.get("label", row["id"])]
+    if row.get("implementation") == OURS:
+        parts += [str(told["mode"])] if told.get("mode") else []
+        parts += [f"kernels {told['kernels']}"] if told.get("kernels") in ("torch", "triton") else []
+    if told.get("recompute", "none") != "none":
+        parts.append(f"{told['recompute']} recompute")
+    if row.get("note"):
+        parts.append(f"[{row['note']}]")
+    return ", ".join(parts)
+
+
+def _by_kind(rows: Sequence[Row]) -> str:
+    told = [row for row in rows if row.get("ms_by_kind")]
+    if not told:
+        return ""
+    kinds = [kind for kind in KINDS if any(kind in row["ms_by_kind"] for row in told)]
+    kinds += sorted({kind for row in told for kind in row["ms_by_kind"]} - set(kinds))
+    lines = []
+    for row in told:
+        numbers = [f"{row['ms_by_kind'][kind]:.1f}" if kind in row["ms_by_kind"] else "–" for kind in kinds]
+        waits = "–" if row.get("syncs_per_step") is None else str(row["syncs_per_step"])
+        lines.append([row["id"], *numbers, f"{row.get('kernels_per_step', 0):.0f}", waits])
+    return f"\nMilliseconds of a step by kind of kernel:\n\n{table(['id', *kinds, 'kernels', 'waits'], lines)}"
+
+
+def _why(row: Row) -> str:
+    return " ".join(str(row.get("reason") or "").split())[:300]
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_words(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_words, value)) or "none"
+    return str(value)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [list(heads), ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |\n" for line in lines)

@@ -1,0 +1,99 @@
+"""Rows of results: one JSON file for each case, written whole or not at all. Imports no torch.
+
+A row has the case's id, its hash and the commit that it was measured at, a status, and whatever is known. While a case
+runs, what is known so far lies in ID.part.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.errors import InputError
+from megalite.config.files import read_object, write_object
+from megalite_tools.bench.training.guard import Ended
+
+OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED = "ok", "failed", "oom", "timeout", "crash", "disagrees", "refused"
+STATUSES = (OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED)
+GIVEN_UP_AFTER = (CRASH, TIMEOUT)  # what a program does, not a size
+LARGEST = 1 << 24  # bytes of a row
+NO_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "Cannot allocate memory")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows in a work folder."""
+
+    folder: Path
+
+    def found(self, case_id: str) -> tuple[Row | None, Row | None]:
+        """What a case has written: its row, and what it knew before the end."""
+        return readable(self._path(case_id)), readable(self.part(case_id))
+
+    def read(self) -> dict[str, Row]:
+        """All rows by id; what is none is left out."""
+        return {path.stem: row for path in sorted(self.folder.glob("*.json")) if (row := readable(path)) is not None}
+
+    def write(self, case_id: str, row: Mapping[str, Any]) -> None:
+        write_object(self._path(case_id), row)
+        self.part(case_id).unlink(missing_ok=True)
+
+    def note(self, case_id: str, row: Mapping[str, Any]) -> None:
+        """Keep what is known of a case that runs."""
+        write_object(self.part(case_id), row)
+
+    def begin(self, case_id: str) -> None:
+        """Take away what an earlier attempt has left."""
+        for path in (self._path(case_id), self.part(case_id)):
+            path.unlink(missing_ok=True)
+
+    def part(self, case_id: str) -> Path:
+        return self.folder / f"{case_id}.part"
+
+    def _path(self, case_id: str) -> Path:
+        return self.folder / f"{case_id}.json"
+
+
+def readable(path: Path) -> Row | None:
+    """The object in a file, if it is a row; None for half a row, or none."""
+    try:
+        found = read_object(path, LARGEST)
+    except InputError:
+        return None
+    return found if found.get("status") in STATUSES else None
+
+
+def finished(whole: Row | None, part: Row | None, ended: Ended) -> Row:
+    """The row of a training step, by what it has written and how it ended.
+
+    whole, part: what it has written at its end, and before. A part whose status is ok has all that a table needs, so it
+    stays ok if what comes after, such as a profile, fails.
+    """
+    if whole is not None and (ended.code == 0 or whole["status"] != OK) and not ended.broken:
+        return whole
+    status, reason = ending(ended) if ended.code or ended.broken else (CRASH, "ended without a row")
+    known = whole or part or {}
+    if known.get("status") == OK:
+        return {**known, "note": f"then: {reason}", "tail": ended.tail}
+    at = f", while {known['stage']}" if known.get("stage") else ""
+    return {**known, "status": status, "reason": reason + at, "tail": ended.tail}
+
+
+def ending(ended: Ended) -> tuple[str, str]:
+    """Status and reason of a program by how it ended."""
+    if ended.broken == "time":
+        return TIMEOUT, "took longer than its limit"
+    if ended.broken == "memory":
+        return OOM, "took more host memory than its limit"
+    if ended.code == 0:
+        return OK, ""
+    if ended.code == -signal.SIGKILL:
+        return OOM, "killed, as the system does when host memory runs out"
+    if ended.code < 0:
+        return CRASH, f"killed by {signal.Signals(-ended.code).name}"
+    if any(sign in ended.tail for sign in NO_MEMORY):
+        return OOM, "out of memory"
+    return CRASH, f"exit code {ended.code}"

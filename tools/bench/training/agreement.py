@@ -1,4 +1,4 @@
-"""Whether implementations compute the same: losses of the first step, and of the steps after it. Imports no torch.
+"""Whether implementations compute the same: their losses at every step, and the first gradients. Imports no torch.
 
 Rows of one group have the same weights, tokens and settings. The first that is megalite's is what the others are
 compared with; one that is too far from it disagrees, and no ratio is made of its times.
@@ -11,6 +11,7 @@ from megalite_tools.bench.training.cases import OURS
 from megalite_tools.bench.training.rows import DISAGREES, OK, Row
 
 FIRST = 1e-2  # of a loss, in nats: bf16 rounds activations and logits differently
+NORM = 0.03  # of the norm of the first gradients, of which AdamW would hide a factor
 CURVE = 0.03  # at later steps, of what the loss has fallen since, if that is more
 
 
@@ -24,7 +25,7 @@ def judged(rows: Mapping[str, Row]) -> dict[str, Row]:
     for group in groups.values():
         ours = [row for row in group if row.get("implementation") == OURS]
         for row in group:
-            reason = apart(ours[0]["loss"], row["loss"]) if ours else ""
+            reason = _difference(ours[0], row) if ours else ""
             plain = {key: value for key, value in row.items() if key != "reason"}
             found[row["id"]] = (
                 {**plain, "status": DISAGREES, "reason": f"{reason} of {ours[0]['id']}"}
@@ -32,6 +33,16 @@ def judged(rows: Mapping[str, Row]) -> dict[str, Row]:
                 else {**plain, "status": OK}
             )
     return found
+
+
+def _difference(ours: Row, row: Row) -> str:
+    return apart(ours["loss"], row["loss"]) or _norms_apart(ours.get("grad_norm"), row.get("grad_norm"))
+
+
+def _norms_apart(expected: Sequence[float] | None, got: Sequence[float] | None) -> str:
+    if expected and got and not abs(got[0] - expected[0]) <= NORM * expected[0]:
+        return f"the first gradients have the norm {got[0]:.4g}, not the {expected[0]:.4g}"
+    return ""
 
 
 def apart(expected: Sequence[float], got: Sequence[float]) -> str:

@@ -9,9 +9,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megalite.config.errors import printable
 from megalite_tools.bench.training.cases import OURS, Case
 from megalite_tools.bench.training.rows import OK, Row
 
+LONGEST = 300  # characters of a reason
 REPEAT = re.compile(r"-r\d+$")
 STEPS = (
     "implementation",
@@ -186,7 +188,7 @@ def _by_kind(rows: Sequence[Row]) -> str:
 
 
 def _why(row: Row) -> str:
-    return " ".join(str(row.get("reason") or "").split())[:300]
+    return str(row.get("reason") or "")[:LONGEST]
 
 
 def _median(values: Iterable[float]) -> float:
@@ -208,4 +210,8 @@ def _words(value: Any) -> str:
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown."""
     lines = [list(heads), ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return printable(" ".join(str(value).split())).replace("|", "/")

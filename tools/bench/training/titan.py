@@ -1,5 +1,6 @@
 """torchtitan's Llama 3 as one of the implementations (torchtitan 0.2.2, which runs on torch 2.11)."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -57,7 +58,7 @@ def _model(model: Model, weights: Weights, device: torch.device) -> nn.Module:
     from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs  # noqa: PLC0415
     from torchtitan.models.llama3.model.model import Transformer  # noqa: PLC0415
 
-    told, scaling = params_of(model), model.rope_scaling
+    told, scaling = params_of(replace(model, rope_scaling=None)), model.rope_scaling
     if scaling is None:
         turns = RoPEScalingArgs(scaling_factor=1.0)  # its default scales
     else:

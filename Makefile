@@ -67,10 +67,14 @@ layouts: install
 faults: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/soak/faults.py --faults 66 --training 26 --seed 3 --out docs/faults.md
 
-gpu: install
-	$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here")'
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu tests/kernels
-	TRITON_INTERPRET=0 $(BIN)/python -m megalite_kernels.benchmarks
+# All tests and benchmarks of a GPU, one case after the other; goes on where it was ended. See docs/gpu.md.
+gpu: $(VENV)/installed-gpu
+	PYTHON=$(CURDIR)/$(BIN)/python tools/bench/slot/run.sh all
+
+$(VENV)/installed-gpu: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[dev,gpu]'
+	touch $@ $(VENV)/installed-dev $(VENV)/installed-run
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) .slot build *.egg-info

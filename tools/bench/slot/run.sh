@@ -3,22 +3,22 @@
 #
 #   tools/bench/slot/run.sh 1 | 2 | 3 | all [OPTION of megalite-bench-training run]...
 #
-# What is worth keeping lies in $OUT (or .slot/out) at every moment. The same command goes on where it was ended.
+# What is worth keeping lies in $OUT (or .slot/out) at every moment. The same command goes on where it was ended. SLOT is
+# another folder in place of .slot, SLOT_SECONDS other seconds than 520 for a part.
 # Where megalite is not installed, it comes from .slot/wheels, which pack.sh fills. See docs/gpu.md.
 set -euo pipefail
-usage="run.sh: error: say which part: run.sh 1 | 2 | 3 | all [OPTION]..."
-part=${1:?$usage}
-shift
+part=${1-}
+[ $# -eq 0 ] || shift
 case $part in
 1 | 2 | 3) chosen=(--part "$part" --seconds "${SLOT_SECONDS:-520}") ;;
 all) chosen=(--seconds "${SLOT_SECONDS:-7200}") ;;
 *)
-    echo "$usage; $part is none" >&2
+    echo "run.sh: error: the first argument is '$part'; it must be a part of the plan: 1, 2, 3 or all" >&2
     exit 2
     ;;
 esac
 cd "$(dirname "$0")/../../.."
-slot=$PWD/.slot python=${PYTHON:-python3} began=$SECONDS
+slot=${SLOT:-$PWD/.slot} python=${PYTHON:-python3} began=$SECONDS
 keep=${OUT:-$slot/out}
 mkdir -p "$slot/tmp" "$slot/home" "$keep"
 # Whatever a program writes without being asked goes where it may.

@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError, listing
+from megalite.config.errors import InputError, counted, listing
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
@@ -90,7 +90,7 @@ class Case:
         """What cases have in common whose losses must be the same."""
         config = self.config(target.device)
         batch = f"{config.batch.micro_size} x {micro_batches(config)}"
-        return f"{self.model}, batch {batch}, {self.ranks} ranks, {config.train.precision}, {target.device}"
+        return f"{self.model}, batch {batch}, {counted(self.ranks, 'rank')}, {config.train.precision}, {target.device}"
 
     def config(self, device: str) -> Config:
         """The checked configuration of a training step. Raises InputError."""

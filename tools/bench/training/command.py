@@ -87,6 +87,9 @@ def _cases(options: argparse.Namespace, command: str) -> int:
     if not chosen:
         raise InputError(f"--part {options.part}: {plan} has no such part, or none of --cases is in it")
     _chosen(cases, options.again, plan)
+    machine = Machine.found(target)
+    if machine.gpus == 0:
+        raise InputError("nvidia-smi finds no GPU here; --device cpu --tiny rehearses a plan without one")
     console = Console(stderr=True, highlight=False)
     keep = options.keep and options.keep.absolute()
     keeper = Keeper(out, keep, chosen, command)
@@ -101,7 +104,7 @@ def _cases(options: argparse.Namespace, command: str) -> int:
         runner = Runner(
             folder=out,
             plan=plan,
-            machine=Machine.found(target),
+            machine=machine,
             commit=commit(),
             left=lambda: end - time.monotonic(),
             say=say,

@@ -4,11 +4,11 @@ All that the program starts inherits a mark in its environment, by which it is f
 groups it has made. Output is read as it comes; only its beginning and its end are kept.
 """
 
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ LOGGED = 4 << 20  # bytes of output that are kept of its beginning, while it run
 GRACE = 8.0  # seconds from SIGINT, on which pytest writes its report, to SIGKILL
 PAUSE = 0.2  # seconds between two looks at clock and memory
 CHUNK = 1 << 16
+LEASH = str(Path(__file__).with_name("leash.py"))
 MARK = "MEGALITE_BENCH_CASE"  # environment of all processes of a case
 ROUNDS = 20
-DEATH = 1  # PR_SET_PDEATHSIG of prctl
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,19 @@ def run_limited(
     """Run `command` until it ends or breaks a limit. Nothing of it is alive afterwards, whatever happens here.
 
     leader: a file that names the running process, for `end_leftover` in case this process is killed. log: a file for
-    the beginning of its output, while it runs. Raises OSError if the program cannot be started.
+    the beginning of its output, while it runs. Raises OSError if no process can be started.
     """
     began, mark = time.monotonic(), uuid.uuid4().hex
     write_object(leader, {"mark": mark})
     output = _Output(log)
     try:
         process = subprocess.Popen(
-            [*command],
+            [sys.executable, "-S", "-E", LEASH, str(os.getpid()), *command],
             env={**environment, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
         try:
             broken, peak = _watch(process, limits, began, output, mark)
@@ -150,12 +149,6 @@ def _watch(
             break
         output.add(chunk)
     return broken, peak
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent is killed, which can do nothing about it then."""
-    ctypes.CDLL(None).prctl(DEATH, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
 
 
 def _end(mark: str) -> bool:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megalite.config.errors import printable
+from megalite.config.errors import counted, printable
 from megalite_tools.bench.training.cases import OURS, Case
 from megalite_tools.bench.training.rows import OK, Row
 
@@ -48,7 +48,7 @@ def page(rows: Mapping[str, Row], cases: Sequence[Case], head: Mapping[str, Any]
     if len(head.get("gpus", ())) < 2:
         parts.append(ONE_GPU)
     if programs:
-        parts.append(f"## Programs and tests\n\n{_programs(programs)}")
+        parts.append(f"## Programs and tests\n\n{_programs(programs, steps)}")
     for group in sorted({str(row.get("group")) for row in steps}):
         members = [row for row in steps if str(row.get("group")) == group]
         parts.append(f"## {group}\n\n{_group(members, head.get('best_gemm'))}{_by_kind(members)}")
@@ -68,17 +68,38 @@ def _head(head: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _programs(rows: Iterable[Row]) -> str:
+def _programs(rows: Iterable[Row], steps: Sequence[Row]) -> str:
+    """What programs, tests and whole runs of training have done. steps: rows that a run is compared with."""
     lines = []
     for row in rows:
         tests = row.get("tests", {})
         told = ", ".join(f"{count} {name}" for name, count in tests.items() if name != "names")
         if tests.get("names"):
             told += f": {', '.join(tests['names'])}"
-        if row.get("step_ms"):
-            told = f"{row['step_ms']['median']:.1f} ms a step"
-        lines.append([row["id"], row["status"], f"{row.get('seconds', 0):.0f}", told, _why(row)])
+        lines.append(
+            [row["id"], row["status"], f"{row.get('seconds', 0):.0f}", told or _whole_run(row, steps), _why(row)]
+        )
     return table(["id", "status", "seconds", "result", "why"], lines)
+
+
+def _whole_run(row: Row, steps: Sequence[Row]) -> str:
+    """What `megalite train` has taken from data to checkpoint, beside the bare step of the same settings."""
+    told = []
+    if wall := row.get("wall_ms"):
+        bare = [each["step_ms"]["median"] for each in steps if _is_bare_step_of(row, each)]
+        beside = f", {wall['median'] / min(bare):.3f}× the bare step" if bare else ""
+        told.append(f"{wall['median']:.1f} ms a step with loader and reports{beside}")
+    for save in row.get("saves", ()):
+        speed = f"{save['bytes'] / 1e9:.1f} GB saved in {save['complete_seconds']:.1f} s"
+        told.append(f"{speed}, training stood still for {save['stall_seconds']:.2f} s")
+    for place, start in enumerate(row.get("starts", ())):
+        told.append(f"{'resumed' if place else 'started'} in {start['seconds_to_first_step']:.1f} s")
+    return "; ".join(told)
+
+
+def _is_bare_step_of(run: Row, row: Row) -> bool:
+    same = (row.get("group"), row.get("settings")) == (run.get("group"), run.get("settings"))
+    return same and row["status"] == OK and row["implementation"] == OURS
 
 
 def _group(rows: Sequence[Row], gemm: float | None) -> str:
@@ -95,7 +116,7 @@ def _fastest(rows: Iterable[Row]) -> str:
     """For each model, the most tokens per second that each implementation has reached; "" if none has."""
     best: dict[tuple[str, str], Row] = {}
     for row in rows:
-        key = (f"{row['model']}, {row['ranks']} ranks", row["implementation"])
+        key = (f"{row['model']}, {counted(row['ranks'], 'rank')}", row["implementation"])
         if row["status"] == OK and row.get("tok_s", 0) > best.get(key, {}).get("tok_s", 0):
             best[key] = row
     lines = []

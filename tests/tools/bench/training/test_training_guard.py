@@ -113,6 +113,11 @@ def test_a_program_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
     assert ended.peak > 200 << 20
 
 
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    ended = run_limited(["/nowhere/program"], os.environ, Limits(20), tmp_path / "running", tmp_path / "log")
+    assert (ended.code, ended.tail) == (127, "/nowhere/program: cannot be started: No such file or directory\n")
+
+
 def test_links_planted_in_place_of_the_log_are_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")

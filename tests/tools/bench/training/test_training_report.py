@@ -80,7 +80,7 @@ def test_a_table_of_all_that_can_happen() -> None:
     assert cells(text, "x, compiled")[1] == "timeout: took longer than its limit"
     assert "## Not run\n\nmissing\n" in text
     assert "One GPU cannot show" in text
-    assert cells(text, "8b8, 1 ranks | transformers | slower")[-1] == "1.250"
+    assert cells(text, "8b8, 1 rank | transformers | slower")[-1] == "1.250"
     assert "wrong" not in text.partition("The fastest that ran")[2].partition("##")[0]
 
 
@@ -101,6 +101,26 @@ def test_programs_and_tests_have_a_table_of_their_own() -> None:
     assert cells(page({"tests-gpu": program}, [], {}), "tests-gpu")[1:] == [
         "failed", "61", "70 passed, 1 failed: gpu::test_x", "exit code 1",
     ]  # fmt: skip
+
+
+def test_whole_training_stands_beside_the_bare_step() -> None:
+    group, settings = "1b, batch 2 x 1", {"mode": "zero1", "compile": True}
+    run = {
+        "id": "1b-train",
+        "label": "1b-train",
+        "status": "ok",
+        "seconds": 100.0,
+        "group": group,
+        "settings": settings,
+    }
+    run |= {"wall_ms": {"median": 330.0}, "starts": [{"seconds_to_first_step": 21.0}, {"seconds_to_first_step": 30.5}]}
+    run["saves"] = [{"bytes": 14_900_000_000, "complete_seconds": 12.0, "stall_seconds": 0.345}]
+    bare = row("bare", group=group, settings=settings, ms=300.0)
+    other = row("eager", group=group, settings={**settings, "compile": False}, ms=200.0)
+    assert cells(page(rows_of(run, bare, other), [], {}), "1b-train")[3] == (
+        "330.0 ms a step with loader and reports, 1.100× the bare step; 14.9 GB saved in 12.0 s, "
+        "training stood still for 0.34 s; started in 21.0 s; resumed in 30.5 s"
+    )
 
 
 def test_text_of_rows_cannot_break_the_table() -> None:

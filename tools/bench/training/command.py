@@ -1,10 +1,4 @@
-"""Measure training steps of megalite beside other programs, and whatever else a plan lists.
-
-run     run the cases of a plan, one process each, until none is left or fits the time
-one     run a single case in this process
-probe   measure what the machine can do at best
-table   make the table of the rows in a folder
-"""
+"""Measure training steps of megalite beside other programs, and whatever else a plan lists; docs/gpu.md says how."""
 
 import argparse
 import os
@@ -30,6 +24,12 @@ from megalite_tools.bench.training.rows import Rows
 
 COMMAND = "megalite-bench-training"
 COMMIT = "MEGALITE_COMMIT"  # environment: the commit of code that is not in a checkout
+COMMANDS = {
+    "run": "run the cases of a plan, one process each, until none is left or fits the time",
+    "one": "run a single case in this process",
+    "probe": "measure what the machine can do at best",
+    "table": "print the table of the rows in a folder",
+}
 PLAN = "tools/bench/slot/plan.yaml"
 
 
@@ -46,17 +46,19 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    subs = parser.add_subparsers(dest="what", required=True, metavar="run | one | probe | table")
-    run, one, probe, table = (subs.add_parser(name) for name in ("run", "one", "probe", "table"))
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    subs = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    run, one, probe, table = (subs.add_parser(name, help=told, description=told) for name, told in COMMANDS.items())
     for sub in (run, one, probe, table):
         sub.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the work folder, with its rows")
     for sub in (run, one):
-        sub.add_argument("--plan", type=Path, default=Path(PLAN), metavar="YAML", help="(default: %(default)s)")
+        sub.add_argument(
+            "--plan", type=Path, default=Path(PLAN), metavar="YAML", help="the plan (default: %(default)s)"
+        )
     for sub in (run, one, probe):
-        sub.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
+        sub.add_argument(
+            "--device", choices=("cuda", "cpu"), default="cuda", help="where cases run (default: %(default)s)"
+        )
         sub.add_argument("--tiny", action="store_true", help="tiny sizes, to rehearse a plan on a CPU")
     run.add_argument("--seconds", type=_positive, default=520.0, help="to run cases in (default: %(default)s)")
     run.add_argument("--part", type=int, metavar="N", help="only cases of this part of the plan")
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="a folder that has all that is worth keeping at every moment"
     )
-    one.add_argument("--case", required=True, metavar="ID")
+    one.add_argument("--case", required=True, metavar="ID", help="the case of the plan")
     return parser
 
 

@@ -8,17 +8,21 @@ from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.size import flops_per_token
+from megalite.planner.constants import FITTED
 from megalite.planner.devices import cluster_of
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import predict
-from megalite.planner.programs import TORCHTITAN
+from megalite.planner.programs import PROGRAMS
 from megalite.planner.stages import work_of
 from megalite.planner.step import StepModel
 from megalite_launch.preflight.smi import SmiError, ask
 from megalite_tools.bench.training.cases import OURS, Case, Target
 
 REHEARSED = "h100_sxm"  # the cluster of predictions in a rehearsal, which nothing is compared with
-PROGRAMS = {"torchtitan": TORCHTITAN}  # of which the planner knows how they train
+PROFILES = {  # of the planner, by implementation and whether it is compiled; of others it has none
+    ("torchtitan", False): "torchtitan",
+    ("torchtitan", True): "torchtitan_2025",
+}
 
 
 @cache
@@ -35,20 +39,20 @@ def cluster(target: Target) -> Cluster | None:
 
 
 def predicted(case: Case, target: Target) -> dict[str, Any] | None:
-    """Milliseconds of a step, and both MFUs; None where the GPU or the program is not known, or nothing can be told."""
+    """Milliseconds of a step, both MFUs, and the half of the interval's width, relative; None on an unknown GPU."""
     on, config = cluster(target), case.config(target.device)
     if on is None:
         return None
     try:
         if case.implementation in ("", OURS):
-            seconds = predict(config, on).seconds
-        elif case.implementation in PROGRAMS:
-            seconds = _of_program(case, config, on)
+            found = predict(config, on)
+            seconds, spread = found.seconds, found.spread
         else:
-            return None
-    except InputError:
+            seconds, spread = _of_program(case, config, on)
+    except InputError:  # a schedule that cannot run: the case itself will tell
         return None
-    return {"cluster": on.name, "step_ms": round(1e3 * seconds, 2), **mfu(config, seconds, on, case.ranks)}
+    told = {"cluster": on.name, "step_ms": round(1e3 * seconds, 2), "spread": spread}
+    return {**told, **mfu(config, seconds, on, case.ranks)}
 
 
 def mfu(config: Config, seconds: float, on: Cluster | None, ranks: int) -> dict[str, float | None]:
@@ -63,7 +67,8 @@ def mfu(config: Config, seconds: float, on: Cluster | None, ranks: int) -> dict[
     }
 
 
-def _of_program(case: Case, config: Config, on: Cluster) -> float:
+def _of_program(case: Case, config: Config, on: Cluster) -> tuple[float, float]:
+    """Seconds of another program's step, and how far that may be off."""
     parallel, recompute = config.parallel, "selective" if case.selective else config.train.recompute
     work = replace(
         work_of(config),
@@ -72,4 +77,5 @@ def _of_program(case: Case, config: Config, on: Cluster) -> float:
         mode=parallel.data.mode,
         recompute="selective" if recompute == "budget" else recompute,
     )
-    return StepModel(work, PROGRAMS[case.implementation], on).step().total
+    program = PROGRAMS[PROFILES.get((case.implementation, config.train.compile), "unknown")]
+    return StepModel(work, program, on).step().total, FITTED.spread if program.known else FITTED.unknown

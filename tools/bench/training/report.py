@@ -141,7 +141,7 @@ def _line(rows: Sequence[Row], gemm: float | None) -> dict[str, Any]:
     row = fine[0] if fine else rows[0]
     name, ours = _name(row) + (f", {len(fine)} runs" if len(fine) > 1 else ""), row.get("implementation") == OURS
     predicted = row.get("predicted") or {}
-    expected = f"{predicted['step_ms']:.1f} ms" if predicted else "–"
+    expected = f"{predicted['step_ms']:.1f} ms ± {predicted['spread']:.0%}" if predicted else "–"
     if not fine:
         blank = [*["–"] * (len(STEPS) - 4), expected]
         return {"ours": ours, "ms": None, "cells": [name, f"{row['status']}: {_why(row)}", *blank]}

@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from megalite.config.errors import InputError
+from megalite.planner.hardware import load_cluster
+from megalite_tools.bench.training import prediction
 from megalite_tools.bench.training.cases import RANKS_OF_REHEARSAL, Case, Target, read_plan
 from megalite_tools.bench.training.parent import ENDING
 
@@ -42,6 +44,20 @@ def test_the_shipped_plan() -> None:
     for (group, part), members in groups.items():
         if len(set(members)) > 1:
             assert "megalite" in members, f"nothing to compare with in {group} of part {part}"
+
+
+@pytest.mark.usefixtures("in_checkout")
+def test_every_step_of_the_shipped_plan_has_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "cluster", lambda _: load_cluster("h100_sxm"))
+    found = {case.id: prediction.predicted(case, GPU) for case in read_plan(SHIPPED, GPU) if case.implementation}
+    for name, told in found.items():
+        assert told is not None, name
+        assert 0.2 < told["C"] < told["F"] < 0.8, name
+        assert told["spread"] > 0.1
+    cut = found["8b8-megalite-compiled"]
+    assert cut["F"] == pytest.approx(cut["C"] * 16.84 / 15.23, rel=1e-3), "GFLOP of a token: matrices and scores"
+    monkeypatch.setattr(prediction, "cluster", lambda _: None)
+    assert prediction.predicted(read_plan(SHIPPED, GPU)[0], GPU) is None
 
 
 @pytest.mark.usefixtures("in_checkout")

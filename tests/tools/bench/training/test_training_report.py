@@ -56,7 +56,7 @@ def cells(text: str, begins: str) -> list[str]:
 
 def test_a_table_of_all_that_can_happen() -> None:
     peers = {
-        "slower": row("slower", "transformers", 125.0, predicted={"step_ms": 100.0}, attention="cudnn"),
+        "slower": row("slower", "transformers", 125.0, predicted={"step_ms": 100.0, "spread": 0.35}, attention="cudnn"),
         "tie": row("tie", "torchtitan", 101.5),
         "wrong": row("wrong", "liger", 50.0, status="disagrees", reason="the loss of step 1 is 3, not the 11 of ours"),
         "late": {**row("late", "x"), "status": "timeout", "step_ms": None, "reason": "took longer than its limit"},
@@ -71,7 +71,7 @@ def test_a_table_of_all_that_can_happen() -> None:
     assert best[1:9] == ["100.0 (99.0–101.0)", "10,000", "60.0%", "50.0%", "25.0%", "3.0", "31", "–"]
     assert best[9:] == ["655", "1755", "11.000 → 9.000", "–", "1"]
     slower = cells(text, "transformers, compiled")
-    assert slower[-2:] == ["100.0 ms (0.80×)", "1.250"]
+    assert slower[-2:] == ["100.0 ms ± 35% (0.80×)", "1.250"]
     assert slower[8] == "cudnn"
     assert cells(text, "torchtitan, compiled")[-1] == "1.015 (tie)"
     wrong = cells(text, "liger, compiled")

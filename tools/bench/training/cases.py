@@ -110,6 +110,8 @@ def _checked(inputs: tuple[str, ...], ranks: int) -> Config:
 
 
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+COMMAND = Kind("a list of texts, the first a program", lambda value: TEXTS.holds(value) and bool(value and value[0]))
+LIMIT = Kind("a number of seconds above 0", lambda value: type(value) in (int, float) and 0 < value < 1e6)
 NUMBER = Kind("a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e6)
 COUNT = Kind("a whole number from 1 to 1024", lambda value: type(value) is int and 1 <= value <= 1024)
 FLAG = Kind("true or false", lambda value: type(value) is bool)
@@ -124,12 +126,12 @@ CASE = {
     "model": TEXT,
     "inputs": TEXTS,
     "train": FLAG,
-    "command": OrNull(TEXTS),
-    "tiny": OrNull(TEXTS),
+    "command": OrNull(COMMAND),
+    "tiny": OrNull(COMMAND),
     "keep": TEXTS,
     "ranks": COUNT,
     "part": COUNT,
-    "limit": NUMBER,
+    "limit": LIMIT,
     "value": NUMBER,
     "trace": FLAG,
 }

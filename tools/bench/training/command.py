@@ -19,7 +19,7 @@ from megalite.exit_codes import ExitCode
 from megalite_tools.bench.training.cases import Case, Target, read_plan
 from megalite_tools.bench.training.keeping import Keeper
 from megalite_tools.bench.training.parent import Machine, Runner
-from megalite_tools.bench.training.report import page
+from megalite_tools.bench.training.report import can_be_shown
 from megalite_tools.bench.training.rows import Rows
 
 COMMAND = "megalite-bench-training"
@@ -94,7 +94,7 @@ def _cases(options: argparse.Namespace, command: str) -> int:
         raise InputError("nvidia-smi finds no GPU here; --device cpu --tiny rehearses a plan without one")
     console = Console(stderr=True, highlight=False)
     keep = options.keep and options.keep.absolute()
-    keeper = Keeper(out, keep, chosen, command)
+    keeper = Keeper(out, keep, cases, chosen, command)
     with console.status("starting") as status:
 
         def say(line: str) -> None:
@@ -116,7 +116,7 @@ def _cases(options: argparse.Namespace, command: str) -> int:
             again=frozenset(options.again),
         )
         late = runner.run(chosen)
-    print(page(Rows(out / "rows").read(), chosen, keeper.head), end="")
+    print(keeper.page(runner.rows), end="")
     if late:
         print(f"{COMMAND}: no time was left for {', '.join(late)}; the same command goes on there", file=sys.stderr)
     return ExitCode.STOPPED if late else ExitCode.DONE
@@ -145,8 +145,10 @@ def _probe(options: argparse.Namespace, _: str) -> int:
 
 
 def _table(options: argparse.Namespace, command: str) -> int:
-    keeper = Keeper(options.out, None, [], command)
-    print(page(Rows(options.out / "rows").read(), [], keeper.head), end="")
+    rows = Rows(options.out / "rows").read(accepts=can_be_shown)
+    if not rows:
+        raise InputError(f"{options.out}: has no rows; give the folder that `run --out` was given")
+    print(Keeper(options.out, None, [], [], command).page(rows), end="")
     return ExitCode.DONE
 
 

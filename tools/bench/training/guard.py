@@ -1,7 +1,8 @@
 """Runs a program that may hang, crash, print without end or take all memory, and says how it ended. Imports no torch.
 
 All that the program starts inherits a mark in its environment, by which it is found and ended, whatever sessions and
-groups it has made. Output is read as it comes; only its beginning and its end are kept.
+groups it has made; only what clears its environment escapes. Output is read as it comes; its beginning and its end are
+kept.
 """
 
 import os
@@ -101,16 +102,19 @@ class _Output:
     """What a program prints: its end, and in a file its beginning."""
 
     def __init__(self, log: Path) -> None:
-        self._tail, self._room = bytearray(), LOGGED
-        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        self._tail, self._room, self._log = bytearray(), 0, None  # type: ignore[var-annotated]
+        with suppress(OSError):  # a link in its place, say, costs the log, not the case
+            self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            self._room = LOGGED
 
     def add(self, chunk: bytes) -> None:
         self._tail = (self._tail + chunk)[-TAIL:]
-        with suppress(OSError):  # a full disk costs the log, not the case
+        with suppress(OSError):  # a full disk, as above
             self._room -= os.write(self._log, chunk[: self._room]) if self._room else 0
 
     def close(self) -> str:
-        os.close(self._log)
+        if self._log is not None:
+            os.close(self._log)
         return self._tail.decode(errors="replace")
 
 
@@ -138,8 +142,10 @@ def _watch(
             looked, held = now, _memory(mark)
             peak = max(peak, held)
             if now >= kill_at or held > limits.memory:
-                broken = broken or "memory"
+                broken, kill_at = broken or "memory", min(kill_at, now)
                 _end(mark)
+                if now >= kill_at + GRACE:
+                    return broken, peak  # no signal ends it: it is left behind
             elif not broken and now - began > limits.seconds:
                 broken, kill_at = "time", now + GRACE
                 with suppress(OSError):

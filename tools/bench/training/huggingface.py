@@ -87,5 +87,6 @@ def build(config: Config, device: torch.device, tuned: bool, liger: bool = False
             loss = torch.compile(loss)
     whole, autocast = Losses(model, loss), uses_autocast(config, tuned)
     if not autocast:
-        shard(whole, layers, config, device)
+        apart = [] if config.model.tie_embeddings else [model.model.embed_tokens]
+        shard(whole, [*layers, *apart], config, device)
     return PeerStep(whole, whole, config, device, autocast)

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from megalite.config.files import is_file
+
 SHOWN = 20  # tests that failed, by name
+LARGEST = 64 << 20  # bytes of a report
+LONGEST = 8192  # characters of a failure, of which the end says most
+OUTPUTS = ("system-out", "system-err")
 
 
 def counts(paths: Iterable[Path]) -> dict[str, Any]:
@@ -13,6 +18,8 @@ def counts(paths: Iterable[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for suite in _suites(paths):
         for case in suite.iter("testcase"):
+            if not case.get("name"):  # pytest-xdist has one for a test that was under way when it was interrupted
+                continue
             outcome = "passed"
             for child in case:
                 outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}.get(child.tag, outcome)
@@ -25,15 +32,21 @@ def counts(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def merged(paths: Iterable[Path]) -> bytes:
-    """All test suites of some reports, as one report."""
+    """All test suites of some reports, as one report; without what the tests have printed, which may be large."""
     whole = ElementTree.Element("testsuites")
     whole.extend(_suites(paths))
+    for case in whole.iter("testcase"):
+        for output in [child for child in case if child.tag in OUTPUTS]:
+            case.remove(output)
+        for child in case:
+            child.text = (child.text or "")[-LONGEST:]
     return ElementTree.tostring(whole, encoding="utf-8", xml_declaration=True)
 
 
 def _suites(paths: Iterable[Path]) -> Iterator[ElementTree.Element]:
     for path in paths:
         try:
-            yield from ElementTree.parse(path).getroot().iter("testsuite")
-        except (OSError, ElementTree.ParseError):  # not there, or half of one
+            if is_file(path) and path.stat().st_size <= LARGEST:
+                yield from ElementTree.parse(path).getroot().iter("testsuite")
+        except (OSError, ElementTree.ParseError, LookupError, ValueError):  # half of a report, or none
             continue

@@ -10,24 +10,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megalite.config.errors import InputError, counted
+from megalite.config.errors import InputError, counted, printable
 from megalite_launch.preflight.smi import SmiError, ask, table
 from megalite_tools.bench.training.agreement import judged
 from megalite_tools.bench.training.cases import Case, Target
 from megalite_tools.bench.training.guard import Ended, Limits, end_leftover, run_limited
 from megalite_tools.bench.training.junit import counts
 from megalite_tools.bench.training.prediction import predicted
+from megalite_tools.bench.training.report import can_be_shown
 from megalite_tools.bench.training.rows import CRASH, FAILED, GIVEN_UP_AFTER, REFUSED, Row, Rows, ending, finished
 
 TRIES = 2  # failures in a row after which an implementation is given up
-ENDING = 10.0  # seconds that ending a case may take beyond its limit
 HOST_SHARE = 0.9  # of the host's free memory that a case may take
 FREE_SHARE = 0.02  # of a GPU's memory that something may hold when a case starts
 SETTLING = 10.0  # seconds to wait for memory of a case before to be given back
+SMI_SECONDS = 20.0  # that a driver may take to answer for the first time
 MEMORY = ("memory.used", "memory.total")
+ENDING = SETTLING + 12.0  # seconds that a case may take beyond its limit: before its start, and to be ended
 PAUSE = 0.5  # seconds between two looks at it
 MODULE = "megalite_tools.bench.training.command"
 
@@ -44,9 +46,10 @@ class Machine:
         if target.device == "cpu":
             return Machine(target, None)
         try:
-            return Machine(target, sum(line.startswith("GPU ") for line in ask(["-L"], 20).splitlines()))
+            found = sum(line.startswith("GPU ") for line in ask(["-L"], SMI_SECONDS).splitlines())
         except SmiError:
-            return Machine(target, 0)
+            found = 0
+        return Machine(target, found or len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
     def settle(self) -> str:
         """Wait until earlier processes have given memory of GPUs back; what is told of it if they do not."""
@@ -54,13 +57,13 @@ class Machine:
         while self.gpus:
             try:
                 query = [f"--query-gpu={','.join(MEMORY)}", "--format=csv,noheader,nounits"]
-                told = table(ask(query, SETTLING), MEMORY)
+                told = table(ask(query, SETTLING / 2), MEMORY)
                 held = max(float(gpu["memory.used"]) - FREE_SHARE * float(gpu["memory.total"]) for gpu in told)
             except (SmiError, ValueError):
                 return ""
             if held <= 0:
                 return ""
-            if time.monotonic() > end:
+            if time.monotonic() > end - PAUSE:
                 return f"{held / 1024:.1f} GiB of a GPU were in use when it started"
             time.sleep(PAUSE)
         return ""
@@ -82,55 +85,73 @@ class Runner:
     left: Callable[[], float]
     say: Callable[[str], None]
     begin: Callable[[Case], None] = lambda _: None
-    changed: Callable[[], None] = lambda: None
+    changed: Callable[[Mapping[str, Row]], None] = lambda _: None
     started: Callable[[Sequence[str], Mapping[str, str], Limits, Path, Path], Ended] = run_limited
     log: Path | None = None
     again: frozenset[str] = frozenset()
-    rows: Rows = field(init=False)
+    rows: dict[str, Row] = field(init=False)  # in memory, whatever becomes of the folder
+    _files: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = Rows(self.folder / "rows")
+        self._files = Rows(self.folder / "rows")
+        self.rows = {}
 
     def run(self, cases: Sequence[Case]) -> list[str]:
         """Run what is left of a plan. Returns the ids of cases for which there was no time."""
-        (self.log or self.folder).parent.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / "lock"):
+            self.rows.update(self._files.read(accepts=can_be_shown))
             if end_leftover(self.folder / "running"):
                 self.say("ended a case that an earlier start, which was killed, had left running")
-            late = [case.id for case in cases if not self._case(case)]
-            self.changed()
-            return late
+            self._changed()
+            return [case.id for case in cases if not self._case(case)]
 
     def _case(self, case: Case) -> bool:
-        """Run a case, unless its row is there or says why not. Returns False if there is no time for it."""
-        rows = self.rows.read()
-        if case.id not in self.again and self._is_done(case, rows):
+        """Run a case, unless its row is there or says why not. Returns False if it has not come to an end."""
+        if case.id not in self.again and self._is_done(case):
             self.say(f"{case.id}: has a row already")
             return True
-        if reason := refusal(case, rows, self.machine):
-            self._close(case, {**self._head(case), "status": REFUSED, "reason": reason})
+        if reason := self._refusal(case):
+            row = {**self._head(case), "status": REFUSED, "reason": reason}
+            if self.rows.get(case.id, row)["status"] == REFUSED:
+                self._close(case, row)
+            else:
+                self.say(f"{case.id}: not run again, its earlier row stays: {reason}")
             return True
         if case.limit + ENDING > self.left():
             self.say(f"{case.id}: not started, as its {case.limit:.0f} s do not fit into the {self.left():.0f} s left")
             return False
         self.begin(case)
-        self._close(case, self._measured(case))
+        try:
+            row = self._measured(case)
+        except (OSError, InputError) as error:
+            self.say(f"{case.id}: cannot be started: {error}")
+            return False
+        self._close(case, row)
         return True
 
-    def _is_done(self, case: Case, rows: Mapping[str, Row]) -> bool:
-        row = rows.get(case.id, {})
+    def _is_done(self, case: Case) -> bool:
+        row = self.rows.get(case.id, {})
         same = (row.get("commit"), row.get("hash")) == (self.commit, case.hash(self.machine.target))
         return same and row["status"] != REFUSED
 
+    def _refusal(self, case: Case) -> str:
+        """Why a case is not worth its time; "" if it is."""
+        if self.machine.gpus is not None and case.ranks > self.machine.gpus:
+            return f"needs {counted(case.ranks, 'GPU')}, and there are {self.machine.gpus}"
+        if not case.implementation:
+            return ""
+        here = {"label": case.label, "commit": self.commit, "target": asdict(self.machine.target)}
+        others = [row for name, row in self.rows.items() if name != case.id and here.items() <= row.items()]
+        tried = sorted((row for row in others if row["status"] != REFUSED), key=lambda row: row["written"])[-TRIES:]
+        if len(tried) == TRIES and all(row["status"] in GIVEN_UP_AFTER for row in tried):
+            return f"{case.label} has failed {TRIES} times in a row: {', '.join(row['id'] for row in tried)}"
+        return ""
+
     def _measured(self, case: Case) -> Row:
         note, limits = self.machine.settle(), Limits(case.limit, HOST_SHARE * _free_memory())
-        head = self._head(case) | ({"note": note} if note else {})
-        try:
-            self.rows.begin(case.id)
-            log = self.log or self.folder / "running.log"
-            ended = self.started(self._command(case), self._environment(), limits, self.folder / "running", log)
-        except (OSError, InputError) as error:
-            return {**head, "status": CRASH, "reason": f"cannot be started: {error}"}
+        self._files.begin(case.id)
+        log = self.log or self.folder / "running.log"
+        ended = self.started(self._command(case), self._environment(), limits, self.folder / "running", log)
         if case.command:
             status, reason = ending(ended)
             if status == CRASH and ended.code > 0:
@@ -139,25 +160,33 @@ class Runner:
             if tests := counts(self.folder / name for name in case.keep if name.endswith(".xml")):
                 row["tests"] = tests
         else:
-            row = finished(*self.rows.found(case.id), ended)
-        return {**head, **row, "seconds": round(ended.seconds, 1), "host_peak": ended.peak, "written": time.time()}
+            row = finished(*self._files.found(case.id), ended)
+        row = {**({"note": note} if note else {}), **row, **self._head(case)}
+        return {**row, "seconds": round(ended.seconds, 1), "host_peak": ended.peak, "written": time.time()}
 
     def _close(self, case: Case, row: Row) -> None:
-        """Write a row, and again all rows that it shows in another light."""
+        """Take a row, and write it and all rows that it shows in another light."""
+        before = dict(self.rows)
+        self.rows = judged({**self.rows, case.id: row}) if can_be_shown(row) else self.rows
+        for name, each in self.rows.items():
+            if each != before.get(name):
+                try:
+                    self._files.write(name, each)
+                except (OSError, InputError) as error:  # a full disk, say: the next case may still tell something
+                    self.say(f"{name}: its row cannot be written: {error}")
+        self._changed()
+        self.say(told(self.rows.get(case.id, row)))
+
+    def _changed(self) -> None:
         try:
-            self.rows.write(case.id, row)
-            rows = self.rows.read()
-            for name, other in judged(rows).items():
-                if other != rows[name]:
-                    self.rows.write(name, other)
-            self.changed()
-        except InputError as error:  # a full disk, say: the next case may still tell something
-            self.say(f"{case.id}: its row cannot be kept: {error}")
-        self.say(told(self.rows.read().get(case.id, row)))
+            self.changed(self.rows)
+        except (OSError, InputError) as error:
+            self.say(f"results cannot be kept: {error}")
 
     def _head(self, case: Case) -> Row:
         target = self.machine.target
         head: Row = {"id": case.id, "label": case.label, "commit": self.commit, "hash": case.hash(target)}
+        head["target"] = asdict(target)
         head |= {"model": case.model, "implementation": case.implementation, "ranks": case.ranks}
         if case.implementation or case.train:
             head |= {"predicted": predicted(case, target), "group": case.group(target)}
@@ -181,19 +210,6 @@ class Runner:
         return {**ours, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": interpreted}
 
 
-def refusal(case: Case, rows: Mapping[str, Row], machine: Machine) -> str:
-    """Why a case is not worth its time; "" if it is."""
-    if machine.gpus is not None and case.ranks > max(machine.gpus, 0):
-        return f"needs {counted(case.ranks, 'GPU')}, and there are {machine.gpus}"
-    if not case.implementation:
-        return ""
-    others = [row for row in rows.values() if row.get("label") == case.label and row["id"] != case.id]
-    latest = sorted((row for row in others if row["status"] != REFUSED), key=lambda row: row.get("written", 0))[-TRIES:]
-    if len(latest) == TRIES and all(row["status"] in GIVEN_UP_AFTER for row in latest):
-        return f"{case.label} has failed {TRIES} times in a row: {', '.join(row['id'] for row in latest)}"
-    return ""
-
-
 def told(row: Row) -> str:
     """One line of a row."""
     text = f"{row['id']}: {row['status']}"
@@ -203,7 +219,7 @@ def told(row: Row) -> str:
         text += f", MFU {row['F']:.1%} full, {row['C']:.1%} causal"
     if row.get("reason"):
         text += f" ({row['reason']})"
-    return text + (f", after {row['seconds']:.0f} s" if "seconds" in row else "")
+    return printable(text + (f", after {row['seconds']:.0f} s" if "seconds" in row else ""))
 
 
 @contextmanager

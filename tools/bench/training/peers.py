@@ -79,22 +79,29 @@ def adamw(model: nn.Module, optim: Optim, **more: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, **more)
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], config: Config, device: torch.device) -> None:
-    """Shard a model over all ranks, layer by layer, with sums of gradients in float32."""
+def shard(model: nn.Module, groups: Iterable[nn.Module], config: Config, device: torch.device) -> None:
+    """Shard a model over all ranks, with sums of gradients in float32.
+
+    groups: modules that are gathered one by one, such as layers; the rest is gathered together.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config.train.precision), reduce_dtype=torch.float32)
     zero3 = config.parallel.data.mode == "zero3"
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=zero3)
+    for module in groups:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero3)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     sum_gradients(model)
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Have FSDP2 add up gradients: losses are divided by the tokens of all ranks already."""
+    """Have FSDP2 add up gradients: losses are divided by the tokens of all ranks already.
+
+    On one rank there is nothing to divide, and a factor would cost a pass over all gradients.
+    """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and dist.get_world_size() > 1:
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def check_comparable(config: Config, name: str) -> None:

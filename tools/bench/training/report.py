@@ -1,17 +1,16 @@
 """The table of measured training steps, as a page of Markdown. Imports no torch.
 
 Times are compared within a group only: the same model, tokens, batch, precision and GPUs. Repeats of a case, whose ids
-end in `-r1`, `-r2` and so on, are one line, of their median.
+end in `-r1`, `-r2` and so on, are one line, that of the median.
 """
 
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megalite.config.errors import counted, printable
 from megalite_tools.bench.training.cases import OURS, Case
-from megalite_tools.bench.training.rows import OK, Row
+from megalite_tools.bench.training.rows import DISAGREES, OK, Row
 
 LONGEST = 300  # characters of a reason
 REPEAT = re.compile(r"-r\d+$")
@@ -58,6 +57,18 @@ def page(rows: Mapping[str, Row], cases: Sequence[Case], head: Mapping[str, Any]
     if missing:
         parts.append(f"## Not run\n\n{', '.join(missing)}\n")
     return "\n".join(parts)
+
+
+def can_be_shown(row: Row) -> bool:
+    """Whether a row has the shape that tables need: a file may hold one of an earlier program, or anything."""
+    try:
+        page({row["id"]: {"written": 0.0, **row}}, [], {"best_gemm": 1.0})
+        return isinstance(row.get("written", 0.0), int | float) and all(map(float, row.get("loss") or ())) in (
+            True,
+            False,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+        return False
 
 
 def _head(head: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
@@ -115,9 +126,9 @@ def _group(rows: Sequence[Row], gemm: float | None) -> str:
 def _fastest(rows: Iterable[Row]) -> str:
     """For each model, the most tokens per second that each implementation has reached; "" if none has."""
     best: dict[tuple[str, str], Row] = {}
-    for row in rows:
+    for row in filter(None, map(_typical, _repeats(rows))):
         key = (f"{row['model']}, {counted(row['ranks'], 'rank')}", row["implementation"])
-        if row["status"] == OK and row.get("tok_s", 0) > best.get(key, {}).get("tok_s", 0):
+        if row["tok_s"] > best.get(key, {}).get("tok_s", 0):
             best[key] = row
     lines = []
     for (model, implementation), row in sorted(best.items()):
@@ -135,26 +146,36 @@ def _repeats(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def _line(rows: Sequence[Row], gemm: float | None) -> dict[str, Any]:
-    """One line of a group. Without a time where no repeat is ok, and then with the reason."""
-    fine = [row for row in rows if row["status"] == OK and row.get("step_ms")]
-    row = fine[0] if fine else rows[0]
-    name, ours = _name(row) + (f", {len(fine)} runs" if len(fine) > 1 else ""), row.get("implementation") == OURS
-    predicted = row.get("predicted") or {}
+def _typical(repeats: Sequence[Row]) -> Row | None:
+    """The repeat of median time, the slower one of two; None where none is ok, or one computes something else."""
+    fine = sorted((row for row in repeats if row["status"] == OK and row.get("step_ms")), key=_median)
+    disagrees = any(row["status"] == DISAGREES for row in repeats)
+    return None if disagrees or not fine else fine[len(fine) // 2]
+
+
+def _median(row: Row) -> float:
+    return float(row["step_ms"]["median"])
+
+
+def _line(repeats: Sequence[Row], gemm: float | None) -> dict[str, Any]:
+    """One line of a group. Without a time where there is none to compare, and then with the reason."""
+    row = _typical(repeats)
+    ours, runs = repeats[0].get("implementation") == OURS, sum(each["status"] == OK for each in repeats)
+    predicted = (row or repeats[0]).get("predicted") or {}
     expected = f"{predicted['step_ms']:.1f} ms ± {predicted['spread']:.0%}" if predicted else "–"
-    if not fine:
+    if row is None:
+        bad = next((each for each in repeats if each["status"] == DISAGREES), repeats[0])
         blank = [*["–"] * (len(STEPS) - 4), expected]
-        return {"ours": ours, "ms": None, "cells": [name, f"{row['status']}: {_why(row)}", *blank]}
-    ms, p10, p90 = (_median(each["step_ms"][key] for each in fine) for key in ("median", "p10", "p90"))
-    full = _median(each["F"] for each in fine) if row.get("F") is not None else None
-    if expected != "–":
+        return {"ours": ours, "ms": None, "cells": [_name(bad), f"{bad['status']}: {_why(bad)}", *blank]}
+    ms, p10, p90 = (float(row["step_ms"][key]) for key in ("median", "p10", "p90"))
+    if predicted:
         expected += f" ({predicted['step_ms'] / ms:.2f}×)"
     share = row["tok_s"] * row["flops"]["full"] / gemm if gemm and row.get("flops") else None
     cells = [
-        name,
+        _name(row) + (f", {runs} runs" if runs > 1 else ""),
         f"{ms:.1f} ({p10:.1f}–{p90:.1f})",
-        f"{_median(each['tok_s'] for each in fine):,.0f}",
-        _percent(full),
+        f"{row['tok_s']:,.0f}",
+        _percent(row.get("F")),
         _percent(row.get("C")),
         _percent(share),
         f"{row['peak_alloc'] / 2**30:.1f}" if row.get("peak_alloc") else "–",
@@ -190,7 +211,7 @@ def _name(row: Row) -> str:
     if told.get("recompute", "none") != "none":
         parts.append(f"{told['recompute']} recompute")
     if row.get("note"):
-        parts.append(f"[{row['note']}]")
+        parts.append(f"[{str(row['note'])[:LONGEST]}]")
     return ", ".join(parts)
 
 
@@ -209,11 +230,7 @@ def _by_kind(rows: Sequence[Row]) -> str:
 
 
 def _why(row: Row) -> str:
-    return str(row.get("reason") or "")[:LONGEST]
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
+    return "; ".join(str(row[key]) for key in ("reason", "note") if row.get(key))[:LONGEST]
 
 
 def _percent(value: float | None) -> str:
@@ -225,7 +242,7 @@ def _words(value: Any) -> str:
         return ", ".join(f"{name} {_words(each)}" for name, each in value.items())
     if isinstance(value, list):
         return "; ".join(map(_words, value)) or "none"
-    return str(value)
+    return printable(str(value))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

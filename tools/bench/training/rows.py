@@ -5,7 +5,7 @@ runs, what is known so far lies in ID.part.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,28 +29,31 @@ class Rows:
 
     folder: Path
 
-    def found(self, case_id: str) -> tuple[Row | None, Row | None]:
-        """What a case has written: its row, and what it knew before the end."""
-        return readable(self._path(case_id)), readable(self.part(case_id))
-
-    def read(self) -> dict[str, Row]:
-        """All rows by id; what is none is left out."""
-        return {path.stem: row for path in sorted(self.folder.glob("*.json")) if (row := readable(path)) is not None}
+    def read(self, accepts: Callable[[Row], bool] = lambda _: True) -> dict[str, Row]:
+        """All rows by id. What is none, has another name or is not accepted is left out."""
+        found = {path.stem: readable(path) for path in sorted(self.folder.glob("*.json"))}
+        return {name: row for name, row in found.items() if row and row.get("id") == name and accepts(row)}
 
     def write(self, case_id: str, row: Mapping[str, Any]) -> None:
         write_object(self._path(case_id), row)
-        self.part(case_id).unlink(missing_ok=True)
+        self._part(case_id).unlink(missing_ok=True)
 
     def note(self, case_id: str, row: Mapping[str, Any]) -> None:
         """Keep what is known of a case that runs."""
-        write_object(self.part(case_id), row)
+        write_object(self._part(case_id), row)
 
     def begin(self, case_id: str) -> None:
-        """Take away what an earlier attempt has left."""
-        for path in (self._path(case_id), self.part(case_id)):
-            path.unlink(missing_ok=True)
+        """Take away what an earlier attempt has not ended. Its row stays until there is another."""
+        self._part(case_id).unlink(missing_ok=True)
 
-    def part(self, case_id: str) -> Path:
+    def found(self, case_id: str) -> tuple[Row | None, Row | None]:
+        """What a case has written: its row, and what it knew before the end."""
+        whole = readable(self._path(case_id))
+        if whole is not None and "hash" in whole:  # that of an attempt before: who started it has added its hash
+            whole = None
+        return whole, readable(self._part(case_id))
+
+    def _part(self, case_id: str) -> Path:
         return self.folder / f"{case_id}.part"
 
     def _path(self, case_id: str) -> Path:
@@ -93,7 +96,8 @@ def ending(ended: Ended) -> tuple[str, str]:
     if ended.code == -signal.SIGKILL:
         return OOM, "killed, as the system does when host memory runs out"
     if ended.code < 0:
-        return CRASH, f"killed by {signal.Signals(-ended.code).name}"
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+        return CRASH, f"killed by {names.get(-ended.code, f'signal {-ended.code}')}"
     if any(sign in ended.tail for sign in NO_MEMORY):
         return OOM, "out of memory"
     return CRASH, f"exit code {ended.code}"

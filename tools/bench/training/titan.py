@@ -12,7 +12,7 @@ from megalite.checkpoint.maps.meta import params_of, table_of
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Model
 from megalite.parallel.fsdp import compute_dtype
-from megalite_tools.bench.training.peers import PeerStep, Runner, check_comparable, shard, uses_autocast
+from megalite_tools.bench.training.peers import PeerStep, Runner, check_comparable, shard, sum_gradients, uses_autocast
 from megalite_tools.bench.training.weights import Weights, initial_weights, renamed
 
 
@@ -47,6 +47,7 @@ def build(config: Config, device: torch.device, tuned: bool, selective: bool) ->
         how = "default" if config.parallel.data.mode == "zero3" else "never"
         dtype = compute_dtype(config.train.precision)
         apply_fsdp(model, mesh, dtype, torch.float32, False, reshard_after_forward_policy=how)
+        sum_gradients(model)
 
     def sum_of_losses(tokens: Tensor, targets: Tensor) -> Tensor:
         return loss(model(tokens), targets)

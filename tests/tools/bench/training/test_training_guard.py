@@ -118,13 +118,25 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert (ended.code, ended.tail) == (127, "/nowhere/program: cannot be started: No such file or directory\n")
 
 
-def test_links_planted_in_place_of_the_log_are_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
+@pytest.mark.parametrize("plant", ["link", "pipe", "folder"])
+def test_what_is_planted_in_place_of_the_log_costs_the_log_alone(tmp_path: Path, plant: str) -> None:
+    victim, log = tmp_path / "victim", tmp_path / "log"
     victim.write_text("precious")
-    (tmp_path / "log").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic"):
-        run(tmp_path, "print('x')")
+    {"link": lambda: log.symlink_to(victim), "pipe": lambda: os.mkfifo(log), "folder": log.mkdir}[plant]()
+    assert run(tmp_path, "print('x')").tail == "x\n"
     assert victim.read_text() == "precious"
+
+
+def test_a_process_that_no_signal_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that waits in a driver. Here signals are kept from it."""
+    kill, killed = os.kill, []
+    monkeypatch.setattr(guard.os, "kill", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(guard.os, "killpg", lambda *_: None)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    ended = run(tmp_path, "import time; time.sleep(60)", seconds=0.3)
+    assert (ended.broken, ended.code) == ("time", -signal.SIGKILL)
+    assert 0.3 + 2 * QUICK < ended.seconds < 10
+    kill(killed[0], signal.SIGKILL)
 
 
 def test_what_a_killed_parent_has_left_is_ended_and_nothing_else(tmp_path: Path) -> None:

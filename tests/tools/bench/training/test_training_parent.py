@@ -19,6 +19,7 @@ from megalite_tools.bench.training.rows import Rows
 
 CPU = Target("cpu", True)
 TINY = ("model.layers=1", "model.width=32", "model.ffn=48", "model.vocab_size=64", "model.sequence_length=16")
+MEASURED = {"loss": [3.0, 2.0], "step_ms": {"median": 5.0, "p10": 4.0, "p90": 6.0}, "tok_s": 10.0}
 Answer = Callable[[str, Rows], Ended]
 
 
@@ -31,7 +32,7 @@ def ended(code: int = 0, broken: str = "", tail: str = "") -> Ended:
 
 
 def ok(name: str, rows: Rows) -> Ended:
-    rows.write(name, {"id": name, "status": "ok", "loss": [3.0, 2.0], "step_ms": {"median": 5.0}})
+    rows.write(name, {"id": name, "status": "ok", **MEASURED})
     return ended()
 
 
@@ -45,7 +46,7 @@ class Bench:
             name = command[command.index("--case") + 1] if "--case" in command else command[0]
             self.ran.append(name)
             self.now += min(self.lasts, limits.seconds)
-            return answer(name, self.runner.rows)
+            return answer(name, Rows(folder / "rows"))
 
         machine = Machine(CPU, gpus)
         self.runner = Runner(
@@ -54,7 +55,10 @@ class Bench:
 
     @property
     def rows(self) -> dict[str, Any]:
-        return self.runner.rows.read()
+        """The rows on disk, which are those in memory."""
+        found = Rows(self.runner.folder / "rows").read()
+        assert found == self.runner.rows
+        return found
 
 
 def test_rows_are_written_and_not_made_again(tmp_path: Path) -> None:
@@ -108,10 +112,9 @@ def test_an_implementation_is_given_up_after_two_failures_in_a_row(tmp_path: Pat
     bench.runner.again = frozenset({"bad3", "late"})
     bench.runner.run(cases)
     assert "late" not in bench.ran
-    for name in ("bad2", "bad3"):
-        (tmp_path / "rows" / f"{name}.json").unlink()
+    bench.runner.commit = "mended"
     bench.runner.run([case("late")])
-    assert bench.ran[-1] == "late", "a refusal is looked at again"
+    assert bench.ran[-1] == "late", "a refusal is looked at again, and failures of another commit do not count"
 
 
 def test_sizes_that_do_not_fit_memory_do_not_give_an_implementation_up(tmp_path: Path) -> None:
@@ -154,21 +157,20 @@ def test_whatever_a_case_leaves_becomes_a_row(
 
 def test_what_was_measured_before_a_crash_is_kept(tmp_path: Path) -> None:
     def answer(name: str, rows: Rows) -> Ended:
-        known = {"stage": "profiling", "step_ms": {"median": 5.0}, "loss": [3.0, 2.0]}
-        rows.note(name, {"status": "ok", **known})
+        rows.note(name, {"status": "ok", "stage": "profiling", **MEASURED})
         return ended(-signal.SIGSEGV)
 
     bench = Bench(tmp_path, answer)
     bench.runner.run([case("a")])
     assert bench.rows["a"]["status"] == "ok"
     assert bench.rows["a"]["note"] == "then: killed by SIGSEGV"
-    assert bench.rows["a"]["step_ms"] == {"median": 5.0}
+    assert bench.rows["a"]["step_ms"] == MEASURED["step_ms"]
 
 
 def test_losses_that_disagree_change_the_status_of_rows_that_are_there(tmp_path: Path) -> None:
     def answer(name: str, rows: Rows) -> Ended:
         loss = [3.0, 2.0] if name == "ours" else [3.1, 2.0]
-        rows.write(name, {"id": name, "status": "ok", "loss": loss})
+        rows.write(name, {"id": name, "status": "ok", **MEASURED, "loss": loss})
         return ended()
 
     peer = Case("peer", implementation="transformers", model="m", inputs=TINY)
@@ -208,6 +210,91 @@ def test_a_row_that_cannot_be_written_does_not_stop_the_others(tmp_path: Path, m
     bench.runner.run([case("a"), case("b")])
     assert bench.ran == ["a", "b"]
     assert sum("No space left" in line for line in bench.said) == 2
+    assert bench.runner.rows.keys() == {"a", "b"}, "in memory, for the folder that keeps results"
+
+
+def test_results_that_cannot_be_kept_do_not_stop_the_cases(tmp_path: Path) -> None:
+    def changed(_: Mapping[str, Any]) -> None:
+        raise InputError("table.md: is a link")
+
+    bench = Bench(tmp_path, ok)
+    bench.runner.changed = changed
+    assert bench.runner.run([case("a"), case("b")]) == []
+    assert bench.ran == ["a", "b"]
+    assert "results cannot be kept: table.md: is a link" in bench.said
+
+
+def test_a_row_stays_until_there_is_another(tmp_path: Path) -> None:
+    """Neither an attempt that never ends nor a refusal takes it away."""
+    bench = Bench(tmp_path, ok)
+    bench.runner.run([case("a")])
+    kept = bench.rows["a"]
+
+    def killed(*_: object) -> Ended:
+        assert Rows(tmp_path / "rows").read() == {"a": kept}
+        raise KeyboardInterrupt
+
+    bench.runner.again, bench.runner.started = frozenset({"a"}), killed
+    with pytest.raises(KeyboardInterrupt):
+        bench.runner.run([case("a")])
+    assert bench.rows == {"a": kept}
+    bench.runner.machine = Machine(CPU, 0)
+    bench.runner.run([case("a")])
+    assert bench.rows == {"a": kept}
+    assert "needs 1 GPU, and there are 0" in bench.said[-1]
+
+
+def test_what_cannot_be_started_has_no_row_and_is_tried_again(tmp_path: Path) -> None:
+    def fails(*_: object) -> Ended:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    bench = Bench(tmp_path, ok)
+    bench.runner.started = fails
+    assert bench.runner.run([case("a")]) == ["a"]
+    assert bench.rows == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"id": "x", "status": "ok", "step_ms": 3, "implementation": "liger"}',
+        '{"id": "x", "status": "ok", "step_ms": {"median": 1}, "implementation": "megalite"}',
+        '{"id": "x", "status": "ok", "tests": [1]}',
+        '{"id": "x", "status": "ok", "written": "yesterday"}',
+        '{"id": "x", "status": "ok", "group": "g", "loss": ["a"]}',
+        '{"id": "y", "status": "ok"}',
+        '{"id": "x", "status": "fine"}',
+        '[]', "", "{",
+    ],
+)  # fmt: skip
+def test_files_that_are_no_rows_disturb_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "x.json").write_text(text)
+    bench = Bench(tmp_path, ok)
+    bench.runner.run([case("a")])
+    assert bench.runner.rows.keys() == {"a"}
+
+
+@pytest.mark.parametrize("code", [40, 63])
+def test_signals_without_a_name(tmp_path: Path, code: int) -> None:
+    bench = Bench(tmp_path, lambda *_: ended(-code))
+    bench.runner.run([case("a")])
+    assert bench.rows["a"]["reason"] == f"killed by signal {code}"
+
+
+@pytest.mark.parametrize(
+    ("script", "files", "found"), [("echo 'GPU 0: x'; echo 'GPU 1: x'", 1, 2), ("exit 3", 2, 2), ("echo ?", 0, 0)]
+)
+def test_gpus_are_counted_without_nvidia_smi_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, files: int, found: int
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n{script}\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(range(files)))
+    assert Machine.found(Target("cuda", False)).gpus == found
+    assert Machine.found(CPU).gpus is None
 
 
 def test_two_at_once_in_a_folder_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import random
 import stat
 import tarfile
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.errors import InputError
 from megalite_tools.bench.training import junit
 from megalite_tools.bench.training.agreement import apart, judged
 from megalite_tools.bench.training.cases import Case
@@ -90,9 +93,18 @@ def test_several_gpus_show_what_one_cannot() -> None:
 
 def test_repeats_are_one_line_of_their_median() -> None:
     found = rows_of(row("a", ms=100.0), row("a-r2", ms=110.0), row("a-r3", ms=102.0), row("b-r2", "transformers"))
-    text = page(found, [], {})
-    assert cells(text, "megalite, compiled, zero1, 3 runs")[1] == "102.0 (101.0–103.0)"
+    text = page(found, [], {"best_gemm": 8e14})
+    line = cells(text, "megalite, compiled, zero1, 3 runs")
+    assert line[1:6] == ["102.0 (101.0–103.0)", "9,804", "58.8%", "49.0%", "24.5%"], "all of one run"
     assert text.count("megalite, compiled, zero1") == 1
+    assert cells(text, "8b8, 1 rank | megalite | a-r3")[3] == "9,804"
+
+
+def test_a_repeat_that_disagrees_is_not_hidden_by_the_others() -> None:
+    wrong = row("a-r2", status="disagrees", reason="the loss of step 1 is 3")
+    text = page(rows_of(row("a"), wrong, row("peer", "transformers")), [], {})
+    assert cells(text, "megalite, compiled, zero1")[1] == "disagrees: the loss of step 1 is 3"
+    assert cells(text, "transformers, compiled")[-1] == "–"
 
 
 def test_programs_and_tests_have_a_table_of_their_own() -> None:
@@ -292,6 +304,24 @@ def test_reports_of_tests_are_counted_and_joined(tmp_path: Path) -> None:
     assert junit.counts([]) == {}
 
 
+@pytest.mark.parametrize(
+    "text", ["", "<a", '<?xml version="1.0" encoding="none"?><a/>', '<testsuite><testcase time="0"/></testsuite>']
+)
+def test_reports_that_are_none_count_nothing(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text(text)
+    assert junit.counts([path]) == {}
+    path.unlink()
+    os.mkfifo(path)
+    assert junit.counts([path]) == {}
+
+
+def test_what_tests_print_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text(XML.replace("<skipped/>", f"<system-out>{'x' * 99_999}</system-out>").replace("no", "y" * 99_999))
+    assert len(junit.merged([path])) < 10_000
+
+
 def test_few_files_hold_all_that_is_kept(tmp_path: Path) -> None:
     out, keep = tmp_path / "out", tmp_path / "keep"
     (out / "traces").mkdir(parents=True)
@@ -300,7 +330,8 @@ def test_few_files_hold_all_that_is_kept(tmp_path: Path) -> None:
     (out / "probe.json").write_text(json.dumps({"gemm": {"x": {"precision": "bf16", "tflops": 700.0}}}))
     (out / "traces" / "a.json.gz").write_bytes(b"trace")
     cases = [Case("t", command=("x",), keep=("tests.xml", "probe.json", "missing"))]
-    Keeper(out, keep, cases, "the command").keep()
+    keeper, rows = Keeper(out, keep, cases, [], "the command"), Rows(out / "rows").read()
+    keeper.keep(rows)
     assert {path.name for path in keep.iterdir()} == {"rows.json", "table.md", "tests.xml", "files.tar.gz"}
     kept = json.loads((keep / "rows.json").read_text())
     assert kept["command"] == "the command"
@@ -309,20 +340,30 @@ def test_few_files_hold_all_that_is_kept(tmp_path: Path) -> None:
     assert "28.6%" in (keep / "table.md").read_text(), "of the best product"
     with tarfile.open(keep / "files.tar.gz") as archive:
         assert archive.getnames() == ["probe.json", "a.json.gz"]
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (keep / "table.md").unlink()
+    (keep / "table.md").symlink_to(victim)
+    with pytest.raises(InputError, match=r"table\.md: is a link"):
+        keeper.keep({**rows, "b": row("b")})
+    assert len(json.loads((keep / "rows.json").read_text())["rows"]) == 2, "one output that fails stops no other"
+    assert victim.read_text() == "precious"
 
 
 def test_an_archive_leaves_out_what_makes_it_too_large(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in "abc"]
-    for number, path in enumerate(files):
-        path.write_bytes(bytes((n * n * 7 + number) % 251 for n in range(3000)))
-    whole = packed(files, 1 << 20)
-    assert len(packed(files, len(whole) - 1)) < len(whole)
-    (tmp_path / "part.tar.gz").write_bytes(packed(files, len(whole) - 1))
+    sizes = {"a": 3000, "large": 200_000, "dense": 9000, "b": 3000}
+    files = [tmp_path / name for name in sizes]
+    for path in files:
+        path.write_bytes(random.Random(path.name).randbytes(sizes[path.name]))
+    (tmp_path / "part.tar.gz").write_bytes(packed(files, 8000))
+    assert (tmp_path / "part.tar.gz").stat().st_size <= 8000
     with tarfile.open(tmp_path / "part.tar.gz") as archive:
         assert archive.getnames() == ["a", "b"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"gemm": {"x": {"error": "no"}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"gemm": []}', '{"gemm": {"a": 1}}', '{"gemm": {"x": {"error": "no"}}}']
+)
 def test_a_probe_without_products_gives_no_share(tmp_path: Path, text: str) -> None:
     (tmp_path / "probe.json").write_text(text)
     assert best_gemm(tmp_path / "probe.json") is None

@@ -34,10 +34,13 @@ WARPS = (1, 2, 4, 8, 16)
 ELEMENTS = (512, 1024, 2048, 4096, 8192, 16384)  # the last is a whole chunk of adamw
 LOADED = 16  # bytes that a thread loads at a time, at least: with fewer elements, loads are narrower
 MAX_PER_THREAD = 64  # elements: with more, registers are spilled
-STATES_BYTES = 8 << 30  # that comparing and timing AdamW takes: its tensors are far larger than any cache
+STATES_BYTES = 8 << 30  # comparing and timing AdamW takes so much: its tensors are far larger than any cache
 FIRST_ROUNDS = 3
 FINALISTS = 3  # beside the program that ships
-ROUNDINGS = {torch.bfloat16: 2, torch.float32: 8}  # of results, by data type; those of float32 may be sums
+ROUNDINGS = {
+    torch.bfloat16: 2,
+    torch.float32: 8,
+}  # roundings that results may have, by data type; those of float32 may be sums
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalite.checkpoint.maps.llama import LLAMA
-from megalite.config.schema import Model, Optim
 from megalite.train.build import Job
+from megalite_tools.bench.training.peers import adamw
 
 try:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from megalite_tools.bench.training.huggingface import llama
 except ImportError:  # optional: pip install megalite[hf]
-    LlamaForCausalLM = None  # type: ignore[assignment,misc]
+    llama = None  # type: ignore[assignment]
 
 Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], step number) → mean loss, gradient norm
 
 
-def build_peer(job: Job, adamw: dict[str, Any]) -> Step:
-    """The same training step with transformers. adamw: further arguments of `torch.optim.AdamW`."""
+def build_peer(job: Job, how: dict[str, Any]) -> Step:
+    """The same training step with transformers. how: further arguments of `torch.optim.AdamW`."""
     optim = job.config.optim
-    model = _model(job)
-    optimizer = _optimizer(model, optim, adamw)
+    model = llama(job.config.model, {name: _plain(each) for name, each in job.named_parameters()}, torch.device("cpu"))
+    optimizer = adamw(model, optim, **how)
 
     def step(batch: Tensor, number: int) -> tuple[float, float]:
         total = 0.0
@@ -38,33 +37,6 @@ def build_peer(job: Job, adamw: dict[str, Any]) -> Step:
         return total, norm.item()
 
     return step
-
-
-def _model(job: Job) -> LlamaForCausalLM:
-    """Transformers' model. It uses the memory of our initial weights, so that no weight is held twice."""
-    model = LlamaForCausalLM(_config(job.config.model))
-    model.set_attn_implementation("sdpa")
-    ours = {name: _plain(param) for name, param in job.named_parameters()}
-    weights = {name: ours[theirs.strips[0].name] for name, theirs in LLAMA.table(job.config.model).items()}
-    if job.config.model.tie_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    model.tie_weights()
-    return model.train()
-
-
-def _optimizer(model: nn.Module, optim: Optim, adamw: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer, with the same two parameter groups as ours."""
-    params = list(model.parameters())
-    groups = [
-        {"params": [param for param in params if param.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, **adamw)
-
-
-def _config(model: Model) -> LlamaConfig:
-    return LlamaConfig(**{**LLAMA.config(model, "float32"), "use_cache": False})
 
 
 def _plain(param: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench.machine import cpu_name
-from megalite_tools.bench.peer import LlamaForCausalLM, Step, build_peer
+from megalite_tools.bench.peer import Step, build_peer, llama
 
 COMMAND = "megalite-bench-step"
 MODEL = "configs/model/small_60m.yaml"
@@ -118,7 +118,7 @@ def _config(options: argparse.Namespace) -> Config:
     files, overrides = files_and_overrides(options.inputs)
     config = check(load(files or [MODEL], [*BASE, *overrides]), world_size=1)
     config = fit_micro(config, costing=costing_of(config))
-    if LlamaForCausalLM is None:
+    if llama is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     model = config.model
     another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from megalite_tools.bench.training.cases import OURS
 from megalite_tools.bench.training.rows import DISAGREES, OK, Row
 
-FIRST = 1e-2  # of a loss, in nats: bf16 rounds activations and logits differently
-NORM = 0.03  # of the norm of the first gradients, of which AdamW would hide a factor
-CURVE = 0.03  # at later steps, of what the loss has fallen since, if that is more
+FIRST = 1e-2  # nats by which losses may differ: bf16 rounds activations and logits differently
+NORM = 0.03  # share by which the norms of the first gradients may differ; AdamW would hide a factor
+CURVE = 0.03  # share of the loss's fall by which later losses may differ, if that is more
 
 
 def judged(rows: Mapping[str, Row]) -> dict[str, Row]:

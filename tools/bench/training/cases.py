@@ -40,7 +40,7 @@ from megalite.plan.pipeline import micro_batches
 OURS = "megalite"
 IMPLEMENTATIONS = (OURS, "transformers", "liger", "torchtitan")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
-COMMON = (  # of every case: what all implementations do alike
+COMMON = (  # inputs of every case: settings that all implementations share
     "train.precision=bf16",
     "schedule.name=constant",
     "optim.lr=1e-4",
@@ -87,7 +87,7 @@ class Case:
         return ", ".join([self.implementation, *["tuned"] * self.tuned, *["compiled"] * compiled])
 
     def group(self, target: Target) -> str:
-        """What cases have in common whose losses must be the same."""
+        """The name of the cases whose losses must be the same: model, batch, ranks, precision, device."""
         config = self.config(target.device)
         batch = f"{config.batch.micro_size} x {micro_batches(config)}"
         return f"{self.model}, batch {batch}, {counted(self.ranks, 'rank')}, {config.train.precision}, {target.device}"

@@ -31,7 +31,7 @@ from megalite.train.records import WARM_UP, read_lines
 from megalite_launch.words import scaled
 
 MORE = WARM_UP + 5  # steps of the second start
-SEED = 0  # of the tokens
+SEED = 0  # makes the tokens
 SLACK = 1 << 30  # bytes that must be free beside the checkpoints: for logs, tokens and other programs
 SHOWN = 2000  # bytes of stderr that the error of a failed start repeats
 PATIENCE = (0.5, 10.0)  # seconds to wait after the first and the second interrupt

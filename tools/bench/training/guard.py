@@ -99,7 +99,7 @@ def end_leftover(leader: Path) -> bool:
 
 
 class _Output:
-    """What a program prints: its end, and in a file its beginning."""
+    """Keeps the end of a program's output, and in a file its beginning."""
 
     def __init__(self, log: Path) -> None:
         self._tail, self._room, self._log = bytearray(), 0, None  # type: ignore[var-annotated]
@@ -150,7 +150,7 @@ def _watch(
                 broken, kill_at = "time", now + GRACE
                 with suppress(OSError):
                     os.killpg(process.pid, signal.SIGINT)
-    for _ in range(TAIL // 64):  # what is still in the pipe, which a process that is left may fill without end
+    for _ in range(TAIL // 64):  # drain the pipe, which a process that is left may fill without end
         if not (chunk := pipe.read(CHUNK)):
             break
         output.add(chunk)

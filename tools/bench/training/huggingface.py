@@ -1,26 +1,45 @@
-"""Hugging Face transformers' Llama as one of the implementations, with Liger's kernels if wanted."""
+"""Hugging Face transformers' Llama as one of the implementations."""
 
 from collections.abc import Callable
-from functools import partial
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalite.checkpoint.maps.llama import LLAMA
 from megalite.config.errors import InputError
 from megalite.config.schema import Config, Model
+from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.peers import PeerStep, Runner, check_comparable, shard, uses_autocast
 from megalite_tools.bench.training.weights import Weights, initial_weights, renamed
 
-try:
-    from transformers import LlamaConfig, LlamaForCausalLM
-except ImportError:  # optional: pip install megalite[hf]
-    LlamaForCausalLM = None  # type: ignore[assignment,misc]
+HeadAndLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden [n, d], weight [v, d], targets [n]) → sum of losses
 
-LARGE_CHUNKS = 16  # times Liger's own memory of a chunk's logits: chunks of 4,096 tokens and more
+
+def build(case: Case, config: Config, device: torch.device) -> Runner:
+    """Transformers' training step. Raises InputError for what it cannot train."""
+    compiled = case.tuned and config.train.compile
+    return with_loss(torch.compile(head_and_loss) if compiled else head_and_loss, case, config, device)
+
+
+def with_loss(loss: HeadAndLoss, case: Case, config: Config, device: torch.device) -> Runner:
+    """Transformers' training step with another head and loss. Raises InputError for what it cannot train."""
+    check_comparable(config, case.implementation)
+    if config.train.recompute == "selective":
+        raise InputError(f"{case.implementation} has no selective recompute")
+    model = llama(config.model, initial_weights(config.model, config.run.seed, device), device)
+    layers = model.model.layers
+    if config.train.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.train.compile:
+        for layer in layers:
+            layer.compile()
+    whole, autocast = Losses(model, loss), uses_autocast(config, case.tuned)
+    if not autocast:
+        apart = [] if config.model.tie_embeddings else [model.model.embed_tokens]
+        shard(whole, [*layers, *apart], config, device)
+    return PeerStep(whole, whole, config, device, autocast)
 
 
 def llama(model: Model, weights: Weights, device: torch.device) -> LlamaForCausalLM:
@@ -39,7 +58,7 @@ def llama(model: Model, weights: Weights, device: torch.device) -> LlamaForCausa
 class Losses(nn.Module):
     """A Llama with the sum of its losses, so that FSDP2 has one root around both."""
 
-    def __init__(self, model: LlamaForCausalLM, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, model: LlamaForCausalLM, loss: HeadAndLoss) -> None:
         super().__init__()
         self.model, self._loss = model, loss
 
@@ -48,45 +67,6 @@ class Losses(nn.Module):
         return self._loss(hidden.flatten(0, 1), self.model.lm_head.weight, targets.flatten())
 
 
-def _head_and_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def head_and_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The sum of losses, from logits that are widened to float32 as transformers' own loss does."""
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
-
-
-def _liger(tuned: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Put Liger's kernels into the Llamas that are built from now on. Returns its head and loss in one."""
-    if find_spec("liger_kernel") is None:
-        raise InputError("liger is not installed; pip install liger-kernel")
-    from liger_kernel.transformers import apply_liger_kernel_to_llama  # noqa: PLC0415 - optional
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # noqa: PLC0415
-
-    apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)  # `Losses` calls it itself
-    how: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": LARGE_CHUNKS} if tuned else {}
-    return partial(liger_fused_linear_cross_entropy, reduction="sum", **how)
-
-
-def build(config: Config, device: torch.device, tuned: bool, liger: bool = False) -> Runner:
-    """Transformers' training step. Raises InputError where it or Liger is missing, or cannot train the case."""
-    name = "liger" if liger else "transformers"
-    check_comparable(config, name)
-    if LlamaForCausalLM is None:
-        raise InputError("transformers is not installed; pip install 'megalite[hf]'")
-    if liger and device.type != "cuda":
-        raise InputError("liger's kernels need a GPU: Triton's interpreter does not run them")
-    if config.train.recompute == "selective":
-        raise InputError(f"{name} has no selective recompute")
-    loss = _liger(tuned) if liger else _head_and_loss
-    model = llama(config.model, initial_weights(config.model, config.run.seed, device), device)
-    layers = model.model.layers
-    if config.train.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.train.compile:
-        for layer in layers:
-            layer.compile()
-        if tuned and not liger:
-            loss = torch.compile(loss)
-    whole, autocast = Losses(model, loss), uses_autocast(config, tuned)
-    if not autocast:
-        apart = [] if config.model.tie_embeddings else [model.model.embed_tokens]
-        shard(whole, [*layers, *apart], config, device)
-    return PeerStep(whole, whole, config, device, autocast)

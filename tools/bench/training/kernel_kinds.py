@@ -1,4 +1,4 @@
-"""What kernels do, told from their names, and how much time each kind takes. Imports no torch."""
+"""Kinds of kernels, found by their names, and the time that each kind takes. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +59,7 @@ def attention_backend(kernels: Iterable[Kernel]) -> str:
 
 
 def summary(kernels: Sequence[Kernel], steps: int, gap_ms: float | None = None) -> dict[str, Any]:
-    """What a row has of a profile of `steps` steps: per step, by kind and by kernel.
+    """The part of a row that a profile of `steps` steps gives: times per step, by kind and by kernel.
 
     gap_ms: of all steps, in which the GPU did nothing; None on a CPU.
     """

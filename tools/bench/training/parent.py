@@ -24,10 +24,10 @@ from megalite_tools.bench.training.report import can_be_shown
 from megalite_tools.bench.training.rows import CRASH, FAILED, GIVEN_UP_AFTER, REFUSED, Row, Rows, ending, finished
 
 TRIES = 2  # failures in a row after which an implementation is given up
-HOST_SHARE = 0.9  # of the host's free memory that a case may take
-FREE_SHARE = 0.02  # of a GPU's memory that something may hold when a case starts
+HOST_SHARE = 0.9  # a case may take this share of the host's free memory
+FREE_SHARE = 0.02  # a GPU with at most this share of its memory in use counts as free
 SETTLING = 10.0  # seconds to wait for memory of a case before to be given back
-SMI_SECONDS = 20.0  # that a driver may take to answer for the first time
+SMI_SECONDS = 20.0  # a driver may take so long for its first answer
 MEMORY = ("memory.used", "memory.total")
 ENDING = SETTLING + 12.0  # seconds that a case may take beyond its limit: before its start, and to be ended
 PAUSE = 0.5  # seconds between two looks at it
@@ -36,7 +36,7 @@ MODULE = "megalite_tools.bench.training.command"
 
 @dataclass(frozen=True)
 class Machine:
-    """What cases run on. gpus: their number; None where that does not limit cases, as on a CPU."""
+    """The machine that cases run on. gpus: their number; None where that does not limit cases, as on a CPU."""
 
     target: Target
     gpus: int | None

@@ -1,4 +1,4 @@
-"""What the implementations beside megalite share: sharding, the optimizer, and the step around their models.
+"""Sharding, optimizer and training step that all implementations beside megalite share.
 
 As shipped, on one GPU, they keep float32 weights and compute under autocast. Tuned, or on several GPUs, FSDP2 keeps
 float32 weights and computes with bf16 copies, as megalite does. Every other setting is that of the case.

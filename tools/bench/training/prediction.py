@@ -1,4 +1,4 @@
-"""What the planner expects of a case, to stand beside what is measured. Imports no torch."""
+"""The planner's prediction of a case, which stands beside its measurement. Imports no torch."""
 
 from dataclasses import replace
 from functools import cache
@@ -19,7 +19,7 @@ from megalite_launch.preflight.smi import SmiError, ask
 from megalite_tools.bench.training.cases import OURS, Case, Target
 
 REHEARSED = "h100_sxm"  # the cluster of predictions in a rehearsal, which nothing is compared with
-PROFILES = {  # of the planner, by implementation and whether it is compiled; of others it has none
+PROFILES = {  # names of the planner's profiles, by implementation and whether it is compiled; others have none
     ("torchtitan", False): "torchtitan",
     ("torchtitan", True): "torchtitan_2025",
 }

@@ -82,7 +82,7 @@ class Figures:
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or a record of how it failed: kernels of other projects may fail in any way."""
+    """Return what `work` returns, or a record of how it failed: kernels of other projects may fail in any way."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - it is recorded

@@ -20,7 +20,7 @@ from megalite_kernels.benchmarks.variants import compile_for
 from megalite_kernels.compile_cases import LLAMAS
 from megalite_tools.bench.training.probe_figures import Figures, timed
 
-HEADS = {  # of queries, of keys and values, and their width: those of Llama 3.2 1B, 3.2 3B and 3 8B
+HEADS = {  # numbers of query heads and of key heads, and their width: those of Llama 3.2 1B, 3.2 3B and 3 8B
     "32 heads of 64": (32, 8, 64),
     "24 heads of 128": (24, 8, 128),
     "32 heads of 128": (32, 8, 128),
@@ -30,7 +30,7 @@ SEQUENCE, TINY_SEQUENCE = 8192, 64
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 BACKWARD_WORK = 2.5  # products of backward for each of forward: five, one of which forward has made too, to two
 HEAD, TINY_HEAD = (8192, 4096, 128256), (32, 16, 64)  # tokens, width, vocabulary
-COMPILE_SECONDS = 15.0  # that torch.compile may take for the loss
+COMPILE_SECONDS = 15.0  # torch.compile may take so long for the loss
 PARAMETERS = Model("1B", LLAMAS["Llama 3.2 1B"], tokens=0, columns=0, layers=16, ranks=1)
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

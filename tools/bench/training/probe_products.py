@@ -86,7 +86,7 @@ def gemm(figures: Figures) -> None:
     for model, (shape, tokens) in models.items():
         for name, product in linears(shape, tokens).items():
             figures.measure(f"{model}, {name}", partial(_bf16, figures, product))
-    model, (shape, tokens) = list(models.items())[-1]  # of the largest
+    model, (shape, tokens) = list(models.items())[-1]  # the largest model
     gate = linears(shape, tokens)["gate"]
     kinds: tuple[Kind, ...] = ("input gradient", "weight gradient")
     for kind in kinds:

@@ -80,7 +80,7 @@ def _head(head: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
 
 
 def _programs(rows: Iterable[Row], steps: Sequence[Row]) -> str:
-    """What programs, tests and whole runs of training have done. steps: rows that a run is compared with."""
+    """The results of programs, tests and whole runs of training. steps: rows that a run is compared with."""
     lines = []
     for row in rows:
         tests = row.get("tests", {})
@@ -94,7 +94,7 @@ def _programs(rows: Iterable[Row], steps: Sequence[Row]) -> str:
 
 
 def _whole_run(row: Row, steps: Sequence[Row]) -> str:
-    """What `megalite train` has taken from data to checkpoint, beside the bare step of the same settings."""
+    """Times of `megalite train` from data to checkpoint, beside the bare step of the same settings."""
     told = []
     if wall := row.get("wall_ms"):
         bare = [each["step_ms"]["median"] for each in steps if _is_bare_step_of(row, each)]

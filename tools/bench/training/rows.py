@@ -16,7 +16,7 @@ from megalite_tools.bench.training.guard import Ended
 
 OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED = "ok", "failed", "oom", "timeout", "crash", "disagrees", "refused"
 STATUSES = (OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED)
-GIVEN_UP_AFTER = (CRASH, TIMEOUT)  # what a program does, not a size
+GIVEN_UP_AFTER = (CRASH, TIMEOUT)  # faults of a program, not of a size
 LARGEST = 1 << 24  # bytes of a row
 NO_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "Cannot allocate memory")
 
@@ -47,9 +47,9 @@ class Rows:
         self._part(case_id).unlink(missing_ok=True)
 
     def found(self, case_id: str) -> tuple[Row | None, Row | None]:
-        """What a case has written: its row, and what it knew before the end."""
+        """The row that a case has written at its end, and the one that it kept while it ran."""
         whole = readable(self._path(case_id))
-        if whole is not None and "hash" in whole:  # that of an attempt before: who started it has added its hash
+        if whole is not None and "hash" in whole:  # left by an attempt before: the parent has added its hash
             whole = None
         return whole, readable(self._part(case_id))
 

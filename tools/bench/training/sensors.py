@@ -46,7 +46,7 @@ class Sensors:
 
     @property
     def readings(self) -> dict[str, Any]:
-        """What a row has of the sensors; nothing where they told nothing."""
+        """The part of a row that sensors give; empty where they gave nothing."""
         return readings(self._lines)
 
 

@@ -18,7 +18,7 @@ from megalite_tools.bench.training.rows import CRASH, OK, Rows
 from megalite_tools.bench.training.trial import Note, measure, outcome, settings, versions
 
 MODULE = "megalite_tools.bench.training.command"
-STEPS = 12  # of `megalite train` end to end, before it is resumed
+STEPS = 12  # `megalite train` takes so many before it is resumed
 
 
 def run_one(case: Case, target: Target, folder: Path, arguments: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def _train(case: Case, target: Target, folder: Path, note: Note) -> dict[str, An
 
     noted({})
     work = folder / "train"
-    shutil.rmtree(work, ignore_errors=True)  # of an attempt that was killed
+    shutil.rmtree(work, ignore_errors=True)  # an attempt that was killed has left it
     found = measure_train((*COMMON, *case.inputs), work, target.device, STEPS, noted)
     shutil.rmtree(work, ignore_errors=True)
     return {"status": OK, **head, **found}

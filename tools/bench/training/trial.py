@@ -13,8 +13,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +33,6 @@ from megalite.plan.size import flops_per_token
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
-from megalite_tools.bench.training import huggingface, titan
 from megalite_tools.bench.training.cases import OURS, Case, Target
 from megalite_tools.bench.training.kernel_kinds import Kernel, of_trace, summary
 from megalite_tools.bench.training.peers import Runner
@@ -42,6 +43,7 @@ from megalite_tools.bench.training.sensors import Sensors
 WARM, TIMED, PROFILED = 3, 20, 2  # steps
 REHEARSED = 17  # timed steps of a rehearsal, so that curves have 20
 TIMEOUT = 120.0  # seconds of a collective
+PEERS = {"transformers": "huggingface", "liger": "liger", "torchtitan": "titan"}  # modules, with `build`
 PACKAGES = ("megalite", "torch", "triton", "transformers", "liger-kernel", "torchtitan", "torchao", "numpy")
 Note = Callable[[Mapping[str, Any]], None]
 
@@ -113,9 +115,9 @@ def measure(case: Case, target: Target, rank_info: RankInfo | None, note: Note, 
 
 
 def outcome(error: BaseException, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row has of a case that ended with an error which tells of its size, or of what is not there.
+    """The row of a case whose error is a result: too little memory, or something that is not there.
 
-    Raises the error again if it tells of neither.
+    Raises any other error again.
     """
     if isinstance(error, InputError):
         return {"status": REFUSED, "reason": str(error)}
@@ -140,15 +142,20 @@ def built(case: Case, config: Config, device: torch.device) -> tuple[Runner, Ten
         runner: Runner = ours
     else:
         place = torch.distributed.get_rank()
-        if case.implementation == "torchtitan":
-            runner = titan.build(config, device, case.tuned, case.selective)
-        else:
-            runner = huggingface.build(config, device, case.tuned, liger=case.implementation == "liger")
+        runner = _peer(case.implementation).build(case, config, device)
     size = config.batch.global_, config.model.sequence_length + 1
     generator = torch.Generator(device).manual_seed(config.run.seed)
     every = torch.randint(config.model.vocab_size, size, generator=generator, device=device)
     mine = every[place :: config.parallel.layout.dp]
     return runner, mine.unflatten(0, (-1, config.batch.micro_size))
+
+
+def _peer(name: str) -> ModuleType:
+    """The module of another program. Raises InputError where that program is not there."""
+    try:
+        return import_module(f"megalite_tools.bench.training.{PEERS[name]}")
+    except ImportError as error:
+        raise InputError(f"{name} cannot be imported here ({error}); pip install 'megalite[hf,gpu]'") from error
 
 
 class Timer:
@@ -231,7 +238,7 @@ def synchronisations(step: Callable[[], object], device: torch.device) -> int | 
 
 
 def profiled(step: Callable[[int], object], device: torch.device, folder: Path, kept: Path | None) -> dict[str, Any]:
-    """What a profile of some steps tells. kept: where its trace goes, compressed; None: nowhere."""
+    """Profile some steps, and summarize their kernels. kept: where its trace goes, compressed; None: nowhere."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         for number in range(PROFILED):
@@ -255,7 +262,7 @@ def profiled(step: Callable[[int], object], device: torch.device, folder: Path, 
 
 
 def settings(config: Config, selective: bool = False) -> dict[str, Any]:
-    """What a table tells of a case's configuration. selective: as in `Case`."""
+    """The settings that a table shows. selective: as in `Case`."""
     layout, kernels = config.parallel.layout, config.kernels
     return {
         "micro": config.batch.micro_size,

@@ -14,7 +14,7 @@ from megalite_tools.bench.training.parent import ENDING
 ROOT = Path(__file__).parents[4]
 SHIPPED = ROOT / "tools" / "bench" / "slot" / "plan.yaml"
 GPU, CPU = Target("cuda", False), Target("cpu", True)
-SECONDS = 520.0  # of a part: ten minutes, less the start and the end
+SECONDS = 520.0  # a part may take ten minutes, less the start and the end
 
 
 @pytest.fixture

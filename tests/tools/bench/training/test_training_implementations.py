@@ -124,7 +124,7 @@ def test_memory_that_runs_out_is_a_result_and_a_mistake_is_none() -> None:
 
 def test_liger_needs_a_gpu() -> None:
     case = Case("a", "liger", model="m", inputs=TINY)
-    with pytest.raises(InputError, match="need a GPU"):
+    with pytest.raises(InputError, match=r"need a GPU|liger cannot be imported here"):
         trial.built(case, case.config("cpu"), CPU)
 
 

@@ -119,7 +119,7 @@ def _where(device: torch.device, name: str, tiny: bool) -> str:
 
 
 def cluster_figures(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert what a probe has found to the figures that `write_measured` takes. None if no product in bf16 was measured."""
+    """Convert a probe's figures to those that `write_measured` takes. None if no product in bf16 was measured."""
     best: dict[str, float] = {}
     for _, figure in _measured(found, "gemm", "tflops"):
         if figure["precision"] in PRECISIONS:

@@ -67,6 +67,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     train, verify, plan, show = (commands.choices[name] for name in ("train", "verify", "plan", "show"))
     _plan_options(plan)
+    plan.epilog = EXAMPLE
     train.add_argument(
         "--check",
         action="store_true",
@@ -122,10 +123,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+EXAMPLE = "Example: megalite plan configs/model/llama3_8b.yaml --cluster h100 --gpus 64-512 --tokens 1T --days 30"
+
+
 def _plan_options(plan: argparse.ArgumentParser) -> None:
     """The options of `megalite plan`. A key that is given as KEY=VALUE is pinned: the search keeps its value."""
     add = plan.add_argument
-    compared = "number of GPUs; several, or A, its doubles and B, are compared"
+    compared = "number of GPUs; several, or those from A to B by halves of doublings, are compared"
     add("--gpus", type=gpu_counts, metavar="N|N,N|A-B", help=compared)
     add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {USUAL})")
     add("--max-memory", type=gibibytes, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")

@@ -10,8 +10,9 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
+from megalite.advice.batch import usual_batch
 from megalite.config.errors import InputError
-from megalite.config.load import load
+from megalite.config.load import is_set, load
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_without_layout
 from megalite.plan.fit import FOR_TENSORS, GIB
@@ -26,6 +27,7 @@ USUAL = "h100_sxm"  # the cluster where none is named
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmbgt]?)", re.IGNORECASE)
 MOST_GPUS = 1 << 20
+HALF_WAY_FROM = 16  # GPUs
 MOST = 1e18
 
 
@@ -34,7 +36,7 @@ class Asked:
     """One question. limit: bytes that tensors may take on a GPU. pins: keys that keep the values of the configuration.
 
     tokens, days, budget: of the run, where they were given. device: the configuration's own `run.device`; a plan is
-    for CUDA where that is auto.
+    for CUDA where that is auto. chosen_batch: `batch.global` follows from the tokens, as nobody has given it.
     """
 
     config: Config
@@ -46,6 +48,7 @@ class Asked:
     budget: float | None
     offload: bool
     device: Literal["auto", "cpu", "cuda"]
+    chosen_batch: bool = False
 
     @cached_property
     def timer(self) -> Timer:
@@ -55,7 +58,7 @@ class Asked:
         self, gpus: int, wanted: int, exhaustive: bool = False, tell: Callable[[Found], object] = lambda _: None
     ) -> Found:
         """The best layouts on `gpus` GPUs. tell: is called now and then with those that are found so far."""
-        return search(
+        found = search(
             self.config,
             gpus,
             self.timer,
@@ -66,6 +69,8 @@ class Asked:
             exhaustive=exhaustive,
             tell=tell,
         )
+        del found.results[wanted:]  # an exhaustive search has all that fit
+        return found
 
     def predict(self, config: Config) -> tuple[Prediction, Memory]:
         """Time and memory of a checked configuration."""
@@ -75,13 +80,21 @@ class Asked:
         return choice.applied(self.config, self.pins)
 
 
-def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
-    """The question that the command line asks. files: in place of its own. Raises InputError for a bad one."""
-    config = load(args.files if files is None else files, args.overrides)
+def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool = True) -> Asked:
+    """The question that the command line asks. Raises InputError for a bad one.
+
+    files: in place of its own. searches: a layout is looked for, so a batch may be chosen as well.
+    """
+    files = args.files if files is None else files
+    config = load(files, args.overrides)
     device = config.run.device
     if config.run.device == "auto":  # a cluster's, whatever this machine has
         config = replace(config, run=replace(config.run, device="cuda"))
     pinned = {override.partition("=")[0] for override in args.overrides}
+    chosen = bool(args.tokens) and searches and "batch.global" not in pinned and not is_set(files, "batch.global")
+    if chosen:
+        batch = usual_batch(args.tokens, config.model.sequence_length)
+        config = replace(config, batch=replace(config.batch, global_=batch))
     whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
@@ -92,7 +105,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None) -> Asked:
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
     if args.max_memory and config.parallel.pipeline.searched:
         config = replace(config, batch=replace(config.batch, memory=args.max_memory))
-    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device)
+    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, chosen)
 
 
 def _cluster(args: argparse.Namespace, config: Config) -> Cluster:
@@ -151,12 +164,17 @@ def gibibytes(text: str) -> float:
 
 
 def gpu_counts(text: str) -> list[int]:
-    """`64`, some numbers as `32,48,64`, or the range `8-512`: 8, its doubles and 512."""
+    """`64`, some numbers as `32,48,64`, or the range `64-512`: 64, its doubles, the numbers half way, and 512.
+
+    Numbers half way are left out below 16 GPUs, as they would not be whole nodes of eight.
+    """
     found: list[int] = []
     if match := re.fullmatch(r"(\d{1,7})-(\d{1,7})", text):
         least, most = int(match[1]), int(match[2])
         if 0 < least <= most:
-            found = [*takewhile(lambda count: count < most, (least << power for power in range(24))), most]
+            doubles = [*takewhile(lambda count: count < most, (least << power for power in range(24)))]
+            between = [3 * count // 2 for count in doubles if count >= HALF_WAY_FROM and count % 2 == 0]
+            found = sorted({*doubles, *(count for count in between if count < most), most})
     elif re.fullmatch(r"\d{1,7}(,\d{1,7})*", text):
         found = sorted({int(number) for number in text.split(",")})
     if not found or not 1 <= found[0] <= found[-1] <= MOST_GPUS:

@@ -12,6 +12,7 @@ from rich.text import Text
 from megalite import selfcheck
 from megalite.advice.alike import told_alike
 from megalite.advice.asked import Asked, as_is, as_overrides, ask
+from megalite.advice.batch import batch_text
 from megalite.advice.compare import comparison
 from megalite.advice.explain import explained
 from megalite.advice.nothing import nothing_fits
@@ -106,7 +107,7 @@ def _ranked(args: argparse.Namespace) -> Parts:
         raise InputError(nothing_fits(asked, gpus, found))
     prediction = _picked(args, found)
     heading, told = _heading(asked, gpus), _told(asked, found)
-    parts: Parts = [(heading, ranking(asked, found))]
+    parts: Parts = [*_batch(asked), (heading, ranking(asked, found))]
     if choice := told_alike(found.results, len(found.results) == wanted):
         parts.append(("Which one?", Text(choice)))
     host = on_host(asked, found)
@@ -122,6 +123,14 @@ def _ranked(args: argparse.Namespace) -> Parts:
     told = " ".join(text for text in (choice, host, told) if text)
     _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, row=args.pick, searched=True))
     return parts
+
+
+def _batch(asked: Asked) -> Parts:
+    """What is said of a batch that follows from the tokens."""
+    if not asked.chosen_batch or asked.tokens is None:
+        return []
+    config = asked.config
+    return [("The batch", Text(batch_text(config.batch.global_, asked.tokens, config.model.sequence_length)))]
 
 
 def _picked(args: argparse.Namespace, found: Found) -> Prediction:
@@ -140,7 +149,7 @@ def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
 
 
 def _own_layout(args: argparse.Namespace) -> Parts:
-    asked = ask(args)
+    asked = ask(args, searches=False)
     config = as_is(asked, None if args.gpus is None else _one_count(args))
     prediction, needed = asked.predict(config)
     heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, needed.total)])
@@ -187,7 +196,7 @@ def _compared(args: argparse.Namespace) -> Parts:
     if len(args.files) < 2:
         raise InputError("--compare: needs at least two configurations, as in megalite plan --compare A.yaml B.yaml")
     given = None if args.gpus is None else _one_count(args)
-    asked = [ask(args, [file]) for file in args.files]
+    asked = [ask(args, [file], searches=False) for file in args.files]
     configs = [as_is(each, given) for each in asked]
     pairs = [one.predict(config) for one, config in zip(asked, configs, strict=True)]
     _save(args, lambda: compared_page(asked, args.given, args.files, pairs))
@@ -205,7 +214,7 @@ def _front(args: argparse.Namespace) -> Parts:
     if not best:
         raise InputError(nothing_fits(asked, counts[-1], asked.search(counts[-1], 1)))
     heading, advice = f"{_model(asked)}, by number of {asked.cluster.gpu.name}", ""
-    parts: Parts = [(heading, front(asked, best))]
+    parts: Parts = [*_batch(asked), (heading, front(asked, best))]
     if asked.tokens:
         advice = _advice(asked, best)
         parts.append(("Which one?", Text(advice)))

@@ -74,7 +74,7 @@ def ranking(asked: Asked, found: Found) -> Table:
             f"{of.exposed:.1%}",
             scaled(of.tokens_per_second * of.gpus * DAY * share, ""),
         ]
-        shown.add_row(*cells, *(_run_cells(runs[at], size) if runs else []))
+        shown.add_row(*cells, *(_run_cells(runs[at], size, asked.timer.constants.spread) if runs else []))
     return shown
 
 
@@ -97,8 +97,15 @@ def run_unit(runs: Iterable[Run]) -> tuple[float, str]:
     return (1.0, "seconds") if size <= 1 else (size, name)
 
 
-def _run_cells(run: Run, size: float) -> list[str]:
-    return [number(run.seconds / size), number(run.gpu_hours), money(run.cost), scaled(run.energy, "Wh")]
+def _run_cells(run: Run, size: float, spread: float) -> list[str]:
+    """Time and cost, each with its interval, GPU-hours and energy. spread: half the interval's width, relative."""
+    time, cost = run.seconds / size, run.cost
+    return [
+        f"{number(time)} ({number(time / (1 + spread))} – {number(time * (1 + spread))})",
+        number(run.gpu_hours),
+        f"{money(cost)} ({money(cost / (1 + spread))} – {money(cost * (1 + spread))})",
+        scaled(run.energy, "Wh"),
+    ]
 
 
 def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
@@ -121,7 +128,8 @@ def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
             f"{goodput(of)[0]:.1%}",
         ]
         if asked.tokens:
-            cells += [*_run_cells(whole, size), "*" * on_front + _limits(asked, whole)]
+            run_cells = _run_cells(whole, size, asked.timer.constants.spread)
+            cells += [*run_cells, "*" * on_front + _limits(asked, whole)]
         else:
             faster = first.seconds / of.seconds
             cells += [f"{faster:.2f}×", f"{faster * first.gpus / gpus:.0%}"]

@@ -52,6 +52,17 @@ def merged(paths: Iterable[str], model: Model | None = None) -> dict[str, Any]:
     return plain
 
 
+def is_set(paths: Iterable[str], key: str) -> bool:
+    """Whether one of the YAML files `paths`, or one that they include, gives the dotted `key` a value."""
+    for path in paths:
+        found: Any = _read(Path(path), (), {})
+        for step in key.split("."):
+            found = found.get(step) if isinstance(found, dict) else None
+        if found is not None:
+            return True
+    return False
+
+
 def with_values(plain: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """`plain` with a value at each dotted key, as overrides set them. Raises InputError for a key that cannot."""
     for key, value in values.items():

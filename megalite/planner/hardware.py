@@ -19,6 +19,7 @@ from megalite.planner.slowest import MOST
 BEYOND = 1.5  # times the peak: no product that is measured is as fast
 PACKAGE = "megalite_clusters"  # configs/cluster, as it is installed
 USUAL = 0.8  # share of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
+USUAL_OF = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
 
 
@@ -143,6 +144,7 @@ def load_cluster(name: str, asked_by: str = "--cluster ") -> Cluster:
 
 def cluster_path(name: str, asked_by: str = "--cluster ") -> Path:
     """The file of the cluster of that name, or `name` as a path. Raises InputError if it can be neither."""
+    name = USUAL_OF.get(name.lower(), name)
     if name in known_clusters():
         return Path(str(files(PACKAGE).joinpath(f"{name}.yaml")))
     path = Path(name)

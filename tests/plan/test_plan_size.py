@@ -24,6 +24,7 @@ from megalite.plan.window import attended_pairs
 PRESETS = Path(__file__).parents[2] / "configs/model"
 COUNTS = {
     "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
@@ -38,6 +39,8 @@ COUNTS = {
     "smollm3_3b": 3_075_098_624,
     "olmo2_7b": 7_298_617_344,
     "olmo2_1b": 1_484_916_736,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
     "small_60m": 58_073_600,
     "tiny": 1_115_264,
     "tiny_gqa": 1_016_960,

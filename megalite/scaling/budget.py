@@ -23,12 +23,13 @@ from megalite.scaling.law import FLOPS
 from megalite.scaling.methods import AnyLaw
 from megalite.scaling.rates import BATCH, RATE
 from megalite.scaling.shapes import Rule, size_of
+from megalite.scaling.show import number
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
 from megalite.terminal import memory
 
 FIRST_MFU, ROUNDS, SETTLED = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
-FAR = 100.0  # times the largest budget: beyond, a prediction is a guess
+WITHIN = 1.05  # times a bound of the fitted runs that still count as within them
 
 
 @dataclass(frozen=True)
@@ -159,18 +160,22 @@ def _loss(stored: Stored, flops: float, size: float, tokens: float, runs: int) -
 
 
 def _distance(stored: Stored, flops: float, size: float, tokens: float, told: list[str]) -> dict[str, float]:
-    """How many times beyond the largest fitted run it is, by what."""
+    """How many times beyond the largest fitted run it is, by what. Whatever leaves the fitted runs is told."""
     span = stored.fit["data"]["span"]
     values = {"flops": flops, "parameters": size, "tokens": tokens}
-    times = {name: value / span[name][1] for name, value in values.items()}
-    if times["flops"] > FAR:
+    away = []
+    for name, value in values.items():
+        low, high = span[name]
+        if value > high * WITHIN:
+            away.append(f"{name} {value / high:,.3g} times the largest fitted, {number(high)}")
+        elif value < low / WITHIN:
+            away.append(f"{name} {low / value:,.3g} times below the smallest fitted, {number(low)}")
+    if away:
         told.append(
-            f"The budget is {times['flops']:,.0f} times the largest that was fitted. The interval tells how the runs "
-            "scatter, not whether the law holds that far."
+            f"This leaves the runs that were fitted: {'; '.join(away)}. The interval tells how those runs scatter, not "
+            "whether the law holds there."
         )
-    if (low := flops / span["flops"][0]) < 1:
-        told.append(f"The budget is below the smallest that was fitted, by a factor of {1 / low:.3g}.")
-    return times
+    return {name: value / span[name][1] for name, value in values.items()}
 
 
 def _configured(
@@ -246,7 +251,7 @@ def _at(law: Mapping[str, Any], known: Mapping[str, float], key: str, told: list
         logs += exponent * np.log(known[name])
         low, high = law["spans"][name]
         beyond = max(known[name] / high, low / known[name])
-        if beyond > 1.05:
+        if beyond > WITHIN:
             told.append(f"The law of {key} is used {beyond:.3g} times beyond the {name} that it was fitted to.")
     return float(np.exp(logs))
 

@@ -1,6 +1,7 @@
 """What a budget buys: shapes of the ladder's kind, and configurations that a run could begin with."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from synthetic_experiments import SMALL, counts, ladder, model, sweep
 from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.validate import check
+from megalite.scaling.budget import _distance
 from megalite.scaling.command import fit
 from megalite.scaling.shapes import Rule, size_of
 from megalite_tools.experiment.predict import main
@@ -96,7 +98,37 @@ def test_without_laws_of_rate_and_batch_the_largest_rungs_are_named(experiment: 
     told = capsys.readouterr().out
     assert "No law of optim.lr was fitted: 0.0003 is the largest rung's" in told
     assert "No law of batch.global was fitted: 16 is the largest rung's" in told
-    assert "times the largest that was fitted" in told
+    assert "This leaves the runs that were fitted" in " ".join(told.split())
+
+
+SPAN = {"flops": [1e15, 1e17], "parameters": [1e6, 1e8], "tokens": [1e8, 1e9]}
+
+
+@pytest.mark.parametrize(
+    ("flops", "size", "tokens", "left"),
+    [
+        (1e16, 1e7, 5e8, []),
+        (1.04e17, 1.04e8, 0.96e8, []),
+        (
+            1e16,
+            5e4,
+            1e11,
+            ["parameters 20 times below the smallest fitted, 1 M", "tokens 100 times the largest fitted"],
+        ),
+        (1e19, 1e7, 5e8, ["flops 100 times the largest fitted"]),
+        (1e14, 1e7, 5e8, ["flops 10 times below the smallest fitted"]),
+    ],
+)
+def test_a_prediction_that_leaves_the_runs_says_by_how_much(
+    flops: float, size: float, tokens: float, left: list[str]
+) -> None:
+    told: list[str] = []
+    stored = SimpleNamespace(fit={"data": {"span": SPAN}})
+    times = _distance(stored, flops, size, tokens, told)  # type: ignore[arg-type]
+    assert times == {"flops": flops / 1e17, "parameters": size / 1e8, "tokens": tokens / 1e9}
+    assert len(told) == bool(left)
+    for words in left:
+        assert words in told[0]
 
 
 @pytest.mark.parametrize(

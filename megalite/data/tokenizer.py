@@ -85,6 +85,10 @@ class Tokenizer(ABC):
             return self._decode(plain)
 
     @abstractmethod
+    def is_special(self, token: int) -> bool:
+        """Whether the token marks something, such as where a document begins, in place of being text."""
+
+    @abstractmethod
     def _piece(self, token: int) -> str: ...
 
     @abstractmethod
@@ -180,6 +184,9 @@ class SentencePieceTokenizer(Tokenizer):
             **tokens,
         }
 
+    def is_special(self, token: int) -> bool:
+        return bool(self._model.is_control(token))
+
     def _piece(self, token: int) -> str:
         found: str = self._model.id_to_piece(token)
         return found
@@ -261,6 +268,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if end in self.encode(token) or end in self.encode(f"a {token} a{token}"):
             raise _forgeable(self.path, token)
         return end
+
+    def is_special(self, token: int) -> bool:
+        added = self._model.get_added_tokens_decoder().get(token)
+        return added is not None and added.special
 
     def _piece(self, token: int) -> str:
         return self._model.id_to_token(token) or ""

@@ -19,6 +19,10 @@ class Stem:
     tokens: Sequence[int]
     branches: Sequence[Sequence[int]] = ()
 
+    def __post_init__(self) -> None:
+        if not self.tokens:  # its branches would be predicted from the text before it in the flat sequence
+            raise ValueError("a stem has at least one token")
+
     @property
     def length(self) -> int:
         """Tokens that are read."""

@@ -89,6 +89,27 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
             begin = ()
         return [*begin, *tokenizer.encode(string)]
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._loglikelihood_tokens([(request.args, *self._pair(*request.args)) for request in requests])
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of a context, at least one, and of its continuation. Raises InputError for one without tokens.
+
+        The harness moves blanks at the end of a context into the continuation, so a blank one has no tokens left. Its
+        own `hf` models fail there; here it is scored like an empty one, after the token that begins texts.
+        """
+        if context:
+            before, after = self._encode_pair(context, continuation)
+        else:
+            before, after = [], self.tok_encode(continuation, add_special_tokens=False)
+        if not before:
+            prefix = [self.prefix_token_id]
+            before, after = (prefix, after[1:]) if after[:1] == prefix else (prefix, after)
+        if not after:
+            rule = f"the continuation {continuation[:100]!r} of the context {context[-100:]!r} has no tokens to score"
+            raise InputError(f"--tasks: {rule}; the task's doc_to_choice or doc_to_target must give it a text")
+        return before, after
+
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, in windows that each see one token of the one before."""
         windows: list[Pair] = []

@@ -41,6 +41,9 @@ class Letters(Tokenizer):
     vocab_size = 64
     _eod = 0
 
+    def is_special(self, token: int) -> bool:
+        return token == 0
+
     def _piece(self, token: int) -> str:
         return chr(token)
 

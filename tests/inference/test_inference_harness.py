@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,3 +198,28 @@ def test_what_a_model_cannot_be_asked_is_told(both: tuple[Crew, Any]) -> None:
         asked._loglikelihood_tokens([(None, [1], [2] * 97)])
     (score,) = asked._loglikelihood_tokens([(None, [1] * 500, [2] * 96)])
     assert score[0] < 0
+
+
+def asked(*pairs: tuple[str, str]) -> list[Any]:
+    return [SimpleNamespace(args=pair) for pair in pairs]
+
+
+def test_blank_contexts_are_scored_alike_whatever_else_is_asked(both: tuple[Crew, Any]) -> None:
+    """As texts after the token that begins them, where the harness's own model fails."""
+    crew, theirs = both
+    ours = harness.Harnessed(crew)
+    odd = [(" ", "fox"), ("\n", " dog"), ("  ", "a"), ("", " tree"), ("a ", "fox"), ("the", " ")]
+    alone = [ours.loglikelihood(asked(pair))[0] for pair in odd]
+    among = ours.loglikelihood(asked(("the fox", " jumps"), *odd, ("a dog", " sleeps")))[1:-1]
+    for pair, one, other in zip(odd, alone, among, strict=True):
+        context, continuation = pair
+        after = (context, continuation) if context.strip() or crew.begin else ("", context + continuation)
+        (expected,) = theirs.loglikelihood(asked(after), disable_tqdm=True)
+        for found in (one, other):
+            assert found == (pytest.approx(expected[0], rel=1e-4), expected[1]), pair
+
+
+@pytest.mark.parametrize("context", ["", "the fox"])
+def test_an_answer_without_text_is_told(both: tuple[Crew, Any], context: str) -> None:
+    with pytest.raises(InputError, match=rf"the continuation '' of the context '{context}' has no tokens to score"):
+        harness.Harnessed(both[0]).loglikelihood(asked((context, "")))

@@ -145,7 +145,7 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
         _warn(warning)
     if options.prompts is None and options.samples == 1 and options.out is None:
         print(prompts[0].text, end="", flush=True)
-        stream(tokenizer, drawn)
+        stream(tokenizer, prompts[0], drawn)
     elif options.out is None:
         write_lines(prompts, options.samples, tokenizer, drawn, partial(print, end="", flush=True))
     else:

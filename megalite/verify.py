@@ -1,12 +1,14 @@
 """`megalite verify`: compares the configured layout with one process, in float64 on CPU.
 
 Both train a shrunken copy of the model for a few steps on the same random tokens. Only the order of sums may differ.
-So losses, gradient norms, gradients and weights must agree to rounding.
+So losses, gradient norms, gradients and weights must agree to rounding. A gradient of exactly 0, as of a bias
+that shifts all scores of a query, is a rounding error, and an optimizer that divides by its size makes an update of it:
+such a gradient is compared on the scale of all gradients, in every step, and such a weight is left out after the last.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megalite.config.errors import counted
+from megalite.config.errors import InputError, Problem, counted
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config, Parallel
@@ -46,6 +48,11 @@ CPU = torch.device("cpu")
 COMPILING = 60.0  # seconds; a little more than one core takes to compile for a rank
 END_OF_DOCUMENT = 0  # in the shrunken copy
 NOISE = 1e-4  # of the largest gradient or weight: far smaller values may be rounding errors of 0, as with one position
+ROUNDING = (
+    1e-12  # of the largest gradient in a step: a sum of exactly 0 is below it, as of a bias that shifts all scores
+)
+UNCHANGED = 1e-13  # of a loss: what differs less, rounding errors of its sum explain
+NAMED = 8  # weights without a gradient
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Trace:
     losses: list[float]
     norms: list[float]
     initial: Parts
-    gradients: Parts  # of the first step
+    gradients: list[Parts]  # of every step
     weights: Parts  # after the last step
 
 
@@ -85,6 +92,7 @@ class Difference:
     value: float
     tolerance: float
     where: str  # the step or parameter that differs most
+    without_gradient: tuple[str, ...] = ()  # weights left out: an optimizer makes updates of their rounding errors
 
     @property
     def passed(self) -> bool:
@@ -96,7 +104,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 
     Collective over all processes, of which there may be more than the layout needs. tolerance: of weights. Gradients,
     which the optimizer has not divided by their size yet, must agree 10 times better; losses and norms 100 times
-    better; initial weights exactly.
+    better; initial weights exactly. Raises InputError, on every rank, if the one process learns nothing.
     """
     alone = Mesh.build(Layout(), CPU)
     single = replace(
@@ -109,9 +117,11 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    refuse_dead(told[0], config)
     mesh = build_mesh(config, CPU)
     found = None
-    if mesh is not None and told[0] is not None:
+    if mesh is not None:
         found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
     answer = [found]
     dist.broadcast_object_list(answer, src=0)
@@ -123,15 +133,43 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
     initial = _parameters(job)
-    losses, norms, first = [], [], []
+    losses, norms, grads = [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step))
-        if step == 0:
-            first = [(name, Part.of(param.grad)) for name, param in job.named_parameters()]
+        grads.append([(name, Part.of(param.grad)) for name, param in job.named_parameters()])
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
-    return Trace(losses, norms, initial, first, _parameters(job))
+    return Trace(losses, norms, initial, grads, _parameters(job))
+
+
+def refuse_dead(reference: Trace, config: Config) -> None:
+    """Raises InputError if a layout that computes nothing would agree with `reference`, which learns nothing."""
+    first, largest = reference.losses[0], max(map(_largest_value, reference.gradients))
+    constant = len(reference.losses) > 1 and all(
+        abs(loss - first) <= UNCHANGED * abs(first) for loss in reference.losses
+    )
+    if largest != 0 and not constant:
+        return
+    why = "no weight has a gradient" if largest == 0 else f"the loss is {first:.6g} whatever the tokens"
+    rule = f"makes a model that learns nothing: in one process {why}, so any layout would agree"
+    fix = "use larger values of it and of the multipliers of the model; with usual ones, please report this"
+    raise InputError([Problem("model.init_std", rule, fix, config.model.init_std)])
+
+
+def without_gradient(reference: Trace) -> tuple[str, ...]:
+    """The weights of one process whose gradients are 0 in every step, but for rounding errors."""
+    found = [name for name, _ in reference.initial]
+    for parts in reference.gradients:
+        zero = ROUNDING * _largest_value(parts)
+        none_here = {name for name, part in parts if part.values.abs().max() <= zero}
+        found = [name for name in found if name in none_here]
+    return tuple(found)
+
+
+def _largest_value(parts: Parts) -> float:
+    """The largest absolute value of all, in one process."""
+    return float(torch.stack([part.values.abs().max() for _, part in parts]).max())
 
 
 def random_batch(job: Job, step: int) -> Micros:
@@ -164,18 +202,31 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
         each = [(f"step {step}", value) for step, value in enumerate(apart)]
         return _largest(quantity, each, tolerance / 100, mesh)
 
-    def tensors(quantity: str, expected: Parts, got: Parts, limit: float) -> Difference:
-        wholes = {name: part.values for name, part in expected}
-        noise = NOISE * max(float(whole.abs().max()) for whole in wholes.values())
-        each = [(name, _distance(wholes[name], part, noise)) for name, part in got]
-        return _largest(quantity, each, limit, mesh)
+    dead = without_gradient(reference)
 
+    def tensors(expected: Parts, got: Parts) -> list[tuple[str, float]]:
+        wholes, noise = {name: part.values for name, part in expected}, NOISE * _largest_value(expected)
+        return [(name, _distance(wholes[name], part, noise)) for name, part in got if name not in dead]
+
+    def nothing(expected: Parts, got: Parts) -> list[tuple[str, float]]:
+        """Gradients that are 0, on the scale of all gradients of the step."""
+        wholes, scale = {name: part.values for name, part in expected}, _largest_value(expected)
+        return [(name, _distance(wholes[name], part, scale)) for name, part in got if name in dead]
+
+    begun = {name: part.values for name, part in reference.initial}
+    initial = [(name, _distance(begun[name], part, 0.0)) for name, part in found.initial]
+    grads = tensors(reference.gradients[0], found.gradients[0])
+    for expected, got in zip(reference.gradients, found.gradients, strict=True):
+        grads += nothing(expected, got)
+    weights = _largest(
+        f"weights after {counted(steps, 'step')}", tensors(reference.weights, found.weights), tolerance, mesh
+    )
     return [
         numbers("loss", reference.losses, found.losses),
         numbers("gradient norm", reference.norms, found.norms),
-        tensors("initial weights", reference.initial, found.initial, 0.0),
-        tensors("gradients", reference.gradients, found.gradients, tolerance / 10),
-        tensors(f"weights after {counted(steps, 'step')}", reference.weights, found.weights, tolerance),
+        _largest("initial weights", initial, 0.0, mesh),
+        _largest("gradients", grads, tolerance / 10, mesh),
+        replace(weights, without_gradient=dead),
     ]
 
 
@@ -198,18 +249,23 @@ def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: M
         return entry[1] != entry[1], entry[1]
 
     found = [("", 0.0)] * mesh.layout.world_size
-    dist.all_gather_object(found, max(each, key=badness), group=mesh.world)
+    dist.all_gather_object(found, max(each, key=badness, default=("", 0.0)), group=mesh.world)
     where, value = max(found, key=badness)
     return Difference(quantity, value, limit, where)
 
 
-def show(config: Config, differences: Iterable[Difference], on: Console) -> None:
+def show(config: Config, differences: Sequence[Difference], on: Console) -> None:
     """Print the comparison as a table."""
     rows = table("quantity", "difference", "tolerance", "", "largest in", text=("quantity", "", "largest in"))
     for row in differences:
         verdict = Text("ok", "green") if row.passed else Text("differs", "red")
         rows.add_row(row.quantity, f"{row.value:.1e}", f"{row.tolerance:.0e}", verdict, row.where)
     sections(on, [(f"{config.parallel.layout} against one process, float64", rows)])
+    for row in differences:
+        if names := row.without_gradient:
+            rest = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+            without = f"{counted(len(names), 'weight')} without a gradient, which must be 0 in the layout too"
+            on.print(f"{without}: {', '.join([*names[:NAMED], *rest])}.")
 
 
 def run(args: argparse.Namespace) -> int:

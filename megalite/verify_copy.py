@@ -92,23 +92,36 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
         share = attention.window * length / model.sequence_length
         attention = replace(attention, window=max(1, min(round(share), length - 1)))
-    width = 8 * heads
+    width, own = 8 * heads, model.heads * model.head_size
+    # Heads together are as wide as the model, wider or narrower, as they are at full size.
+    head_width = None if model.head_width is None else 8 if own == model.width else 12 if own > model.width else 6
     return replace(
         model,
         attention=attention,
-        base=_shrink_base(model, width, layers),
+        base=_shrink_base(model, width, head_width or 8, layers),
         layers=layers,
         width=width,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=None if model.head_width is None else 12,
-        ffn=24 * tp,
-        vocab_size=48 * tp,
+        head_width=head_width,
+        ffn=_side(model.ffn, model.width, width, tp, 24),
+        vocab_size=_side(model.vocab_size, model.width, width, tp, 48),
         sequence_length=length,
     )
 
 
-def _shrink_base(model: Model, width: int, layers: int) -> Base | None:
+def _side(size: int, full_width: int, width: int, tp: int, share: int) -> int:
+    """The other side of a matrix, which tp divides: longer than the copy's width, as long or shorter, as at full size.
+
+    What depends on the longer side, such as the scale of Muon, would else be the same for a matrix and its shard.
+    share: the least number of rows of a rank, but where the side has to be shorter than the width.
+    """
+    if size == full_width:
+        return width
+    return max(share, width // tp + 4) * tp if size > full_width else min(share * tp, width - 4 * tp)
+
+
+def _shrink_base(model: Model, width: int, head_size: int, layers: int) -> Base | None:
     """A base that is to the shrunken model about what that of `model` is to it, and never equal if that is not."""
     base = model.base
     if base is None:
@@ -120,7 +133,7 @@ def _shrink_base(model: Model, width: int, layers: int) -> Base | None:
         near = max(1, round(size * small / full))
         return near if near != small else small + 1
 
-    head_width = shrunk(base.head_width, model.head_size, 8 if model.head_width is None else 12)
+    head_width = shrunk(base.head_width, model.head_size, head_size)
     return Base(shrunk(base.width, model.width, width), shrunk(base.layers, model.layers, layers), head_width)
 
 

@@ -1,15 +1,15 @@
 """`megalite verify`: compares the configured layout with one process, in float64 on CPU.
 
 Both train a shrunken copy of the model for a few steps on the same random tokens. Only the order of sums may differ.
-So losses, gradient norms, gradients and weights must agree to rounding.
+So losses, gradient norms, gradients and weights must agree to rounding. A gradient of exactly 0, as of a bias
+that shifts all scores of a query, is a rounding error, and an optimizer that divides by its size makes an update of it:
+such a gradient is compared on the scale of all gradients, in every step, and such a weight is left out after the last.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import lcm
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megalite.config.errors import counted
+from megalite.config.errors import InputError, Problem, counted
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
-from megalite.config.schema import SCHEDULES, Base, Batch, Config, Curriculum, Model, Parallel, Rampup
+from megalite.config.schema import Config, Parallel
 from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dist.deterministic import be_deterministic
@@ -32,27 +32,27 @@ from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.exit_codes import ExitCode
-from megalite.plan.activations import Activations
-from megalite.plan.automatic import as_tight
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
-from megalite.plan.pipeline import table_of, tables_of
-from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
-from megalite.plan.resolved import estimated_costs, resolve
-from megalite.plan.split import split_of
+from megalite.plan.pipeline import table_of
+from megalite.plan.resolved import resolve
 from megalite.planner.ordering import costing_of
-from megalite.schedule.generate import AUTO
 from megalite.stop import ended_at_once
 from megalite.terminal import console, sections, table
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import gradients, update
+from megalite.verify_copy import not_compared, shrink
 
 CPU = torch.device("cpu")
 COMPILING = 60.0  # seconds; a little more than one core takes to compile for a rank
-LARGEST_RATE = 0.01  # the learning rate; larger steps amplify rounding errors beyond the tolerances
 END_OF_DOCUMENT = 0  # in the shrunken copy
 NOISE = 1e-4  # of the largest gradient or weight: far smaller values may be rounding errors of 0, as with one position
+ROUNDING = (
+    1e-12  # of the largest gradient in a step: a sum of exactly 0 is below it, as of a bias that shifts all scores
+)
+UNCHANGED = 1e-13  # of a loss: what differs less, rounding errors of its sum explain
+NAMED = 8  # weights without a gradient
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Trace:
     losses: list[float]
     norms: list[float]
     initial: Parts
-    gradients: Parts  # of the first step
+    gradients: list[Parts]  # of every step
     weights: Parts  # after the last step
 
 
@@ -92,6 +92,7 @@ class Difference:
     value: float
     tolerance: float
     where: str  # the step or parameter that differs most
+    without_gradient: tuple[str, ...] = ()  # weights left out: an optimizer makes updates of their rounding errors
 
     @property
     def passed(self) -> bool:
@@ -103,7 +104,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 
     Collective over all processes, of which there may be more than the layout needs. tolerance: of weights. Gradients,
     which the optimizer has not divided by their size yet, must agree 10 times better; losses and norms 100 times
-    better; initial weights exactly.
+    better; initial weights exactly. Raises InputError, on every rank, if the one process learns nothing.
     """
     alone = Mesh.build(Layout(), CPU)
     single = replace(
@@ -116,9 +117,11 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
     )
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    refuse_dead(told[0], config)
     mesh = build_mesh(config, CPU)
     found = None
-    if mesh is not None and told[0] is not None:
+    if mesh is not None:
         found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
     answer = [found]
     dist.broadcast_object_list(answer, src=0)
@@ -130,15 +133,43 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
     initial = _parameters(job)
-    losses, norms, first = [], [], []
+    losses, norms, grads = [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step))
-        if step == 0:
-            first = [(name, Part.of(param.grad)) for name, param in job.named_parameters()]
+        grads.append([(name, Part.of(param.grad)) for name, param in job.named_parameters()])
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
-    return Trace(losses, norms, initial, first, _parameters(job))
+    return Trace(losses, norms, initial, grads, _parameters(job))
+
+
+def refuse_dead(reference: Trace, config: Config) -> None:
+    """Raises InputError if a layout that computes nothing would agree with `reference`, which learns nothing."""
+    first, largest = reference.losses[0], max(map(_largest_value, reference.gradients))
+    constant = len(reference.losses) > 1 and all(
+        abs(loss - first) <= UNCHANGED * abs(first) for loss in reference.losses
+    )
+    if largest != 0 and not constant:
+        return
+    why = "no weight has a gradient" if largest == 0 else f"the loss is {first:.6g} whatever the tokens"
+    rule = f"makes a model that learns nothing: in one process {why}, so any layout would agree"
+    fix = "use larger values of it and of the multipliers of the model; with usual ones, please report this"
+    raise InputError([Problem("model.init_std", rule, fix, config.model.init_std)])
+
+
+def without_gradient(reference: Trace) -> tuple[str, ...]:
+    """The weights of one process whose gradients are 0 in every step, but for rounding errors."""
+    found = [name for name, _ in reference.initial]
+    for parts in reference.gradients:
+        zero = ROUNDING * _largest_value(parts)
+        none_here = {name for name, part in parts if part.values.abs().max() <= zero}
+        found = [name for name in found if name in none_here]
+    return tuple(found)
+
+
+def _largest_value(parts: Parts) -> float:
+    """The largest absolute value of all, in one process."""
+    return float(torch.stack([part.values.abs().max() for _, part in parts]).max())
 
 
 def random_batch(job: Job, step: int) -> Micros:
@@ -171,18 +202,31 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
         each = [(f"step {step}", value) for step, value in enumerate(apart)]
         return _largest(quantity, each, tolerance / 100, mesh)
 
-    def tensors(quantity: str, expected: Parts, got: Parts, limit: float) -> Difference:
-        wholes = {name: part.values for name, part in expected}
-        noise = NOISE * max(float(whole.abs().max()) for whole in wholes.values())
-        each = [(name, _distance(wholes[name], part, noise)) for name, part in got]
-        return _largest(quantity, each, limit, mesh)
+    dead = without_gradient(reference)
 
+    def tensors(expected: Parts, got: Parts) -> list[tuple[str, float]]:
+        wholes, noise = {name: part.values for name, part in expected}, NOISE * _largest_value(expected)
+        return [(name, _distance(wholes[name], part, noise)) for name, part in got if name not in dead]
+
+    def nothing(expected: Parts, got: Parts) -> list[tuple[str, float]]:
+        """Gradients that are 0, on the scale of all gradients of the step."""
+        wholes, scale = {name: part.values for name, part in expected}, _largest_value(expected)
+        return [(name, _distance(wholes[name], part, scale)) for name, part in got if name in dead]
+
+    begun = {name: part.values for name, part in reference.initial}
+    initial = [(name, _distance(begun[name], part, 0.0)) for name, part in found.initial]
+    grads = tensors(reference.gradients[0], found.gradients[0])
+    for expected, got in zip(reference.gradients, found.gradients, strict=True):
+        grads += nothing(expected, got)
+    weights = _largest(
+        f"weights after {counted(steps, 'step')}", tensors(reference.weights, found.weights), tolerance, mesh
+    )
     return [
         numbers("loss", reference.losses, found.losses),
         numbers("gradient norm", reference.norms, found.norms),
-        tensors("initial weights", reference.initial, found.initial, 0.0),
-        tensors("gradients", reference.gradients, found.gradients, tolerance / 10),
-        tensors(f"weights after {counted(steps, 'step')}", reference.weights, found.weights, tolerance),
+        _largest("initial weights", initial, 0.0, mesh),
+        _largest("gradients", grads, tolerance / 10, mesh),
+        replace(weights, without_gradient=dead),
     ]
 
 
@@ -205,166 +249,23 @@ def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: M
         return entry[1] != entry[1], entry[1]
 
     found = [("", 0.0)] * mesh.layout.world_size
-    dist.all_gather_object(found, max(each, key=badness), group=mesh.world)
+    dist.all_gather_object(found, max(each, key=badness, default=("", 0.0)), group=mesh.world)
     where, value = max(found, key=badness)
     return Difference(quantity, value, limit, where)
 
 
-def shrink(config: Config) -> Config:
-    """A configuration with the same layout and kind of model, as small as they allow, in float64.
-
-    Kernels of apex, which has no float64, become `auto`. Batches and sequences that grow do so once, after the first
-    step. A recompute budget is replaced by one that mixes modes.
-    """
-    parallel, batch = config.parallel, config.batch
-    split = parallel.pipeline.split
-    if split is not None:
-        split = [min(layers, 2) for layers in split]
-    stages = parallel.pp * parallel.pipeline.stages_per_rank
-    layers = sum(split) if split is not None else min(config.model.layers, 2 * stages + 1)
-    asked = 1 if batch.micro == "auto" else batch.micro
-    micro, dp = min(asked, 2), parallel.layout.dp
-    micro_batches = batch.global_ // (asked * dp)
-    if parallel.pipeline.schedule in SCHEDULES:  # a schedule file is for one number of them
-        micro_batches = min(micro_batches, 2 * parallel.pp + 1)
-    kernels = config.kernels_by_operation
-    other: dict[str, Any] = {operation: "auto" for operation, kernel in asdict(kernels).items() if kernel == "apex"}
-    model = _shrink_model(config.model, layers, parallel)
-    first = full = micro * dp * micro_batches
-    rampup = curriculum = None
-    if batch.rampup is not None and batch.rampup.start < batch.global_:
-        first = micro * dp * min(batch.rampup.start // (asked * dp), micro_batches - 1)
-        rampup = Rampup(first, full - first, first * model.sequence_length)
-    if batch.curriculum is not None and batch.curriculum.start < config.model.sequence_length:
-        curriculum = Curriculum(model.sequence_length // 2, first * model.sequence_length)
-    small = replace(
-        config,
-        run=replace(config.run, cluster=None),  # it runs on this machine's CPU, so auto goes by FLOPs
-        model=model,
-        parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
-        batch=Batch(micro, full, None, rampup, curriculum),
-        train=replace(config.train, precision="fp64"),
-        optim=replace(config.optim, lr=min(config.optim.lr, LARGEST_RATE)),
-        kernels=replace(kernels, **other),
-    )
-    if config.train.recompute == "budget":
-        small.train.recompute_budget = _mixing_budget(small)
-    if parallel.pipeline.memory is not None:
-        small.parallel.pipeline.memory = as_tight(config, small)
-    return small
-
-
-def _mixing_budget(config: Config) -> float:
-    """The budget in GiB with which all layers of the fullest rank but one can keep everything, the fastest mode."""
-    split, tables = split_of(config), tables_of(config)
-    outside = kept_by_rank(tables, Activations(config).outside(len(split)))
-    costs, held = by_rank(tables[0], split, estimated_costs(config)), held_by_rank(tables, split)
-    ranks = [list(zip(*layers, strict=True)) for layers in zip(costs, held, strict=True)]
-
-    def kept(mode: Mode) -> list[int]:
-        layers = (sum(count * cost[mode].bytes for cost, count in rank) for rank in ranks)
-        return [found + other for found, other in zip(layers, outside, strict=True)]
-
-    most, fullest = max((size, rank) for rank, size in enumerate(kept("none")) if ranks[rank])
-    spared = min(count * (cost["none"].bytes - cost["selective"].bytes) for cost, count in ranks[fullest])
-    return max(most - spared / 2, *kept("full")) / GIB  # half, since measured bytes differ a little from planned ones
-
-
-def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
-    tp, cp = parallel.tp, parallel.cp
-    kv_heads = min(model.kv_heads, 2 * tp)
-    heads = kv_heads * min(model.heads // model.kv_heads, 4)
-    if parallel.context.method == "ulysses":
-        heads = lcm(heads, tp * cp)
-    length = 6 * parallel.sequence_parts if cp > 1 else 12 * tp
-    attention = model.attention
-    for key in ("full_every", "nope_every"):
-        every = getattr(attention, key)
-        if every is not None and every <= model.layers:  # the copy too has a layer of this kind
-            attention = replace(attention, **{key: min(every, layers)})
-    if attention.window is not None and attention.window < model.sequence_length:
-        # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
-        share = attention.window * length / model.sequence_length
-        attention = replace(attention, window=max(1, min(round(share), length - 1)))
-    width = 8 * heads
-    return replace(
-        model,
-        attention=attention,
-        base=_shrink_base(model, width, layers),
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_width=None if model.head_width is None else 12,
-        ffn=24 * tp,
-        vocab_size=48 * tp,
-        sequence_length=length,
-    )
-
-
-def _shrink_base(model: Model, width: int, layers: int) -> Base | None:
-    """A base that is to the shrunken model about what that of `model` is to it, and never equal if that is not."""
-    base = model.base
-    if base is None:
-        return None
-
-    def shrunk(size: int | None, full: int, small: int) -> int | None:
-        if size is None or size == full:
-            return None if size is None else small
-        near = max(1, round(size * small / full))
-        return near if near != small else small + 1
-
-    head_width = shrunk(base.head_width, model.head_size, 8 if model.head_width is None else 12)
-    return Base(shrunk(base.width, model.width, width), shrunk(base.layers, model.layers, layers), head_width)
-
-
-def not_compared(config: Config, steps: int) -> list[str]:
-    """The aspects of a configuration that a comparison of `steps` steps of its shrunken copy does not test."""
-    small, model, batch, train = shrink(config), config.model, config.batch, config.train
-    sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab_size", "sequence_length")
-    shrunk = [
-        f"{name} {getattr(model, name):,} as {getattr(small.model, name):,}"
-        for name in sizes
-        if getattr(model, name) != getattr(small.model, name)
-    ]
-    attention, in_small = model.attention, small.model.attention
-    shrunk += [
-        f"attention.{name} {value:,} as {getattr(in_small, name):,}"
-        for name, value in vars(attention).items()
-        if value != getattr(in_small, name)
-    ]
-    apex = "apex" in vars(config.kernels_by_operation).values()
-    rampup, curriculum = small.batch.rampup, small.batch.curriculum
-    sequences = f"{rampup.start} and {small.batch.global_}" if rampup else ""
-    lengths = f"{curriculum.start} and {small.model.sequence_length}" if curriculum else ""
-    told = {
-        f"sizes ({', '.join(shrunk)})": bool(shrunk),
-        f"batch.global {batch.global_:,} as {small.batch.global_:,}": batch.global_ != small.batch.global_,
-        f"batch.micro {batch.micro} as {small.batch.micro}": batch.micro != small.batch.micro,
-        f"batch.rampup but for {sequences} sequences": bool(sequences) and steps > 1,
-        f"batch.curriculum but for {lengths} tokens": bool(lengths) and steps > 1,
-        "how batches grow, as --steps is 1": bool(sequences or lengths) and steps == 1,
-        f"optim.lr {config.optim.lr:g} as {small.optim.lr:g}": config.optim.lr != small.optim.lr,
-        f"the roundings of train.precision {train.precision}": train.precision != "fp64",
-        "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
-        "the order that auto finds at full size, which --schedule FILE.yaml of megalite show writes": (
-            config.parallel.pipeline.schedule == AUTO
-        ),
-        "bfloat16 in Newton–Schulz": config.optim.name == "muon" and config.run.device != "cpu",
-        "apex": apex,
-        "CUDA's kernels, streams and NCCL": config.run.device != "cpu",
-        "your data, checkpoints and evaluation": True,
-    }
-    return [what for what, matters in told.items() if matters]
-
-
-def show(config: Config, differences: Iterable[Difference], on: Console) -> None:
+def show(config: Config, differences: Sequence[Difference], on: Console) -> None:
     """Print the comparison as a table."""
     rows = table("quantity", "difference", "tolerance", "", "largest in", text=("quantity", "", "largest in"))
     for row in differences:
         verdict = Text("ok", "green") if row.passed else Text("differs", "red")
         rows.add_row(row.quantity, f"{row.value:.1e}", f"{row.tolerance:.0e}", verdict, row.where)
     sections(on, [(f"{config.parallel.layout} against one process, float64", rows)])
+    for row in differences:
+        if names := row.without_gradient:
+            rest = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+            without = f"{counted(len(names), 'weight')} without a gradient, which must be 0 in the layout too"
+            on.print(f"{without}: {', '.join([*names[:NAMED], *rest])}.")
 
 
 def run(args: argparse.Namespace) -> int:

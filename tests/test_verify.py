@@ -18,6 +18,7 @@ from rich.console import Console
 from toy_jobs import one_rank
 
 from megalite import cli
+from megalite.config.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
@@ -40,7 +41,8 @@ from megalite.dist.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
-from megalite.verify import Difference, Part, Trace, _differences, _distance, compare, not_compared, show, shrink
+from megalite.verify import Difference, Part, Trace, _differences, _distance, compare, refuse_dead, show
+from megalite.verify_copy import not_compared, shrink
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
@@ -288,12 +290,50 @@ def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:
 def test_a_norm_of_nothing_is_compared() -> None:
     """Weights can be so small that no gradient is left."""
     part = Part((slice(None),), torch.zeros(2, dtype=torch.float64))
-    nothing = Trace([1.0], [0.0], *([("w", part)],) * 3)
+    nothing = Trace([1.0], [0.0], weights := [("w", part)], [weights], weights)
     with one_rank():
         mesh = Mesh.build(Layout(), torch.device("cpu"))
         assert mesh is not None
         told = [_differences(nothing, replace(nothing, norms=[norm]), 1, 1e-10, mesh) for norm in (0.0, 3.0)]
     assert [differences[1].value for differences in told] == [0.0, 3.0]
+
+
+USELESS = replace(
+    configuration(pp=2),
+    model=replace(STAGES.model, qk_norm=False, qkv_bias=True, attention=Attention(nope_every=1)),
+    optim=Optim(eps=1e-30),
+)
+
+
+def test_a_bias_that_cannot_matter_is_no_false_alarm(ranks: Ranks) -> None:
+    """A bias of all keys shifts all scores of a query; with so small an ε, AdamW makes a step of its roundings."""
+    found = ranks.run(compare, USELESS, 3, 1e-10)[0]
+    assert [difference for difference in found if not difference.passed] == []
+    assert found[-1].without_gradient == ("layers.0.attention.k.bias", "layers.1.attention.k.bias")
+    console = Console(file=io.StringIO(), width=200)
+    show(USELESS, found, console)
+    assert "2 weights without a gradient" in console.file.getvalue()
+    found = ranks.run(faults.compare_with, faults.gradient_of_a_useless_bias, USELESS)[0]
+    assert {difference.quantity for difference in found if not difference.passed} == {"gradients"}
+    assert next(difference for difference in found if not difference.passed).where.endswith("k.bias")
+
+
+def test_a_reference_that_learns_nothing_is_refused() -> None:
+    with one_rank(), pytest.raises(InputError, match="no weight has a gradient, so any layout would agree"):
+        faults.compare_with(faults.no_gradient_at_all, configuration())
+    weights = [("w", Part((slice(None),), torch.ones(2)))]
+    constant = Trace([3.5, 3.5], [1.0, 1.0], weights, [weights, weights], weights)
+    with pytest.raises(InputError, match=r"model\.init_std = 0\.02: .* the loss is 3\.5 whatever the tokens"):
+        refuse_dead(constant, configuration())
+    refuse_dead(replace(constant, losses=[3.5, 3.6]), configuration())
+    refuse_dead(replace(constant, losses=[3.5]), configuration())
+
+
+def test_the_scale_of_a_shard_is_found_in_a_copy_of_grouped_queries(ranks: Ranks) -> None:
+    whole = load([str(ROOT / "configs/model/llama3_8b.yaml")], ["parallel.tp=2", "optim.name=muon"])
+    small = shrink(check(whole))
+    found = ranks.run(faults.compare_with, faults.muon_scale_of_a_shard, small)[0]
+    assert not found[-1].passed
 
 
 def test_bad_configurations_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,9 +379,15 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
     assert kinds[0] == kinds[1]
     tp = whole.parallel.tp
     assert (small.model.kv_heads > tp) == (whole.model.kv_heads > tp)
-    wide = small.model.head_size * small.model.heads != small.model.width
-    assert wide == (whole.model.head_width is not None)
+    assert (small.model.head_width is None) == (whole.model.head_width is None)
+    assert orders(small.model) == orders(whole.model)
     assert micro_batches(small) == min(micro_batches(whole), 2 * whole.parallel.pp + 1)
+
+
+def orders(model: Model) -> list[tuple[bool, bool]]:
+    """Whether the other sides of matrices are longer than the width, and as long."""
+    sides = (model.ffn, model.vocab_size, model.heads * model.head_size)
+    return [(side > model.width, side == model.width) for side in sides]
 
 
 def micro_batches(config: Config) -> int:

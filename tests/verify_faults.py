@@ -21,6 +21,9 @@ from megalite.config.schema import Config
 from megalite.dist import collectives
 from megalite.dist.mesh import Mesh
 from megalite.model import decoder
+from megalite.optim import muon
+from megalite.optim.muon import Muon
+from megalite.optim.newton_schulz import scale
 from megalite.parallel import gradients, linear
 from megalite.parallel.pipeline import Pipeline
 from megalite.plan.recompute_modes import MODES, Costs
@@ -103,6 +106,47 @@ def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:
         correct(stage, model, seed + (dist.get_rank() == 1))
 
     return patch.object(build, "initialize", initialize)
+
+
+def gradient_of_a_useless_bias() -> AbstractContextManager[Any]:
+    """It is 0 but for roundings, and in a layout of more ranks a ten-millionth."""
+    correct = gradients.finish
+
+    def finish(stages: Any, placement: Any, mesh: Any, tied: bool) -> None:
+        correct(stages, placement, mesh, tied)
+        for stage in stages.values() if mesh.layout.world_size > 1 else ():
+            for name, param in stage.named_parameters():
+                if name.endswith("k.bias"):
+                    param.grad.to_local().add_(1e-7)
+
+    return patch.object(step, "finish", finish)
+
+
+def no_gradient_at_all() -> AbstractContextManager[Any]:
+    """Neither in the layout nor in the process that it is compared with."""
+    correct = gradients.finish
+
+    def finish(stages: Any, placement: Any, mesh: Any, tied: bool) -> None:
+        correct(stages, placement, mesh, tied)
+        for stage in stages.values():
+            for param in stage.parameters():
+                param.grad.zero_()
+
+    return patch.object(step, "finish", finish)
+
+
+def muon_scale_of_a_shard() -> AbstractContextManager[Any]:
+    """The shape of the part that a rank holds, in place of that of the matrix."""
+    correct = Muon._apply
+
+    def apply(optimizer: Muon, updates: Any, params: Any) -> None:
+        for index, parts in updates.items():
+            param, _ = params[index]
+            shape = muon.local(param).shape
+            with patch.object(muon, "scale", lambda rule, *whole, shape=shape: scale(rule, *shape)):
+                correct(optimizer, {index: parts}, params)
+
+    return patch.object(Muon, "_apply", apply)
 
 
 def rank_that_does_not_clip() -> AbstractContextManager[Any]:

@@ -120,7 +120,7 @@ def _train(
                 report.record(step, record | source_tokens(batches.train.samples, guard.progress))
         if evaluates:
             with meter.paused():
-                guard.stopped_by = guard.stopped_by or _validate(job, batches, step, report)
+                guard.stopped_by = _validate(job, batches, step, report, guard.stopped_by)
         saves = saves or bool(guard.stopped_by)
         if saves or saves_locally:
             with meter.paused():
@@ -133,10 +133,13 @@ def _train(
     return None
 
 
-def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> tuple[str, ...]:
+def _validate(
+    job: Job, batches: Batches, step: int, report: Report | None, asked: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     """Evaluate on the first `eval.steps` batches of the validation data, the same every time.
 
-    Returns the signals by which some rank was asked to stop meanwhile. Evaluation then ends early, without a record.
+    asked: the signals by which some rank was asked to stop before. Returns these, or those that came meanwhile. With
+    any, evaluation ends early or does not begin, and there is no record.
     """
     size, steps = job.config.batch.global_, job.config.eval.steps
     if batches.valid is None or steps == 0:
@@ -147,6 +150,8 @@ def _validate(job: Job, batches: Batches, step: int, report: Report | None) -> t
         return evaluate(job, (micros for _, micros in loader.batches(wanted)))
 
     try:
+        if asked:
+            raise CutShort(asked)
         loss = loss_on(batches.valid)
         record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
         record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from megalite.config.errors import InputError
 from megalite.config.files import exists, write_new, write_whole
+from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan import automatic
 from megalite.plan.pipeline import actions, bubble, micro_batches, table_of
@@ -14,7 +15,7 @@ from megalite.planner.ordering import costing_of
 from megalite.planner.texts import searched_text, seconds_text
 from megalite.schedule.actions import Table
 from megalite.schedule.draw import draw_svg, draw_text, title
-from megalite.schedule.file import SUFFIXES, write
+from megalite.schedule.file import write
 from megalite.schedule.generate import AUTO
 from megalite.schedule.simulate import simulate
 from megalite.terminal import console, sections
@@ -27,10 +28,10 @@ def check_path(path: str) -> None:
     """Raises InputError if a schedule cannot be written to `path`: for its ending, or since there is such a file."""
     if OVERRIDE.match(path):
         raise InputError(f"--schedule {path}: is no file; KEY=VALUE goes before --schedule")
-    if not path.endswith((".svg", *SUFFIXES)):
+    if not path.endswith((".svg", *SCHEDULE_FILES)):
         rule = "must end in .svg for a picture or .yaml for a schedule file; CONFIG goes before --schedule"
         raise InputError(f"--schedule {path}: {rule}")
-    if path.endswith(SUFFIXES) and exists(path):  # it may be a CONFIG that the option has taken for its file
+    if path.endswith(SCHEDULE_FILES) and exists(path):  # it may be a CONFIG that the option has taken for its file
         raise InputError(f"--schedule {path}: there is such a file already; CONFIG goes before --schedule")
 
 

@@ -23,13 +23,13 @@ from megalite.advice.rows import SHOWN, fits_text, front, layout_text, on_host, 
 from megalite.config.errors import InputError, counted, listing
 from megalite.config.files import check_writable, exists, write_new
 from megalite.config.load import dump
+from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.exit_codes import ExitCode
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, Result
 from megalite.planner.texts import money, seconds_text, step_text
-from megalite.schedule.file import SUFFIXES
 from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO
 from megalite.terminal import console, memory, sections
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """
     refuse_unread(args)
     files = (
-        ("--write", args.write, SUFFIXES),
-        ("--schedule", args.schedule, SUFFIXES),
+        ("--write", args.write, SCHEDULE_FILES),
+        ("--schedule", args.schedule, SCHEDULE_FILES),
         ("--html", args.html, (".html",)),
     )
     for option, path, ends in files:

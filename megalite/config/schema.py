@@ -45,7 +45,7 @@ class Attention:
     """Of all layers, or with `full_every` and `nope_every` of most."""
 
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
-    full_every: int | None = None  # of a model with windows: layers n - 1, 2n - 1, … have none; null: all have one
+    full_every: int | None = None  # layers n - 1, 2n - 1, … have no window, with 1 none has; null: all have one
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
     nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have
 
@@ -93,7 +93,7 @@ class Model:
 @dataclass
 class Pipeline:
     schedule: str = "1f1b"  # a name of SCHEDULES, or the path of a schedule file
-    virtual_stages: int | None = None  # stages per rank; null: what a named schedule has, of a file 1
+    virtual_stages: int | None = None  # stages per rank; null: as many as the schedule has
     memory: float | None = None  # auto: GiB of activations that a rank may hold; null: as many as 1f1b holds
     split: list[int] | None = None  # layers per stage; null: balanced by cost, embedding and head included
 

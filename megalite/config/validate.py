@@ -10,7 +10,7 @@ from megalite.config.rules.data import data_rules
 from megalite.config.rules.files import validate_files
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.optim import optim_rules
-from megalite.config.rules.parallel import parallel_rules, pinned_rules, shards
+from megalite.config.rules.parallel import parallel_rules, pinned_rules, shards, virtual_stages
 from megalite.config.rules.ranges import range_rules
 from megalite.config.rules.run import log_rules, run_rules
 from megalite.config.rules.train import train_rules
@@ -21,13 +21,17 @@ OF_LAYOUTS = ("train.recompute", "train.offload_activations", "optim.offload", "
 
 
 def check(config: Config, world_size: int | None = None) -> Config:
-    """The configuration with `parallel.dp_shard` resolved to a number, for a job of `world_size` ranks.
+    """The configuration for a job of `world_size` ranks, with what other things settle filled in.
 
-    `world_size` is None where no launcher gives one. Raises `InputError` with every broken rule.
+    `parallel.dp_shard` becomes a number, and `parallel.pipeline.virtual_stages` that of a schedule file. `world_size`
+    is None where no launcher gives one. Raises `InputError` with every broken rule.
     """
+    parallel = config.parallel
+    parallel = replace(parallel, pipeline=replace(parallel.pipeline, virtual_stages=virtual_stages(parallel)))
+    config = replace(config, parallel=parallel)
     if problems := validate(config, world_size):
         raise InputError(problems)
-    return replace(config, parallel=replace(config.parallel, dp_shard=shards(config.parallel, world_size)))
+    return replace(config, parallel=replace(parallel, dp_shard=shards(parallel, world_size)))
 
 
 def validate(config: Config, world_size: int | None = None) -> list[Problem]:

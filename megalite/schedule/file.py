@@ -19,12 +19,12 @@ from typing import Any
 import yaml
 
 from megalite.config.errors import InputError, counted
+from megalite.config.rules.parallel import SCHEDULE_BYTES
 from megalite.config.yaml import read_mapping
 from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table, Times
 from megalite.schedule.check import malformed, uncomputed
 from megalite.schedule.communication import communicate
 
-SUFFIXES = (".yaml", ".yml")
 KEYS = {
     "name": "a text",
     "micro_batches": "a whole number above 0",
@@ -33,14 +33,13 @@ KEYS = {
 }
 TIMES = "times"  # the only key that may be left out
 ACTION = re.compile(rf"([{''.join(COMPUTE)}])([0-9]{{1,6}})\.([0-9]{{1,6}})")
-MOST_BYTES = 16 << 20  # as many as the longest schedule that can be planned
 LONGEST = 1e9  # time of an action; sums of longer ones lose what short ones add
 SHOWN = 8  # problems told of one file
 
 
 def read(path: Path) -> Table:
     """The schedule in the file `path`. Raises InputError, with the name of the file and all that is wrong in it."""
-    content = read_mapping(path, MOST_BYTES)
+    content = read_mapping(path, SCHEDULE_BYTES)
     try:
         return complete(content)
     except InputError as error:

@@ -5,9 +5,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from megalite.config.errors import InputError, counted
+from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.schedule.actions import Orders, Table
 from megalite.schedule.communication import communicate
-from megalite.schedule.file import SUFFIXES, read
+from megalite.schedule.file import read
 from megalite.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
 from megalite.schedule.zero_bubble import dualpipev, zb_h1, zb_h2, zbv
 
@@ -30,7 +31,7 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Table:
     evaluation with one stage per rank. Raises InputError for an unknown name, a size that the schedule cannot have, or
     a bad file.
     """
-    if p >= 1 and m >= 1 and name.endswith(SUFFIXES):
+    if p >= 1 and m >= 1 and name.endswith(SCHEDULE_FILES):
         return _from_file(name, p, m, v)
     if p >= 1 and m >= 1 and name == "forward":
         return build_forward(range(p), m)
@@ -45,7 +46,7 @@ def orders_of(name: str, p: int, m: int, v: int | None = None) -> tuple[tuple[in
     if name not in NAMES:
         raise InputError(
             f"parallel.pipeline.schedule={name!r} is unknown; choose one of {', '.join(NAMES)}, "
-            f"or the path of a schedule file that ends in {' or '.join(SUFFIXES)}"
+            f"or the path of a schedule file that ends in {' or '.join(SCHEDULE_FILES)}"
         )
     if name == "interleaved_1f1b":
         v = 2 if v is None else v

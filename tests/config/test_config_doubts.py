@@ -72,6 +72,12 @@ SAVING = "checkpoint.interval=10"
             "model.attention.full_every=4",
         ),
         (
+            ["model.attention.window=8", "model.attention.full_every=1"],
+            "model.attention.window = 8: has no effect with model.attention.full_every = 1: no layer has a window; "
+            "use a larger full_every, or null",
+            "model.attention.full_every=2",
+        ),
+        (
             ["model.attention.nope_every=5", "model.layers=4"],
             "model.attention.nope_every = 5: has no effect with model.layers = 4: every layer has rotary positions; "
             "use at most that, or null",

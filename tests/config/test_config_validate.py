@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,10 @@ from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check, validate
+from megalite.plan.pipeline import check_schedule
+from megalite.plan.resolved import resolve
+from megalite.schedule.file import write
+from megalite.schedule.generate import build
 
 
 def found(*overrides: str, world_size: int | None = None) -> list[str]:
@@ -487,3 +492,29 @@ def test_a_listed_checkpoint_is_of_a_step_of_the_run(step: int) -> None:
     assert check(load([], ["checkpoint.at=[1,100]"])).checkpoint.at == [1, 100]
     with pytest.raises(InputError, match=rf"checkpoint\.at\[1\] = {step}: must be a step of the run: from 1 to"):
         check(load([], [f"checkpoint.at=[5,{step}]"]))
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 1), ("zbv", 2), ("interleaved_1f1b", 3)])
+def test_a_schedule_file_tells_its_stages_per_rank(name: str, stages: int, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(write(build(name, 2, 4, stages)))
+    keys = ["parallel.pp=2", "model.layers=10", "batch.micro=1", "batch.global=4", f"parallel.pipeline.schedule={path}"]
+    config = check(load([], keys), 2)
+    assert config.parallel.pipeline.stages_per_rank == stages
+    assert check(config, 2) == config
+    resolve(config)
+    pinned = check(load([], [*keys, "parallel.pipeline.virtual_stages=5"]), 2)
+    with pytest.raises(InputError, match=f"use virtual_stages {stages}"):
+        check_schedule(pinned)
+
+
+@pytest.mark.parametrize("content", ["placement: 7", "placement: []", "placement: [0, 1, 0]", "{", None])
+def test_a_schedule_file_that_tells_no_stages_is_left_to_the_plan(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    if content is not None:
+        path.write_text(content)
+    keys = ["parallel.pp=2", "batch.micro=1", "batch.global=4", f"parallel.pipeline.schedule={path}"]
+    config = check(load([], keys), 2)
+    assert config.parallel.pipeline.virtual_stages is None
+    with pytest.raises(InputError, match=r"mine\.yaml"):
+        check_schedule(config)

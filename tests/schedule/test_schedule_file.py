@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from schedule_cases import free_table, randoms, tables
 
 from megalite.config.errors import InputError
+from megalite.config.rules.parallel import SCHEDULE_BYTES
 from megalite.config.yaml import parse
 from megalite.schedule.actions import Table
 from megalite.schedule.check import check
 from megalite.schedule.communication import communicate
-from megalite.schedule.file import MOST_BYTES, complete, read, write
+from megalite.schedule.file import complete, read, write
 from megalite.schedule.simulate import simulate
 
 GOOD = """\
@@ -153,7 +154,7 @@ def test_an_unreadable_file(content: bytes | None, tmp_path: Path) -> None:
         ("&a [*a]", "refers to what it is inside of"),
         ("a\nname: b", "found duplicate key name"),
         (str(9) * 5000, "a whole number of 5,000 digits"),
-        ("a\n# " + "x" * MOST_BYTES, "has more than 16,777,216 bytes"),
+        ("a\n# " + "x" * SCHEDULE_BYTES, "has more than 16,777,216 bytes"),
     ],
     ids=["deep", "bomb", "circle", "twice", "digits", "long"],
 )

@@ -11,6 +11,7 @@ from megalite.advice.rows import layout_text
 from megalite.config.errors import InputError, printable
 from megalite.config.files import check_output, exists, write_new
 from megalite.config.load import dump
+from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.entry import exit_code
 from megalite.planner.choice import choice_of
 from megalite.planner.hardware import load_cluster
@@ -20,7 +21,6 @@ from megalite.scaling.settings import read_settings
 from megalite.scaling.show import interval_text, number, significant
 from megalite.scaling.stored import Stored, read_fit
 from megalite.scaling.table import read_results
-from megalite.schedule.file import SUFFIXES
 from megalite.terminal import console, sections, table
 
 COMMAND = "megalite-predict"
@@ -84,8 +84,8 @@ def _stored(folder: Path) -> Stored:
 
 
 def _check_file(path: Path) -> None:
-    if not str(path).endswith(SUFFIXES):
-        raise InputError(f"--write {path}: must end in {SUFFIXES[0]}")
+    if not str(path).endswith(SCHEDULE_FILES):
+        raise InputError(f"--write {path}: must end in {SCHEDULE_FILES[0]}")
     if exists(path):
         raise InputError(f"--write {path}: there is such a file already; give another name")
     check_output(path)

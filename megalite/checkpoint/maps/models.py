@@ -19,8 +19,12 @@ def checked(model: Model, file: str) -> Model:
 
 
 def plain_model(model: Model) -> dict[str, Any]:
-    """The model's keys and values, where a head's width is always told."""
-    return dict(leaves(to_plain(Config(model=replace(model, head_width=model.head_size)))["model"], "model"))
+    """The model's keys and values, where a head's width is always told, and a window only if some layer has it."""
+    attention = model.attention
+    if attention.full_every == 1:
+        attention = replace(attention, window=None, full_every=None)
+    told = replace(model, head_width=model.head_size, attention=attention)
+    return dict(leaves(to_plain(Config(model=told))["model"], "model"))
 
 
 def lost(model: Model, again: Model) -> list[str]:

@@ -67,9 +67,13 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
     }
     attention, length, layers = config.model.attention, config.model.sequence_length, config.model.layers
     if attention.window is not None:
-        reaches = attention.window >= length
-        why = f"with model.sequence_length = {length}: every query reaches all tokens before it"
-        found["model.attention.window"] = (reaches, why, "use a shorter window, or null")
+        if attention.full_every == 1:
+            why, fix = "with model.attention.full_every = 1: no layer has a window", "use a larger full_every, or null"
+            found["model.attention.window"] = (True, why, fix)
+        else:
+            reaches = attention.window >= length
+            why = f"with model.sequence_length = {length}: every query reaches all tokens before it"
+            found["model.attention.window"] = (reaches, why, "use a shorter window, or null")
         why, fix = f"with model.layers = {layers}: every layer has a window", "use at most that, or null"
         found["model.attention.full_every"] = ((attention.full_every or 0) > layers, why, fix)
     if attention.nope_every is not None:

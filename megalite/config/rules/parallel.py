@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from megalite.config.errors import Problem, counted, listing
+from megalite.config.errors import InputError, Problem, counted, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
 from megalite.config.rules.ranges import RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
+from megalite.config.yaml import read_mapping
 
 SCHEDULE_FILES = (".yaml", ".yml")
+SCHEDULE_BYTES = 16 << 20  # of a file: as many as the longest schedule that can be planned
 SEARCHED = 32  # batch sizes that `auto` searches orders for; each takes up to seconds
 
 
@@ -29,6 +32,22 @@ def shards(parallel: Parallel, world_size: int | None) -> int:
     if isinstance(parallel.dp_shard, int):
         return parallel.dp_shard
     return 1 if world_size is None else world_size // max(1, _without_dp_shard(parallel))
+
+
+def virtual_stages(parallel: Parallel) -> int | None:
+    """`parallel.pipeline.virtual_stages`, or the stages per rank that a schedule file places.
+
+    None for a named schedule without the key, and for a file that does not tell, which is refused when it is planned.
+    """
+    pipeline = parallel.pipeline
+    if pipeline.virtual_stages is not None or pipeline.schedule in SCHEDULES:
+        return pipeline.virtual_stages
+    try:
+        placement = read_mapping(Path(pipeline.schedule), SCHEDULE_BYTES).get("placement")
+    except InputError:
+        return None
+    stages, p = len(placement) if isinstance(placement, list) else 0, max(1, parallel.pp)
+    return stages // p if stages and stages % p == 0 else None
 
 
 def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:

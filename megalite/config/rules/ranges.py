@@ -30,7 +30,7 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "model.rope_scaling.beta_slow": (0.001, "model.rope_scaling.original_length is divided by it"),
     "model.rope_scaling.attention_factor": (1e-3, "closer to 0, attention is the same to all tokens"),
     "model.attention.window": (1, "a query attends to its own token at least"),
-    "model.attention.full_every": (2, "with 1, no layer has a window"),
+    "model.attention.full_every": 1,
     "model.attention.softcap": (1e-3, "closer to 0, all scores are equal"),
     "model.attention.nope_every": (1, "with 1, no layer has rotary positions"),
     "model.norm_eps": (1e-30, SINGLE),

@@ -4,19 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 
-.PHONY: install quickstart test test-oldest check bench soak sweep-kills corrupt layouts faults gpu clean
+.PHONY: install quickstart test test-oldest test-newest check bench soak sweep-kills corrupt layouts faults gpu clean
 
 install: $(VENV)/installed-dev
 
-$(VENV)/installed-run: pyproject.toml
+# Without a GPU, the small build of PyTorch for CPUs, where pip finds one.
+$(VENV)/constraints.txt: pyproject.toml tools/cpu_build.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -e '.[plot]'
+	$(BIN)/python tools/cpu_build.py >$@
+
+$(VENV)/installed-run: $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[plot]'
 	touch $@
 
-$(VENV)/installed-dev: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -e '.[dev]'
+$(VENV)/installed-dev: $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/installed-run
 
 quickstart: $(VENV)/installed-run
@@ -25,15 +29,22 @@ quickstart: $(VENV)/installed-run
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# With the lowest versions that pyproject.toml allows. What starts whole jobs over and over is left out: kills, Slurm, the README.
+# With the lowest and the highest versions that pyproject.toml allows. Left out is what starts whole jobs over and over: kills, Slurm, the README.
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+test-newest: $(NEWEST)/installed
+test-oldest test-newest:
+	$(<D)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 	    --ignore tests/soak --ignore tests/launch --ignore tests/test_readme.py
 
 $(OLDEST)/installed: pyproject.toml tests/oldest.py
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python tests/oldest.py >$(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install -c $(OLDEST)/constraints.txt -e '.[dev]'
+	touch $@
+
+$(NEWEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --upgrade -e '.[dev]'
 	touch $@
 
 check: install
@@ -71,10 +82,9 @@ faults: install
 gpu: $(VENV)/installed-gpu
 	PYTHON=$(CURDIR)/$(BIN)/python tools/bench/slot/run.sh all
 
-$(VENV)/installed-gpu: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -e '.[dev,gpu]'
+$(VENV)/installed-gpu: $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev,gpu]'
 	touch $@ $(VENV)/installed-dev $(VENV)/installed-run
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .slot build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) .slot build *.egg-info

@@ -12,6 +12,7 @@ Kernels are defined when this package is imported, on any machine, and compiled 
 needs a device before that.
 """
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
@@ -19,6 +20,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+# The default of Triton up to 3.9, which 3.10 will change: products are added in one rounding where hardware can.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
     import triton

@@ -127,9 +127,9 @@ def _gradient_kernel(
     X += row * x_stride
     target = tl.load(Targets + row)
     lse = tl.load(Lses + row)
+    if IGNORES:  # nothing of an ignored row is inside
+        columns = tl.where(target == ignore_index, 0, columns)
     inside = column < columns
-    if IGNORES:
-        inside = inside & (target != ignore_index)
     gradient = exp(widen(tl.load(X + column, mask=inside, other=0.0)) - lse)
     if Z_LOSS > 0:
         gradient *= 1.0 + lse * (2.0 * Z_LOSS)

@@ -1,5 +1,6 @@
 """Outputs that may fail: a standard stream that nobody reads, a file on a disk that is full."""
 
+import atexit
 import errno
 import io
 import logging
@@ -86,6 +87,16 @@ def standard_streams(answer: Callable[[str, Exception], None]) -> None:
         sys.stdout = sys.__stdout__ = stream(1, Outlet("stdout", answer), sys.stdout)  # type: ignore[misc]
     if sys.stderr is sys.__stderr__:
         sys.stderr = sys.__stderr__ = stream(2, Outlet("stderr"), sys.stderr)  # type: ignore[misc]
+    atexit.register(_end_quietly)  # the first to be registered runs last
+
+
+def _end_quietly() -> None:
+    """Close stderr before Triton, from 3.9 on, fills it with a list of Python objects that its library still holds."""
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
 
 
 def stream(number: int, outlet: Outlet, old: io.TextIOWrapper | None) -> io.TextIOWrapper:

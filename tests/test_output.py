@@ -180,3 +180,22 @@ def test_commands_end_in_one_line(arguments: str, redirection: str, code: int, t
     command = f"exec '{sys.executable}' -m megalite.cli {arguments} {redirection}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (code, told)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_no_library_speaks_after_a_command_that_has_used_triton(triton: bool) -> None:
+    """From 3.9 on, Triton's bindings list what they still hold when Python has ended. A command's own words stay."""
+    program = f"""
+import os, sys
+from megalite.output import give_up, standard_streams
+class Library:
+    def __del__(self, write=os.write):
+        write(2, b"leaked\\n")
+held = Library()
+standard_streams(give_up)
+if {triton}:
+    sys.modules["triton"] = sys
+print("told", file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ("told\n" if triton else "told\nleaked\n")

@@ -79,7 +79,8 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
         source = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
         shutil.copy(source, texts / f"{source.stem}.txt")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONWARNINGS": "error::FutureWarning"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
     assert len(tour) == 23
     outputs, shown = {}, []

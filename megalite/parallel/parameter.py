@@ -61,7 +61,8 @@ def trainable(stage: nn.Module) -> Iterator[Parameter]:
 def add_gradient(param: DTensor, grad: Tensor) -> None:
     """Add `grad`, a local gradient, to that of a sharded parameter, as autograd would."""
     if param.grad is None:
-        param.grad = DTensor(grad, param._spec, requires_grad=False)
+        # From PyTorch 2.15 on, FSDP2 may demand the data type of its reduction.
+        param.grad = DTensor(grad.to(param.grad_dtype or grad.dtype), param._spec, requires_grad=False)
     else:
         assert isinstance(param.grad, DTensor)
         param.grad._local_tensor.add_(grad)

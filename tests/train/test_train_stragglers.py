@@ -176,7 +176,12 @@ def test_a_slow_rank_of_a_run_is_named_by_its_node_and_section(tmp_path: Path) -
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+        env={  # a call that PyTorch has given another name would be a FutureWarning
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(tmp_path),
+            "PYTHONWARNINGS": "error::FutureWarning",
+        },
         capture_output=True,
         text=True,
         timeout=200,

@@ -59,10 +59,10 @@ class Journal:
         while self.attempt is None:
             name = Attempt(self.job, 0, number)
             with suppress(FileExistsError):
+                self.run.logs(name).mkdir(parents=True)
                 self.run.attempt(name).mkdir(parents=True)
                 self.attempt = self.run.attempt(name)
             number += 1
-        self.run.logs(name).mkdir(parents=True, exist_ok=True)
         self._before, self._began = self.run.newest_step(), time.monotonic()
         nodes = [node_name(), *(f"machine {other}" for other in range(1, self.nodes))]
         text = f"attempt {name}: {counted(self.nodes * self.ranks, 'rank')} from step {self._before}"

@@ -102,6 +102,7 @@ def _slurm(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return DONE
+    run.check()
     _refuse_a_second(run)
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: is not on the PATH; run this on a login node of a Slurm cluster, or use --dry-run")
@@ -139,6 +140,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return DONE
+    RunFolder(checked.folder).check()
     kubectl = shutil.which("kubectl")
     if kubectl is not None:
         _refuse_another(kubectl, pods)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from megalite.exit_codes import ExitCode
+from megalite_launch.files import appended
 
 PATIENCE = 5.0  # seconds that a run waits for a reader who does not read
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
@@ -102,12 +103,12 @@ def stream(number: int, outlet: Outlet, old: io.TextIOWrapper | None) -> io.Text
 def append(path: Path, record: bytes) -> None:
     """Add a whole record to the end of a file, or nothing. Raises OSError.
 
-    The file is opened each time, so that it does not matter what has become of it meanwhile. A pipe is refused: one
-    that nobody reads would be waited for.
+    The file is opened each time, so that it does not matter what has become of it meanwhile. A link is refused, and a
+    pipe: one that nobody reads would be waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0, opener=_without_waiting) as file:
-        end = file.tell()
+    with appended(path) as file:
+        end = file.seek(0, os.SEEK_END)
         try:
             while record:
                 record = record[file.write(record) :]
@@ -115,10 +116,6 @@ def append(path: Path, record: bytes) -> None:
             with suppress(OSError):
                 file.truncate(end)
             raise
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 class LogFile(logging.Handler):

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Optional
 
-from ..files import write_whole
+from ..files import SHOWN, write_whole
 from ..watch.ledger import ACCOUNTS
 from ..watch.run import Watched
 from ..watch.summary import Summary, summary
@@ -49,7 +49,7 @@ def write(run: Path, now: Optional[float] = None, at_once: bool = False) -> bool
     _watched[run] = watched, moment
     try:
         watched.update(moment)
-        write_whole(run / NAME, render(watched, summary(watched)))
+        write_whole(run / NAME, render(watched, summary(watched)), SHOWN)
     except OSError:
         return False
     return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..events import LONGEST, Event
+from ..files import read_bytes
 from ..goodput.measured import interruptions
 from ..layout import CHECKPOINT, Attempt, RunFolder
 from ..lines import Tail, number, parsed, whole
@@ -262,8 +263,7 @@ class Watched:
         self._newest_start = len(found)
         for path in found[-1:]:
             try:
-                with path.open("rb") as file:
-                    record = json.loads(file.read(LARGEST))
+                record = json.loads(read_bytes(path, LARGEST))
             except (OSError, ValueError, RecursionError):
                 self._newest_start = -1  # it may be half written
                 continue

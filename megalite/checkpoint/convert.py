@@ -32,6 +32,7 @@ from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
 from megalite.config.files import exists, is_file, is_folder, look
 from megalite.config.schema import Config
+from megalite_launch.files import appended
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
 JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
@@ -194,8 +195,8 @@ def _write(
         note = output.write(hashed, put)
         written = Written(hashed.finish(), note)
     synchronize(path.parent)
-    with _journal, (hidden / JOURNAL).open("a", encoding="utf-8") as journal:
-        journal.write(_line(output.name, written) + "\n")
+    with _journal, appended(hidden / JOURNAL) as journal:
+        journal.write(f"{_line(output.name, written)}\n".encode())
     return written
 
 

@@ -20,6 +20,7 @@ from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import Outlet
 from megalite.stop import blocked, held_up, listen, restore
+from megalite_launch.files import appended
 from megalite_launch.layout import ATTEMPT, log_name, node_name
 from megalite_launch.outcome import Failure, write_failure
 
@@ -162,7 +163,7 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
 def _opened(log: Path) -> IO[bytes]:
     """The log of a rank, or nothing where that cannot be opened."""
     with Outlet(str(log)):
-        return log.open("ab")
+        return appended(log)
     return open(os.devnull, "ab")
 
 

@@ -18,6 +18,7 @@ from megalite.config.errors import InputError, counted, printable
 from megalite.exit_codes import ExitCode
 from megalite.experiment.folder import ENDED, ExperimentFolder, read_status
 from megalite.stop import listen, restore
+from megalite_launch.files import appended
 from megalite_launch.processes import prepared
 
 LOOK = 0.1  # seconds between two looks at the tasks
@@ -161,7 +162,7 @@ class Pool:
         path = self.folder.launches / "local.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("ab")
+            return appended(path)
         except OSError as error:
             raise InputError(f"{path}: cannot be written to: {error.strerror}") from error
 

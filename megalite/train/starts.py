@@ -8,7 +8,6 @@ configuration of the first start.
 import hashlib
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
+from megalite_launch.files import PRIVATE, opened
 
 SOURCE = Path(__file__).parents[2]  # of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
@@ -72,13 +72,13 @@ def record_start(
         "resumed": _resumed(folder, config, progress),
     }
     path = _create(folder / "starts", as_json(record))
-    write_whole(path.with_suffix(".yaml"), text)
+    write_whole(path.with_suffix(".yaml"), text, PRIVATE)
     if order is not None:
         write_whole(path.with_suffix(".schedule.yaml"), write(order))
     if changes := _changes():
-        write_whole(path.with_suffix(".diff"), changes)
+        write_whole(path.with_suffix(".diff"), changes, PRIVATE)
     if not (folder / "config.yaml").exists():
-        write_whole(folder / "config.yaml", text)
+        write_whole(folder / "config.yaml", text, PRIVATE)
     if tokenizer is not None:
         keep_tokenizer(Path(tokenizer), folder, path.with_suffix(".tokenizer"))
     return path
@@ -99,9 +99,7 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
     settings = tokenizer.with_name("tokenizer_config.json")
     for source in (settings, tokenizer):  # the tokenizer last: where it is, its settings are
         if source.exists():
-            partial = folder / f"{source.name}.partial"
-            shutil.copyfile(source, partial)
-            partial.replace(folder / source.name)
+            write_whole(folder / source.name, source.read_bytes())
 
 
 def _create(folder: Path, text: str) -> Path:
@@ -109,7 +107,8 @@ def _create(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     taken = {path.name.partition(".")[0] for path in folder.iterdir()}
     path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
-    with path.open("x", encoding="utf-8") as file:  # one job is in a run folder; this holds even if there were two
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # one job is in a run folder; this holds even if there were two
+    with open(opened(path, flags, PRIVATE), "w", encoding="utf-8") as file:
         try:
             file.write(text)
             file.flush()

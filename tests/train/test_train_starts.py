@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -117,3 +118,22 @@ def test_a_tokenizer_is_copied_once_and_another_beside_it(tmp_path: Path) -> Non
     (given / "tokenizer.json").write_text("one")
     keep_tokenizer(given / "tokenizer.json", run, run / "starts/1000.tokenizer")
     assert kept_tokenizer(run) == run / "starts/1000.tokenizer/tokenizer.json"
+
+
+def test_nothing_is_written_through_what_somebody_has_prepared(tmp_path: Path) -> None:
+    victim, tokenizer, run = tmp_path / "victim", tmp_path / "given/tokenizer.model", tmp_path / "run"
+    for folder in (tokenizer.parent, run / "tokenizer", run / "starts"):
+        folder.mkdir(parents=True)
+    victim.write_text("of somebody else")
+    tokenizer.write_text("pieces")
+    (run / "tokenizer/tokenizer.model.partial").symlink_to(victim)
+    (run / "starts/001.json").symlink_to(victim)
+    keep_tokenizer(tokenizer, run, run / "later")
+    record(run)
+    assert (victim.read_text(), (run / "tokenizer/tokenizer.model").read_text()) == ("of somebody else", "pieces")
+    assert (run / "starts/002.json").exists()
+
+
+def test_a_record_is_for_its_owner(tmp_path: Path) -> None:
+    record(tmp_path)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*.*")} == {0o600}

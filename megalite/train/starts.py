@@ -11,7 +11,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -29,12 +29,11 @@ from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
+from megalite.train.secrecy import command_without_secrets, relevant
 from megalite_launch.files import PRIVATE, opened
 
 SOURCE = Path(__file__).parents[2]  # of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
-VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "SLURM_", "MASTER_", "GLOO_", "TRITON_", "PYTORCH_")
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "JWT", "COOKIE")  # SLURM_JWT is one
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -53,7 +52,7 @@ def record_start(
     text, tokenizer = dump(config), config.data.tokenizer
     record = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
+        "command": command_without_secrets(sys.orig_argv),
         "working_directory": os.getcwd(),
         "host": socket.gethostname(),
         "ranks": len(devices),
@@ -82,12 +81,6 @@ def record_start(
     if tokenizer is not None:
         keep_tokenizer(Path(tokenizer), folder, path.with_suffix(".tokenizer"))
     return path
-
-
-def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that decide how a job runs, without secrets."""
-    names = sorted(name for name in environment if name.startswith(VARIABLES))
-    return {name: environment[name] for name in names if not any(secret in name.upper() for secret in SECRETS)}
 
 
 def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:

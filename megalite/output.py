@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.exit_codes import ExitCode
 from megalite_launch.files import appended
+from megalite_launch.words import escaped
 
 PATIENCE = 5.0  # seconds that a run waits for a reader who does not read
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
@@ -33,7 +34,7 @@ class Lost(Exception):
 def warn(text: str) -> None:
     """Tell the log and the user."""
     log.warning(text)
-    print(f"megalite: warning: {text}", file=sys.stderr)
+    print(f"megalite: warning: {escaped(text)}", file=sys.stderr)
 
 
 def go_on(name: str, error: Exception) -> None:
@@ -127,7 +128,7 @@ class LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with self.outlet:
-            append(self.path, f"{self.format(record)}\n".encode(errors="backslashreplace"))
+            append(self.path, f"{escaped(self.format(record))}\n".encode(errors="backslashreplace"))
 
 
 class _Standard(io.FileIO):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from html import escape
 from pathlib import Path
 from typing import Optional
 
@@ -14,7 +13,7 @@ from ..watch.summary import Summary, summary
 from ..watch.text import WHERE, against, attempt_row, facts
 from ..words import clock, lasting, printable, share
 from .charts import account_bar, attempts_chart, curve_chart
-from .html import Key, paragraph, section, table
+from .html import Key, escape, paragraph, section, table
 from .style import document
 
 NAME = "status.html"  # in the run folder

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from html import escape
 from math import ceil, floor, isfinite, log10
 
-from .html import Key, legend
+from .html import Key, escape, legend
 
 WIDTH, HEIGHT = 520, 260
 RIGHT, TOP, BOTTOM = 20, 14, 50

@@ -19,6 +19,7 @@ from megalite.output import Outlet
 from megalite_launch.files import write_whole
 from megalite_launch.layout import ATTEMPT, RunFolder, node_name
 from megalite_launch.outcome import Failure, read_failures, write_failure, write_outcome
+from megalite_launch.words import escaped
 
 PATIENCE = 5.0  # seconds that a rank which ends waits for a file system to take its report
 BEGINNING = 1.0  # seconds that a thread gets to begin
@@ -38,18 +39,23 @@ def tell(code: int, text: str, rank_info: RankInfo) -> None:
         note_end(code, rank_info)
     else:
         note_failure(code, text, rank_info)
+    told = escaped(text)
     with Outlet("last words"):  # which must not change the exit code
         if MEETING in os.environ:
             try:
                 _tell_launcher(code, text, rank_info)
             except OSError:  # a full disk
-                print(f"megalite: rank {rank_info.rank}: {text}", file=sys.stderr, flush=True)
+                print(f"megalite: rank {rank_info.rank}: {told}", file=sys.stderr, flush=True)
                 raise
         elif text and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
             write_whole(Path(torchrun), json.dumps({"message": report}))
         elif text:
-            print(f"megalite: rank {rank_info.rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+            print(
+                f"megalite: rank {rank_info.rank} on {socket.gethostname()}: {told}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def note_outcome(code: int) -> None:

@@ -30,6 +30,7 @@ from megalite_launch.layout import RunFolder
 from megalite_launch.local_backend import processes_of
 from megalite_launch.processes import prepared
 from megalite_launch.slurm import Slurm
+from megalite_launch.words import escaped
 
 LOOK = 0.05  # seconds between two looks
 PATIENCE = 300.0  # seconds that processes of a runner that was killed get to save and end
@@ -233,7 +234,7 @@ def _trains(run: Path) -> bool:
 
 def say(text: str) -> None:
     with suppress(OSError, ValueError):
-        print(f"megalite-sweep: {text}", flush=True)
+        print(f"megalite-sweep: {escaped(text)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -117,6 +117,19 @@ def check_output(path: Path) -> None:
     raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
+def check_copied(path: Path) -> None:
+    """Raises InputError for a link out of its folder: a copy would have the content of any file.
+
+    A hub's cache may have its links: `models--NAME/snapshots/REVISION/FILE` leads to `models--NAME/blobs/HASH`.
+    """
+    folder, real = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
+    if not real.is_relative_to(folder) and real.parent != blobs:
+        raise InputError(
+            f"{path}: leads to {real}, outside of its folder, and is not copied; put that file in its place"
+        )
+
+
 def check_writable(path: Path) -> None:
     """`check_output`, and that its folder is there and may be written into, or can be made."""
     check_output(path)

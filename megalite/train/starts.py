@@ -23,7 +23,7 @@ import torch
 
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.progress import Progress
-from megalite.config.files import as_json, write_whole
+from megalite.config.files import as_json, check_copied, write_whole
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
@@ -92,6 +92,7 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
     settings = tokenizer.with_name("tokenizer_config.json")
     for source in (settings, tokenizer):  # the tokenizer last: where it is, its settings are
         if source.exists():
+            check_copied(source)
             write_whole(folder / source.name, source.read_bytes())
 
 

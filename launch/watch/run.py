@@ -201,9 +201,9 @@ class Watched:
             return
         seconds = line.get("step_seconds")
         if type(seconds) is float and 0 < seconds < 1e9:
-            loss = line.get("loss")
+            loss = number(line.get("loss"))
             self.report_steps = max(step - self.ledger.step, 1)
-            self.loss = loss if type(loss) is float else float("nan")
+            self.loss = float("nan") if loss is None else loss
             self.step_seconds = seconds
             self.tokens_per_second = number(line.get("tokens_per_second")) or 0.0
             self.ledger.record(at, step, int(seconds * SECOND), self.loss, seconds)

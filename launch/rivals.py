@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from .events import Event
 from .files import PRIVATE, opened
@@ -80,7 +81,7 @@ def _begun(events: Sequence[Event]) -> list[Event]:
     return list(begun.values())
 
 
-def _beat(path: os.PathLike[str]) -> int | None:
+def _beat(path: Path) -> int | None:
     """When the latest sign of life was given, on whatever clock; None if no other is meant to come."""
     try:
         with open(opened(path, os.O_RDONLY), "rb") as file:  # for which NFS asks the server

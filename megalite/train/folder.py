@@ -28,7 +28,7 @@ class Folder:
     def check(self, ranks: int) -> None:
         """Raises InputError with every path there that `ranks` ranks could not write to, or that leads elsewhere."""
         nearest = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
-        folders = dict.fromkeys([*(self.path / name for name in FOLDERS), self.logs])
+        folders = dict.fromkeys([*(self.path / name for name in FOLDERS), self.logs, self.flights])
         files = [self.path / name for name in FILES] + [log_file(self.logs, rank) for rank in range(ranks)]
         own = [*((path, True) for path in folders), *((path, False) for path in files)]
         problems = [_hindrance(nearest, True), *(_hindrance(path, folder) or _foreign(path) for path, folder in own)]

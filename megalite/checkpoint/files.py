@@ -98,7 +98,7 @@ class HashingFileSystem(FileSystem):
                 yield hashed
                 self.written[Path(path).name] = hashed.finish()
         except Exception as error:
-            refused = error if isinstance(error, OSError) else hashed and hashed.refused
+            refused = error if isinstance(error, OSError) else None if hashed is None else hashed.refused
             if refused is None or refused.errno is None:
                 raise
             raise OSError(refused.errno, refused.strerror, str(path)) from error

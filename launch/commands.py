@@ -10,6 +10,7 @@ from importlib import import_module
 from .errors import UserError
 from .outcome import BAD_INPUT, INTERRUPTED, STOPPED
 from .processes import Stopped, stoppable
+from .words import escaped
 
 READER_LEFT = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
@@ -48,7 +49,7 @@ def run(name: str, arguments: list[str]) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"{program}: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{program}: error: {escaped(str(error.filename))}: {error.strerror}", file=sys.stderr)
         return BAD_INPUT
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .files import PRIVATE, opened, read_bytes
 from .lines import number, parsed
 
 Event = dict[str, Any]
@@ -23,9 +24,9 @@ def append_event(path: Path, event: str, by: str, text: str, **details: Any) -> 
     record: Event = {"time": time.time(), "event": event, "by": by, **details, "text": text[:LONGEST]}
     line = (json.dumps(record, allow_nan=False) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    descriptor = opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE)
     try:
-        if _half_written(path):
+        if _half_written(descriptor):
             line = b"\n" + line
         os.write(descriptor, line)
     finally:
@@ -39,19 +40,16 @@ def read_events(path: Path) -> list[Event]:
     Raises OSError if there is a file that cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path).split(b"\n")
     except FileNotFoundError:
         return []
     return [event for event in map(_parsed, lines) if event is not None]
 
 
-def _half_written(path: Path) -> bool:
+def _half_written(descriptor: int) -> bool:
     """Whether the last line has no end: its writer was killed, or the disk was full."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def _parsed(line: bytes) -> Event | None:

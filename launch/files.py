@@ -1,22 +1,100 @@
-"""Writing files that others may read at any moment."""
+"""Files in folders that somebody else may have prepared: no link is followed, no pipe is waited for.
+
+`LINKS` lists what may be a link in the folder of a run. Everything else there is a file or a folder itself.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Optional, Union
+
+LINKS = ("checkpoints", "export")  # in a run folder, to other storage; in there, links are left alone
+PRIVATE = 0o600  # records: paths, commands and errors are nobody else's business
+SHOWN = 0o666  # pages and results; the umask takes from it
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole, and on the disk, as soon as it has its name. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+def write_whole(
+    path: Path,
+    content: Union[str, bytes],
+    mode: int = PRIVATE,
+    give_name: Callable[[Path, Path], object] = os.replace,
+) -> None:
+    """Write a file that is whole, and on the disk, as soon as it has its name. Raises OSError.
+
+    A link at `path` is replaced; its target stays. give_name: called with the file and `path`.
+    """
+    hidden = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")  # which nobody could foresee
     try:
-        with partial.open("w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
             file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
+            os.fsync(descriptor)
+        give_name(hidden, path)
+    finally:
         with suppress(OSError):
-            partial.unlink()
+            hidden.unlink()
+
+
+def opened(path: Union[str, Path], flags: int, mode: int = SHOWN) -> int:
+    """A descriptor of a regular file. Raises OSError, with the reason as its `strerror`.
+
+    One that is written to must be no link and have no second name, which could be that of a file elsewhere.
+    """
+    writes = flags & (os.O_WRONLY | os.O_RDWR) != 0
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if writes and error.errno in (errno.ELOOP, errno.ENXIO):
+            why = "is a link, which is not followed" if os.path.islink(path) else "is no regular file"
+            raise OSError(error.errno, why, str(path)) from None
         raise
+    found = os.fstat(descriptor)
+    told = "" if stat.S_ISREG(found.st_mode) else "is no regular file"
+    if writes and not told and found.st_nlink > 1:
+        told = "has a second name, a hard link"
+    if told:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, told, str(path))
+    return descriptor
+
+
+def appended(path: Path, mode: int = SHOWN) -> IO[bytes]:
+    """A file opened to add to its end, without a buffer; it is made if it is not there. As `opened`."""
+    return open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "ab", buffering=0)
+
+
+def kept(log: Path) -> IO[bytes]:
+    """A log opened as by `appended`, or nothing where that cannot be: no reason to end a job."""
+    try:
+        return appended(log)
+    except OSError:
+        return open(os.devnull, "ab", buffering=0)
+
+
+def read_bytes(path: Union[str, Path], most: int = -1) -> bytes:
+    """The first `most` bytes of a regular file, or all; a link is followed. Raises OSError."""
+    with open(opened(path, os.O_RDONLY), "rb") as file:
+        return file.read(most)
+
+
+def foreign(path: Path) -> Optional[str]:
+    """What is at a path through which other files would be written: a link, or a file of several names; else None."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    if stat.S_ISLNK(found.st_mode):
+        if path.name not in LINKS:
+            return "is a link; put what it leads to in its place"
+        return None if found.st_uid in (0, os.geteuid()) else "is a link of another user; put your own in its place"
+    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        return "has a second name, a hard link; put a copy in its place"
+    return None

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .events import append_event
+from .files import opened
 from .layout import RunFolder
 from .policy import Limits, why_not_requeue
 from .slurm import Slurm, patiently
@@ -55,7 +56,9 @@ class Heart:
 
     def _write(self, text: bytes) -> None:
         with suppress(OSError):  # nor where the run folder was removed
-            self.path.write_bytes(text)
+            descriptor = opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with open(descriptor, "wb") as file:
+                file.write(text)
 
 
 class Guard:
@@ -68,7 +71,7 @@ class Guard:
     def look(self) -> str:
         """`over` if the supervisor has ended on purpose, `silent` if it gives no sign of life; else empty."""
         try:
-            descriptor = os.open(self.beat, os.O_RDONLY)  # for which NFS asks the server
+            descriptor = opened(self.beat, os.O_RDONLY)  # for which NFS asks the server
         except FileNotFoundError:
             return "over"  # somebody has removed the run
         except OSError:

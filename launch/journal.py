@@ -20,7 +20,7 @@ from .layout import Attempt, RunFolder, node_name
 from .outcome import BAD_INPUT, DONE, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, read_failures, read_outcome
 from .policy import END, REQUEUE, STUCK, Limits, count_stuck, next_move
 from .verdict import BROKEN, KILLED, First, Seen, judge
-from .words import counted
+from .words import counted, escaped
 
 FINAL = (DONE, BAD_INPUT, UNHEALTHY, INTERRUPTED, STUCK)  # exit codes after which the job is not tried again
 LIMITS = Limits()
@@ -59,10 +59,10 @@ class Journal:
         while self.attempt is None:
             name = Attempt(self.job, 0, number)
             with suppress(FileExistsError):
+                self.run.logs(name).mkdir(parents=True)
                 self.run.attempt(name).mkdir(parents=True)
                 self.attempt = self.run.attempt(name)
             number += 1
-        self.run.logs(name).mkdir(parents=True, exist_ok=True)
         self._before, self._began = self.run.newest_step(), time.monotonic()
         nodes = [node_name(), *(f"machine {other}" for other in range(1, self.nodes))]
         text = f"attempt {name}: {counted(self.nodes * self.ranks, 'rank')} from step {self._before}"
@@ -135,4 +135,4 @@ class Journal:
             append_event(self.run.events, event, "node", text, job=self.job, restart=0, **details)
         except OSError as error:  # a full disk changes no exit code
             text += f" ({self.run.events} cannot be written: {error.strerror})"
-        print(f"megalite-node: {text}", file=sys.stderr, flush=True)
+        print(f"megalite-node: {escaped(text)}", file=sys.stderr, flush=True)

@@ -131,7 +131,7 @@ def _pod(pods: Pods) -> dict[str, Any]:
 
 def _plain(word: str) -> str:
     """A word of a command in which Kubernetes replaces nothing."""
-    return word.replace("$(", "$$(")
+    return word.replace("$", "$$")
 
 
 def _check(pods: Pods) -> None:

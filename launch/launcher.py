@@ -19,6 +19,7 @@ from .batch import Job, batch_script, limit_seconds
 from .checked import Checked, CheckFailed, check, find_megalite
 from .errors import UserError
 from .events import append_event, read_events
+from .files import PRIVATE, opened
 from .kubernetes import Pods, manifest
 from .layout import RunFolder
 from .outcome import DONE
@@ -102,6 +103,7 @@ def _slurm(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return DONE
+    run.check()
     _refuse_a_second(run)
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: is not on the PATH; run this on a login node of a Slurm cluster, or use --dry-run")
@@ -139,6 +141,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return DONE
+    RunFolder(checked.folder).check()
     kubectl = shutil.which("kubectl")
     if kubectl is not None:
         _refuse_another(kubectl, pods)
@@ -235,7 +238,7 @@ def _write(folder: Path, end: str, text: str) -> Path:
     for number in itertools.count(1):
         path = folder / f"{number:03d}.{end}"
         try:
-            with path.open("x", encoding="utf-8") as file:
+            with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
                 file.write(text)
             return path
         except FileExistsError:

@@ -12,6 +12,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import UserError
+from .files import foreign
+
 ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
 NODE = "MEGALITE_NODE"  # environment of pods: the name of the node on which they are
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
@@ -51,6 +54,12 @@ class RunFolder:
     """The paths of what the launcher, the supervisor and the ranks tell each other in the folder of a run."""
 
     path: Path
+
+    def check(self) -> None:
+        """Raises UserError for what leads elsewhere, so that other files would be written: see `files`."""
+        own = (self.path / name for name in ("events.jsonl", "attempts", "logs", "launch"))
+        if found := [f"{path}: {told}" for path in own if (told := foreign(path))]:
+            raise UserError("\n  ".join(["the run folder is not safe to write to", *found]))
 
     @property
     def events(self) -> Path:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
+
+from .files import opened
 
 CHUNK = 2**20  # bytes that are read at a time
 LONGEST = 2**20  # bytes of a line; a longer one is passed over
@@ -34,13 +35,11 @@ class Tail:
     def lines(self) -> Iterator[bytes]:
         """The lines that have come. Nothing for a file that is not there, or that is none."""
         try:
-            file = open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - closed below
+            file = open(opened(self.path, os.O_RDONLY), "rb")  # noqa: SIM115 - closed below
         except OSError:
             return
         with file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                return
             self._file = (found.st_dev, found.st_ino)
             file.seek(self._at)
             yield from self._new(file)

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.run is None:
         return _run(args)
     name = args.job or f"node-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
-    journal = Journal(RunFolder(args.run.absolute()), name, args.node_rank, args.nodes, args.ranks)
+    run = RunFolder(args.run.absolute())
+    run.check()
+    journal = Journal(run, name, args.node_rank, args.nodes, args.ranks)
     code = journal.over()
     if code is None and args.node_rank == 0:
         try:

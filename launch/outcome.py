@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import read_bytes, write_whole
 from .lines import number, whole
 
 DONE, FAILED, BAD_INPUT, STOPPED, UNHEALTHY, LOST_CONTACT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # docs/exit_codes.md
@@ -83,8 +83,7 @@ def read_outcome(attempt: Path) -> Outcome | None:
 def _read(path: Path, kind: type[Failure] | type[Outcome]) -> Failure | Outcome | None:
     """What is in a file; None if that is not whole, or not of this kind."""
     try:
-        with path.open("rb") as file:
-            report = json.loads(file.read(LARGEST))
+        report = json.loads(read_bytes(path, LARGEST))
         values = {field.name: report[field.name] for field in fields(kind)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -11,8 +11,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from .events import Event
+from .files import PRIVATE, opened
 from .guard import BEAT, OVER
 from .layout import RunFolder
 
@@ -26,7 +28,7 @@ def lock(run: RunFolder) -> int | None:
     Raises OSError where that cannot be done.
     """
     run.path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run.events, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    descriptor = opened(run.events, os.O_RDWR | os.O_CREAT, PRIVATE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -79,10 +81,10 @@ def _begun(events: Sequence[Event]) -> list[Event]:
     return list(begun.values())
 
 
-def _beat(path: os.PathLike[str]) -> int | None:
+def _beat(path: Path) -> int | None:
     """When the latest sign of life was given, on whatever clock; None if no other is meant to come."""
     try:
-        with open(path, "rb") as file:  # for which NFS asks the server
+        with open(opened(path, os.O_RDONLY), "rb") as file:  # for which NFS asks the server
             return None if file.read(len(OVER)) == OVER else os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None

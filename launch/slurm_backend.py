@@ -17,6 +17,7 @@ from typing import IO
 from . import rivals
 from .backend import Pause, Start, ask, environment
 from .events import Event
+from .files import kept, read_bytes
 from .guard import Heart
 from .itself import own_command
 from .layout import RunFolder
@@ -84,7 +85,7 @@ class Ranks:
 
     def said(self) -> list[str]:
         try:
-            return self.log.read_bytes()[-100_000:].decode(errors="replace").splitlines()
+            return read_bytes(self.log)[-100_000:].decode(errors="replace").splitlines()
         except OSError:
             return []
 
@@ -158,7 +159,7 @@ class SlurmBackend:
         more = {"MASTER_ADDR": master, "MASTER_PORT": str(self._port(master, start.number))}
         more["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or cores or "1"
         ranks = [*self._hold(), *command]
-        with log.open("ab") as said:
+        with kept(log) as said:
             process = self._srun(
                 [*how, *place, *size, *logs, *self.options.srun, *ranks], said, environment(start, more)
             )
@@ -175,7 +176,7 @@ class SlurmBackend:
         self._guard_on = self._names[-1]
         times = ["--restart", str(self.restart), "--seconds", str(self.options.guard_seconds)]
         command = own_command("guard", "--run", str(self.run), "--beat", str(self.beat), "--job", self.job, *times)
-        with self.beat.with_suffix(".guard.log").open("ab") as said:
+        with kept(self.beat.with_suffix(".guard.log")) as said:
             options = [f"--job-name={GUARD}", "--overlap", "--quiet", *_on([self._guard_on])]
             self._guard = self._srun([*options, *command], said)
 
@@ -219,7 +220,7 @@ class SlurmBackend:
         under_way: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
         bad: dict[tuple[str, ...], str] = {}
         for group in groups:
-            with _log(folder, group).open("wb") as said:
+            with kept(_log(folder, group)) as said:
                 check = self._check(folder, full, together or group)
                 under_way[group] = self._srun(["--overlap", "--quiet", *_on(group), *check], said)
         deadline = time.monotonic() + self.options.preflight_seconds
@@ -276,7 +277,7 @@ def _log(folder: Path, group: Sequence[str]) -> Path:
 
 def _last_line(log: Path) -> str:
     with suppress(OSError):
-        lines = [line.strip() for line in log.read_bytes()[-20_000:].decode(errors="replace").splitlines()]
+        lines = [line.strip() for line in read_bytes(log)[-20_000:].decode(errors="replace").splitlines()]
         told = [line for line in lines if line and not line.startswith("srun: ")] or [line for line in lines if line]
         return told[-1][:300] if told else ""
     return ""

@@ -25,7 +25,7 @@ from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, read_failures, read_
 from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Patience
 from .slurm import Job, patiently
 from .verdict import BROKEN, HANG, LOST, SICK, Ended, First, Seen, judge
-from .words import counted
+from .words import counted, escaped
 
 LOOK = 0.1  # seconds between two looks whether the ranks have ended
 LEAST = 2**20  # bytes that are free where there is room for anything
@@ -121,7 +121,7 @@ class Supervisor:
             text += f" ({self.run_folder.events} cannot be written: {error.strerror})"
         self.events.append(found)
         with suppress(OSError, ValueError):
-            print(f"megalite supervisor: {text}", file=sys.stderr, flush=True)
+            print(f"megalite supervisor: {escaped(text)}", file=sys.stderr, flush=True)
 
     def _show(self, at_once: bool = False) -> None:
         """Bring the page of the run up to date."""
@@ -192,9 +192,9 @@ class Supervisor:
             attempt = Attempt(self.backend.job, self.backend.restart, self._number)
             folder, logs = self.run_folder.attempt(attempt), self.run_folder.logs(attempt)
             self._number += 1
-            with suppress(FileExistsError):  # of another supervisor in the same start of the job
+            with suppress(FileExistsError):  # of another supervisor in the same start of the job, or prepared
+                logs.mkdir(parents=True)
                 folder.mkdir(parents=True)
-                logs.mkdir(parents=True, exist_ok=True)
                 self._made = folder
                 return Start(str(attempt), folder, logs, (), attempt.number)
 

@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         patience=options.patience_seconds,
         oom_ends=options.oom_ends,
     )
+    run.check()
     load_thresholds(options.thresholds)
     backend = _backend(options, run)
     wants = Wants(options.nodes, options.min_nodes, options.spares, options.ranks_per_node)

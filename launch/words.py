@@ -16,13 +16,21 @@ Prefixes = tuple[tuple[float, str], ...]
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # categories that could disturb a terminal or mislead a reader
 
 
+def escaped(text: str, kept: str = "\n\t") -> str:
+    """A text with codes in place of characters that could disturb a terminal or mislead a reader, but for `kept`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in kept and unicodedata.category(character) in HIDDEN
+        else character
+        for character in text
+    )
+
+
 def printable(text: object, longest: int = 2000) -> str:
     """A text on one line, without what could disturb a terminal: such characters are written as their codes."""
-    found = str(text)[: longest + 1]
-    shown = "".join(
-        character.encode("unicode_escape").decode() if unicodedata.category(character) in HIDDEN else character
-        for character in found.replace("\t", "    ")
-    )
+    shown = escaped(str(text)[: longest + 1].replace("\t", "    "), kept="")
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from megalite.exit_codes import ExitCode
+from megalite_launch.files import appended
+from megalite_launch.words import escaped
 
 PATIENCE = 5.0  # seconds that a run waits for a reader who does not read
 UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
@@ -33,7 +35,7 @@ class Lost(Exception):
 def warn(text: str) -> None:
     """Tell the log and the user."""
     log.warning(text)
-    print(f"megalite: warning: {text}", file=sys.stderr)
+    print(f"megalite: warning: {escaped(text)}", file=sys.stderr)
 
 
 def go_on(name: str, error: Exception) -> None:
@@ -113,12 +115,12 @@ def stream(number: int, outlet: Outlet, old: io.TextIOWrapper | None) -> io.Text
 def append(path: Path, record: bytes) -> None:
     """Add a whole record to the end of a file, or nothing. Raises OSError.
 
-    The file is opened each time, so that it does not matter what has become of it meanwhile. A pipe is refused: one
-    that nobody reads would be waited for.
+    The file is opened each time, so that it does not matter what has become of it meanwhile. A link is refused, and a
+    pipe: one that nobody reads would be waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0, opener=_without_waiting) as file:
-        end = file.tell()
+    with appended(path) as file:
+        end = file.seek(0, os.SEEK_END)
         try:
             while record:
                 record = record[file.write(record) :]
@@ -126,10 +128,6 @@ def append(path: Path, record: bytes) -> None:
             with suppress(OSError):
                 file.truncate(end)
             raise
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 class LogFile(logging.Handler):
@@ -141,7 +139,7 @@ class LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with self.outlet:
-            append(self.path, f"{self.format(record)}\n".encode(errors="backslashreplace"))
+            append(self.path, f"{escaped(self.format(record))}\n".encode(errors="backslashreplace"))
 
 
 class _Standard(io.FileIO):

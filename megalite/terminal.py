@@ -4,19 +4,41 @@ import sys
 from math import ceil, floor, log10
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from megalite.output import UNBOUNDED
-from megalite_launch.words import BINARY, scaled
+from megalite_launch.words import BINARY, escaped, scaled
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of memory in tables
 
 
+class _Escaped:
+    """What is printed, with codes in place of characters that could disturb a terminal."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self.shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in console.render(self.shown, options):
+            yield part if part.control else part._replace(text=escaped(part.text))
+
+
+class _Escaping(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Escaped(shown) for shown in renderables]
+
+
+def escaping(on: Console) -> Console:
+    """The same console, which from now on escapes what texts of files may have in them."""
+    on.push_render_hook(_Escaping())
+    return on
+
+
 def console() -> Console:
-    """Of stdout. It prints texts as they are, without markup."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED)
+    """Of stdout. It prints texts without markup, and escapes what could disturb a terminal."""
+    return escaping(Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED))
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:

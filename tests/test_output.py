@@ -126,10 +126,10 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
-    with pytest.raises(OSError, match="No such device or address"):  # nobody reads it
+    with pytest.raises(OSError, match="is no regular file"):  # nobody reads it
         append(path, b"first\n")
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match="Illegal seek"):
+    with pytest.raises(OSError, match="is no regular file"):
         append(path, b"second\n")
     os.close(reader)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.config.errors import printable
-from megalite.terminal import console
+from megalite.terminal import console, escaping
 
 
 class Terminal:
@@ -57,9 +57,9 @@ class Terminal:
 @contextmanager
 def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar in bytes on stderr, if that is a terminal. Yields a function that takes numbers of bytes done."""
-    told = Console(stderr=True)
+    told = escaping(Console(stderr=True))
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),

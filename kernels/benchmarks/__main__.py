@@ -192,7 +192,8 @@ def _write(path: Path, text: str) -> None:
     """The whole file or none."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x", encoding="utf-8") as file:  # a link of that name leads nowhere
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from html import escape
 from pathlib import Path
 from typing import Optional
 
-from ..files import write_whole
+from ..files import SHOWN, write_whole
 from ..watch.ledger import ACCOUNTS
 from ..watch.run import Watched
 from ..watch.summary import Summary, summary
 from ..watch.text import WHERE, against, attempt_row, facts
 from ..words import clock, lasting, printable, share
 from .charts import account_bar, attempts_chart, curve_chart
-from .html import Key, paragraph, section, table
+from .html import Key, escape, paragraph, section, table
 from .style import document
 
 NAME = "status.html"  # in the run folder
@@ -49,7 +48,7 @@ def write(run: Path, now: Optional[float] = None, at_once: bool = False) -> bool
     _watched[run] = watched, moment
     try:
         watched.update(moment)
-        write_whole(run / NAME, render(watched, summary(watched)))
+        write_whole(run / NAME, render(watched, summary(watched)), SHOWN)
     except OSError:
         return False
     return True

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from html import escape
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, log10
 
-from .html import Key, legend
+from .html import Key, escape, legend
 
 WIDTH, HEIGHT = 520, 260
 RIGHT, TOP, BOTTOM = 20, 14, 50
@@ -15,12 +14,16 @@ BESIDE, LETTER = 14, 8.5  # left of an axis: a gap, and a character of its numbe
 POINTS = 400  # of a curve: as many as a picture can show
 ROWS = 60  # attempts that are drawn
 ROW, GAP, LENGTH = 14, 5, 1000
+LEAST, MOST = 1e-100, 1e100  # of a value that can be told from 0, and that an axis can show
 Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """At most about `most` points that look the same: of every stretch the lowest and the highest."""
-    good = [point for point in points if isfinite(point[1])]
+    """At most about `most` points that look the same: of every stretch the lowest and the highest.
+
+    Values for which no axis has numbers are left out; those next to 0 are 0.
+    """
+    good = [(step, value if abs(value) > LEAST else 0.0) for step, value in points if abs(value) < MOST]
     if len(good) <= most:
         return good
     size = ceil(len(good) / (most // 2))

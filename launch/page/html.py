@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as escape_markup
+
+from ..words import escaped
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,11 @@ class Key:
 
     name: str
     colour: str
+
+
+def escape(text: str) -> str:
+    """A text as a page shows it: neither markup, nor characters that could mislead a reader."""
+    return escape_markup(escaped(text))
 
 
 def paragraph(text: str, of: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from html import escape
+from .html import escape
 
 COLOURS = (  # of stacked bars, lines and groups; middle tones, which both schemes can show
     "#3f72b8",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..errors import UserError
-from ..files import write_whole
+from ..files import read_bytes, write_whole
 from .thresholds import Limits
 
 OK, WARN, FAIL, UNCHECKED = "ok", "warn", "fail", "unchecked"
@@ -106,8 +106,7 @@ def write_sheet(folder: Path, sheet: Sheet) -> Path:
 def read_sheet(path: Path) -> Sheet:
     """Raises UserError if the file is none of a node."""
     try:
-        with path.open("rb") as file:
-            read = json.loads(file.read(LARGEST), parse_constant=refuse_constant)
+        read = json.loads(read_bytes(path, LARGEST), parse_constant=refuse_constant)
         return _sheet(read)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from ..arguments import natural, port
 from ..errors import UserError
-from ..files import write_whole
+from ..files import SHOWN, write_whole
 from ..layout import RunFolder, node_name
 from ..outcome import DONE, FAILED
 from .cluster import check_target, write_cluster
@@ -127,7 +127,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _finish(options: argparse.Namespace, verdict: Verdict, thresholds: Thresholds, report: Any) -> int:
     if options.json:
         try:
-            write_whole(options.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
+            write_whole(options.json, json.dumps(report, indent=1, allow_nan=False) + "\n", SHOWN)
         except OSError as error:
             raise UserError(f"--json {options.json}: cannot be written: {error.strerror}") from None
     if options.write_cluster:

@@ -15,7 +15,7 @@ WIDTH = 120
 def sheet_text(sheet: Sheet) -> str:
     """All findings of a node, in the order of the checks."""
     rows = [(finding.check, SHOWN[finding.result], finding.text) for finding in sheet.findings]
-    heading = f"{sheet.node} · {sheet.gpu or 'GPUs not known'} · {sheet.level}\n"
+    heading = f"{sheet.node} · {printable(sheet.gpu) or 'GPUs not known'} · {sheet.level}\n"
     return heading + _aligned(("check", "result", ""), rows) + _summary(sheet)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Optional
 from ..arguments import count, natural
 from ..errors import UserError
 from ..events import Event, read_events
+from ..files import opened
 from ..layout import Attempt, RunFolder
 from ..lines import number, whole
 from ..outcome import DONE, Failure, read_failures, read_outcome
@@ -219,11 +219,8 @@ def log_of(folder: RunFolder, attempt: Optional[Attempt], rank: int) -> Optional
 def tail_of(path: Path, lines: int) -> list[str]:
     """The last lines of a log, printable and cut."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                return ["(this is no regular file)"]
-            file.seek(max(found.st_size - TAIL, 0))
+        with open(opened(path, os.O_RDONLY), "rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - TAIL, 0))
             text = file.read(TAIL)
     except OSError as error:
         return [f"(it cannot be read: {error.strerror})"]
@@ -249,7 +246,7 @@ def followed(path: Path) -> Iterator[str]:
             size = path.stat().st_size
             if size < at:
                 at, rest = 0, b""
-            with path.open("rb") as file:
+            with open(opened(path, os.O_RDONLY), "rb") as file:
                 file.seek(at)
                 chunk = file.read(TAIL)
         except OSError:

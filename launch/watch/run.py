@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..events import LONGEST, Event
+from ..files import read_bytes
 from ..goodput.measured import interruptions
 from ..layout import CHECKPOINT, Attempt, RunFolder
 from ..lines import Tail, number, parsed, whole
@@ -200,9 +201,9 @@ class Watched:
             return
         seconds = line.get("step_seconds")
         if type(seconds) is float and 0 < seconds < 1e9:
-            loss = line.get("loss")
+            loss = number(line.get("loss"))
             self.report_steps = max(step - self.ledger.step, 1)
-            self.loss = loss if type(loss) is float else float("nan")
+            self.loss = float("nan") if loss is None else loss
             self.step_seconds = seconds
             self.tokens_per_second = number(line.get("tokens_per_second")) or 0.0
             self.ledger.record(at, step, int(seconds * SECOND), self.loss, seconds)
@@ -262,8 +263,7 @@ class Watched:
         self._newest_start = len(found)
         for path in found[-1:]:
             try:
-                with path.open("rb") as file:
-                    record = json.loads(file.read(LARGEST))
+                record = json.loads(read_bytes(path, LARGEST))
             except (OSError, ValueError, RecursionError):
                 self._newest_start = -1  # it may be half written
                 continue

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import page
 from ..errors import UserError
-from ..files import write_whole
+from ..files import SHOWN, write_whole
 from ..outcome import DONE
 from ..words import printable
 from .run import Watched
@@ -81,7 +81,7 @@ class _Page(_Teller):
         self.file = Path(file)
 
     def __call__(self, runs: Sequence[Watched], found: Sequence[Summary]) -> None:
-        write_whole(self.file, page.render(runs[0], found[0]))
+        write_whole(self.file, page.render(runs[0], found[0]), SHOWN)
 
 
 class _Screen(_Teller):

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 
 from rich.table import Table
 
@@ -27,7 +26,7 @@ from megalite.planner.texts import seconds_text, step_text
 from megalite.planner.traffic import flows
 from megalite.schedule.draw import draw_svg, size_text
 from megalite.terminal import memory as memory_size
-from megalite_launch.page.html import Key, paragraph, section, wide
+from megalite_launch.page.html import Key, escape, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
 
 BARS = 10  # layouts with bars

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from megalite_launch.page.html import Key, legend, table
+from megalite_launch.page.html import Key, escape, legend, table
 
 LENGTH, HEIGHT = 1000.0, 20  # of a picture, in its own units; a page stretches it to its width
 THIN = 3.0  # a line across

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import ceil, floor, log10
 
-from megalite_launch.page.html import Key, legend
+from megalite_launch.page.html import Key, escape, legend
 
 WIDTH, HEIGHT = 520, 330
 RIGHT, TOP, BOTTOM = 24, 16, 56

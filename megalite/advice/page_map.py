@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 
 from megalite.config.errors import counted
 from megalite.plan.transfers import axis_sizes
@@ -10,7 +9,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.predict import Prediction
 from megalite.planner.texts import seconds_text
 from megalite.planner.traffic import Flow
-from megalite_launch.page.html import Key, figure, table
+from megalite_launch.page.html import Key, escape, figure, table
 from megalite_launch.words import scaled
 
 AXES = {  # of flows: name and colour

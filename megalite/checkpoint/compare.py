@@ -38,6 +38,13 @@ def _differences(old: dict[str, Any], new: dict[str, Any], section: str) -> Iter
             yield key, had, value
 
 
+def refuse_other_run(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
+    """Raises InputError unless the run `here`, which reads `data`, can go on from the checkpoint `path`."""
+    refuse_other_model(path, manifest.configuration.model, here)
+    refuse_other_data(path, manifest, here, data)
+    refuse_other_optimizer(path, manifest.configuration, here)
+
+
 def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:
     """Raises InputError where the states of the optimizers have other names."""
     old, new = there.optim.name, here.optim.name

@@ -30,8 +30,9 @@ from megalite.checkpoint.read import Reader, reader_of
 from megalite.config.bounded import parse
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
-from megalite.config.files import exists, is_file, is_folder, look
+from megalite.config.files import check_copied, exists, is_file, is_folder, look
 from megalite.config.schema import Config
+from megalite_launch.files import appended
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
 JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
@@ -54,6 +55,8 @@ def convert(
     """
     if look(target, follow=False) is not None:
         raise InputError(f"{target}: is there already, and is not overwritten; move it away or give another path")
+    for path in plan.copies.values():
+        check_copied(path)
     hidden = target.with_name(f".{target.name}.converting")
     with _told(hidden), _owned(hidden):
         written = _resumed(hidden, {**request, **_identity(found)})
@@ -155,14 +158,16 @@ def _noted(hidden: Path, line: bytes) -> tuple[str, Written] | None:
         entry = parse(line)
         file = File(entry["bytes"], entry["xxh128"])
         check_hashes(hidden, {entry["name"]: file})
+        entry["poisoned"] = [*map(str, entry["poisoned"])]
     except (ValueError, KeyError, TypeError):
         return None
-    return entry["name"], Written(file, entry["note"])
+    return entry["name"], Written(file, entry["note"], tuple(entry["poisoned"]))
 
 
 def _line(name: str, written: Written) -> str:
     file = written.file
-    return json.dumps({"name": name, "bytes": file.bytes, "xxh128": file.xxh128, "note": written.note})
+    told = {"name": name, "bytes": file.bytes, "xxh128": file.xxh128, "note": written.note}
+    return json.dumps({**told, "poisoned": written.poisoned})
 
 
 _journal = threading.Lock()
@@ -180,34 +185,47 @@ def _write(
     """Write a file, and note in the journal that it is whole. resumable: a run is to go on from it."""
     path = hidden / output.name
     path.parent.mkdir(parents=True, exist_ok=True)
+    poisoned: dict[str, None] = {}
 
     def put(stream: Stream, theirs: Theirs, dtype: str) -> None:
         for block in blocks(reader, theirs, dtype):
             if stop.is_set():
                 raise InputError("stopped")
-            _refuse_unfit(theirs, block, resumable)
+            if not _finite(block):
+                poisoned[_name(theirs)] = None
+                _refuse_unfit(theirs, block, resumable)
+            if resumable and theirs.kind == SQUARES and block.min() < 0:
+                rule = "has negative squares, so that no run can go on; take an older checkpoint"
+                raise UnfitError(f"{_name(theirs)}: {rule}")
             stream.write(block.view(torch.uint8).numpy().data)
             advanced(block.nbytes)
 
     with path.open("xb", buffering=BUFFER) as file:
         hashed = HashedFile(file, beside, lambda: None)
         note = output.write(hashed, put)
-        written = Written(hashed.finish(), note)
+        written = Written(hashed.finish(), note, tuple(poisoned))
     synchronize(path.parent)
-    with _journal, (hidden / JOURNAL).open("a", encoding="utf-8") as journal:
-        journal.write(_line(output.name, written) + "\n")
+    with _journal, appended(hidden / JOURNAL) as journal:
+        journal.write(f"{_line(output.name, written)}\n".encode())
     return written
 
 
 def _refuse_unfit(theirs: Theirs, block: torch.Tensor, resumable: bool) -> None:
-    """Raises UnfitError for values that the data type cannot hold, and for some from which no run can go on."""
-    name = f"{theirs.kind}{theirs.strips[0].name}" if theirs.strips else theirs.kind
-    if block.dtype == torch.float16 and not block.isfinite().all():
-        raise UnfitError(f"{name}: has values that fp16 cannot hold; use bf16 or fp32")
-    if resumable and not block.isfinite().all():
-        raise UnfitError(f"{name}: has NaN or infinity in it, so that no run can go on; take an older checkpoint")
-    if resumable and theirs.kind == SQUARES and block.min() < 0:
-        raise UnfitError(f"{name}: has negative squares, so that no run can go on; take an older checkpoint")
+    """Raises UnfitError where a block that is not finite is of no use."""
+    if block.dtype == torch.float16:
+        raise UnfitError(f"{_name(theirs)}: has values that fp16 cannot hold; use bf16 or fp32")
+    if resumable:
+        rule = "has NaN or infinity in it, so that no run can go on; take an older checkpoint"
+        raise UnfitError(f"{_name(theirs)}: {rule}")
+
+
+def _finite(block: torch.Tensor) -> bool:
+    """Whether all elements are finite; those of a sum that is are."""
+    return bool(block.sum().isfinite() or block.isfinite().all())
+
+
+def _name(theirs: Theirs) -> str:
+    return f"{theirs.kind}{theirs.strips[0].name}" if theirs.strips else theirs.kind
 
 
 def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
@@ -276,6 +294,7 @@ def _copy(hidden: Path, name: str, source: Path) -> Written:
     """Copy a file, some bytes at a time."""
     path, digest, size = hidden / name, xxhash.xxh3_128(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_copied(source)
     with source.open("rb") as there, path.open("xb") as file:
         while piece := there.read(BUFFER):
             file.write(piece)

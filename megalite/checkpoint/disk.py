@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from megalite.config.errors import InputError
+from megalite_launch.files import opened as opened_own
 
 BLOCK = 1 << 20  # bytes hashed at a time: what a cache holds
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -124,7 +125,7 @@ def total_bytes(files: Iterable[File]) -> int:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file, which is then on the disk. Its name is there once its folder is synchronized."""
-    with path.open("w", encoding="utf-8") as file:
+    with open(opened_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -39,16 +39,21 @@ class HashedFile(io.RawIOBase):
         self._file, self._beside, self._advanced = file, beside, advanced
         self._digest, self._bytes, self._flushed = xxhash.xxh3_128(), 0, 0
         self._flushing: Future[None] | None = None
+        self.refused: OSError | None = None  # why the system has not taken all; PyTorch has words of its own for that
 
     def write(self, piece: Any) -> int:
         view = memoryview(piece).cast("B")
         self._digest.update(view)
-        self._file.write(view)
-        self._bytes += len(view)
-        if self._bytes - self._flushed >= FLUSHED and (self._flushing is None or self._flushing.done()):
-            self._wait()
-            self._flushed = self._bytes
-            self._flushing = self._beside.submit(os.fdatasync, self._file.fileno())
+        try:
+            self._file.write(view)
+            self._bytes += len(view)
+            if self._bytes - self._flushed >= FLUSHED and (self._flushing is None or self._flushing.done()):
+                self._wait()
+                self._flushed = self._bytes
+                self._flushing = self._beside.submit(os.fdatasync, self._file.fileno())
+        except OSError as error:
+            self.refused = error
+            raise
         self._advanced()
         return len(view)
 
@@ -86,10 +91,17 @@ class HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode, buffering=BUFFER) as file:
-            hashed = HashedFile(cast(BinaryIO, file), self._beside, self._advanced)
-            yield hashed
-            self.written[Path(path).name] = hashed.finish()
+        hashed: HashedFile | None = None
+        try:
+            with Path(path).open(mode, buffering=BUFFER) as file:
+                hashed = HashedFile(cast(BinaryIO, file), self._beside, self._advanced)
+                yield hashed
+                self.written[Path(path).name] = hashed.finish()
+        except Exception as error:
+            refused = error if isinstance(error, OSError) else None if hashed is None else hashed.refused
+            if refused is None or refused.errno is None:
+                raise
+            raise OSError(refused.errno, refused.strerror, str(path)) from error
         self._advanced()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite.checkpoint.compare import refuse_other_data, refuse_other_model, refuse_other_optimizer
+from megalite.checkpoint.compare import refuse_other_model, refuse_other_run
 from megalite.checkpoint.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.finite import refuse_negative_squares, refuse_poisoned
 from megalite.checkpoint.formats.opened import Weights
@@ -16,7 +16,7 @@ from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, chec
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.read import Reader, reader_of
 from megalite.checkpoint.rescue import Rescue
-from megalite.checkpoint.retain import check_own, damaged, set_aside
+from megalite.checkpoint.retain import check_own, refuse_only_damaged, set_aside
 from megalite.checkpoint.sources import newest, open_weights, resolved
 from megalite.checkpoint.state import State, empty_progress, progress_from
 from megalite.checkpoint.tier import Tier
@@ -91,9 +91,7 @@ class Restorer:
     def all(self, path: Path) -> Progress:
         """Continue from the checkpoint `path`. Raises DamagedError, and InputError if it is of another run."""
         manifest = self._group.once(lambda: check_sizes(path))
-        refuse_other_model(path, manifest.configuration.model, self.config)
-        self._group.everywhere(lambda: refuse_other_data(path, manifest, self.config, self.data))
-        refuse_other_optimizer(path, manifest.configuration, self.config)
+        self._group.everywhere(lambda: refuse_other_run(path, manifest, self.config, self.data))
         tensors = self.state.tensors()
         self._fill(path, manifest, tensors, progress=True)
         progress = checked_progress(path, manifest, tensors)
@@ -173,12 +171,8 @@ def _newest(
             pass_over(error)
         else:
             return path
-    aside = [*damaged(folder), *sorted(passed_over)]
-    if aside and before is None:
-        raise InputError(
-            f"{folder} holds no intact checkpoint, but {aside[-1].name}, which is damaged; "
-            "train from the beginning with checkpoint.resume=never, or give run.name another name"
-        )
+    if before is None:
+        refuse_only_damaged(folder, passed_over)
     return None
 
 

@@ -139,7 +139,7 @@ def is_plain(name: str) -> bool:
 def _intact(path: Path, text: bytes) -> dict[str, Any]:
     """The fields of a manifest without its digest. Raises DamagedError unless that covers them."""
     try:
-        fields = parse(text)
+        fields = parse(text, unique=True)
         digest = fields.pop("digest")
         # To the byte: a changed blank between two fields is not overlooked either.
         intact = digest == _digest(fields) and text == as_json({**fields, "digest": digest}).encode()

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
+from megalite.checkpoint.compare import refuse_other_model, refuse_other_run
 from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.manifest import Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.maps.families import family_of
 from megalite.checkpoint.maps.folded import folded
-from megalite.checkpoint.retain import check_own
+from megalite.checkpoint.retain import check_own, refuse_only_damaged
 from megalite.checkpoint.sources import newest, read_model, resolved
 from megalite.config.errors import InputError, Problem
 from megalite.config.schema import Config
@@ -48,7 +48,8 @@ def check_export(config: Config) -> None:
 def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> int:
     """The step from which a run goes on, as `checkpoint.resume` and the content of `folder` say; 0: from the beginning.
 
-    data: the sources that the run reads. Raises InputError if that checkpoint is of another model or other data.
+    data: the sources that the run reads. Raises InputError if that checkpoint is of another model, other data or
+    another optimizer, or if only damaged ones are left.
     """
     wanted = config.checkpoint.resume
     candidates = {"auto": complete(folder)[::-1], "never": []}.get(wanted, [Path(wanted)])
@@ -59,9 +60,10 @@ def starting_point(config: Config, folder: Path, data: tuple[Source, ...]) -> in
             if wanted != "auto":
                 raise
             continue  # the ranks will set it aside, and say so
-        refuse_other_model(path, manifest.configuration.model, config)
-        refuse_other_data(path, manifest, config, data)
+        refuse_other_run(path, manifest, config, data)
         return manifest.step
+    if wanted == "auto" and config.checkpoint.local is None:  # else nodes may have a newer one
+        refuse_only_damaged(folder, candidates)
     return 0
 
 

@@ -4,11 +4,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 
 from megalite.checkpoint.disk import DamagedError, synchronize
 from megalite.checkpoint.manifest import NAME, Manifest, check_sizes, complete, step_of
+from megalite.config.errors import InputError
 from megalite.config.files import is_folder
 
 PARTIAL = ".partial"  # being written
@@ -84,6 +85,15 @@ def _rename(path: Path, suffix: str) -> Path:
         count += 1
         renamed = path.with_name(f"{path.name}{suffix}.{count}")
     return path.rename(renamed)
+
+
+def refuse_only_damaged(folder: Path, aside: Collection[Path]) -> None:
+    """Raises InputError if there are damaged checkpoints, and so no intact one. aside: further ones than `damaged`."""
+    if found := [*damaged(folder), *sorted(aside)]:
+        raise InputError(
+            f"{folder} holds no intact checkpoint, but {found[-1].name}, which is damaged; "
+            "train from the beginning with checkpoint.resume=never, or give run.name another name"
+        )
 
 
 def damaged(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from reprlib import repr as shortened
 
 from megalite.checkpoint.disk import DamagedError, damage_of, read_whole
 from megalite.checkpoint.formats import huggingface
@@ -90,6 +91,8 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
         index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
         if differ := differences_from(index, config.model):
             raise ValueError(f"does not have the tensors of its model: {differ}")
+        if strange := [name for name in index.files if name not in manifest.files]:
+            raise ValueError(f"names {shortened(strange[0])}, a file that {MANIFEST} does not list")
     training = None
     if states:
         if not manifest.resumable:

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-LONGEST, MOST = 400, 100  # characters of a value, and problems, that are shown
+from megalite_launch.words import escaped
+
+LONGEST, MOST, MESSAGE = 400, 100, 4000  # characters of a value, problems, and characters of all that are shown
 ABSENT: Any = object()  # marks a problem that has no value to show
 
 
@@ -32,7 +35,7 @@ def _shortened(text: str) -> str:
 
 def printable(text: str, kept: str = "") -> str:
     """`text` with escapes instead of characters that could disturb a terminal, except for those in `kept`."""
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    return escaped(text, kept)
 
 
 class InputError(ValueError):
@@ -44,7 +47,9 @@ class InputError(ValueError):
 
     def __init__(self, what: str | Sequence[Problem]) -> None:
         self.problems = () if isinstance(what, str) else tuple(what)
-        super().__init__(printable(what if isinstance(what, str) else _listed(self.problems), kept="\n"))
+        text = what if isinstance(what, str) else _listed(self.problems)
+        cut = f" ... ({len(text) - MESSAGE:,} characters more)" if len(text) > 2 * MESSAGE else ""
+        super().__init__(printable(text[:MESSAGE] + cut if cut else text, kept="\n"))
 
 
 class Unhealthy(RuntimeError):
@@ -53,8 +58,10 @@ class Unhealthy(RuntimeError):
 
 def _listed(problems: Sequence[Problem]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
-    return "\n  ".join([f"{count} in the configuration", *map(str, problems[:MOST]), *more])
+    lines = [str(problem) for problem in problems[:MOST]]
+    shown = [line for line, end in zip(lines, accumulate(map(len, lines)), strict=True) if end <= MESSAGE] or lines[:1]
+    more = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
+    return "\n  ".join([f"{count} in the configuration", *shown, *more])
 
 
 def listing(items: Sequence[object], last: str = "or") -> str:

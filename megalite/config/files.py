@@ -5,13 +5,14 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megalite.config.bounded import parse
 from megalite.config.errors import InputError
 from megalite.stop import held_up
+from megalite_launch import files
+from megalite_launch.files import SHOWN
 
 FIXES = {
     errno.EACCES: "let this user into the folders that lead there",
@@ -66,20 +67,20 @@ def is_folder(path: str | Path, follow: bool = True) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, mode: int = SHOWN) -> None:
     """Write a whole file or none, and the folder that it lies in. Stop signals wait meanwhile.
 
     Raises InputError if that cannot be done, or if there is something at `path` that is no regular file: a folder, a
     device, or a link, which would be replaced.
     """
     check_output(path)
-    _write(path, content, lambda temporary: temporary.replace(path))
+    _write(path, content, mode, os.replace)
 
 
 def write_new(path: Path, content: str | bytes) -> None:
     """As `write_whole`, but a file at `path` stays, even if it came there a moment ago: that is an InputError."""
 
-    def give_name(temporary: Path) -> None:
+    def give_name(temporary: Path, path: Path) -> None:
         try:
             try:
                 os.link(temporary, path)
@@ -92,26 +93,16 @@ def write_new(path: Path, content: str | bytes) -> None:
             raise InputError(f"{path}: there is such a file already; give another name") from None
 
     check_output(path)
-    _write(path, content, give_name)
+    _write(path, content, SHOWN, give_name)
 
 
-def _write(path: Path, content: str | bytes, give_name: Callable[[Path], object]) -> None:
-    """Write a file under another name, then have `give_name` give it its own."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def _write(path: Path, content: str | bytes, mode: int, give_name: Callable[[Path, Path], object]) -> None:
     with held_up():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)
-            with temporary.open("xb") as file:  # a link of that name leads nowhere
-                file.write(content if isinstance(content, bytes) else content.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            give_name(temporary)
+            files.write_whole(path, content, mode, give_name)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
 
 
 def check_output(path: Path) -> None:
@@ -126,6 +117,19 @@ def check_output(path: Path) -> None:
     raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
+def check_copied(path: Path) -> None:
+    """Raises InputError for a link out of its folder: a copy would have the content of any file.
+
+    A hub's cache may have its links: `models--NAME/snapshots/REVISION/FILE` leads to `models--NAME/blobs/HASH`.
+    """
+    folder, real = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
+    if not real.is_relative_to(folder) and real.parent != blobs:
+        raise InputError(
+            f"{path}: leads to {real}, outside of its folder, and is not copied; put that file in its place"
+        )
+
+
 def check_writable(path: Path) -> None:
     """`check_output`, and that its folder is there and may be written into, or can be made."""
     check_output(path)
@@ -138,9 +142,9 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written: this user may not write into {folder}")
 
 
-def write_object(path: Path, value: Any) -> None:
+def write_object(path: Path, value: Any, mode: int = SHOWN) -> None:
     """Write an object as a JSON file; as `write_whole`."""
-    write_whole(path, as_json(value))
+    write_whole(path, as_json(value), mode)
 
 
 def as_json(value: Any) -> str:
@@ -153,8 +157,7 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     if not is_file(path):
         raise InputError(f"{path}: is missing, or is not a regular file")
     try:
-        with path.open("rb") as file:
-            raw = file.read(most + 1)
+        raw = files.read_bytes(path, most + 1)
         if len(raw) > most:
             raise InputError(f"{path}: is larger than {most:,} bytes, more than such a file ever has")
         found = parse(raw)

@@ -122,6 +122,11 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
     except InputError as error:
         raise InputError(f"{error}{_advice(path, includers)}") from error
     included = content.pop("include", None)
+    if includers and content and not any(name in keys() for name in content):  # its lines are nobody's business
+        rule = (
+            f"is no configuration: it has none of the sections {', '.join(name for name in keys() if '.' not in name)}"
+        )
+        raise InputError(f"{path}: {rule}{_advice(path, includers)}")
     listed = included if isinstance(included, list) else [] if included is None else [included]
     if not all(isinstance(item, str) and item for item in listed):
         raise InputError(f"{path}: include = {included!r:.200}: must be a path or a list of paths")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError, Problem, counted
+from megalite.config.errors import InputError, Problem, counted, printable
 from megalite.config.files import read_object, write_object
 from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
@@ -196,4 +196,4 @@ class _Telling:
             left = (now - self.began) * (self.store.tokens - self.done) / self.done
             share = f"{self.done / self.store.tokens:.0%} done, {left:,.0f} s left"
             what = "once for its largest token id, which no .json beside it tells"
-            print(f"megalite: reading {self.store.prefix}.bin {what}: {share}", file=sys.stderr)
+            print(printable(f"megalite: reading {self.store.prefix}.bin {what}: {share}"), file=sys.stderr)

@@ -15,6 +15,8 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
+from megalite_launch.files import write_whole
+
 SIZE = "TORCH_FR_BUFFER_SIZE"
 RECORDED = 2000  # calls that a rank keeps: some steps of a deep pipeline
 SENT = 4  # calls of a group that do not end, which a rank tells the others: those behind wait for the first
@@ -89,10 +91,7 @@ def keep(folder: Path, status: Mapping[str, Any]) -> None:
     except Exception:  # noqa: BLE001 - of PyTorch; what the roll call has is there
         calls = status["flight"]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{status['rank']:05d}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({**status, "flight": calls}), encoding="utf-8")
-    partial.replace(path)
+    write_whole(folder / f"rank_{status['rank']:05d}.json", json.dumps({**status, "flight": calls}))
 
 
 def _groups() -> dict[str, tuple[str, range | tuple[int, ...]]]:

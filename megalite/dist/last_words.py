@@ -16,8 +16,10 @@ from megalite.dist.local import MEETING, error_file
 from megalite.dist.ranks import RankInfo
 from megalite.exit_codes import ExitCode
 from megalite.output import Outlet
+from megalite_launch.files import write_whole
 from megalite_launch.layout import ATTEMPT, RunFolder, node_name
 from megalite_launch.outcome import Failure, read_failures, write_failure, write_outcome
+from megalite_launch.words import escaped
 
 PATIENCE = 5.0  # seconds that a rank which ends waits for a file system to take its report
 BEGINNING = 1.0  # seconds that a thread gets to begin
@@ -37,18 +39,23 @@ def tell(code: int, text: str, rank_info: RankInfo) -> None:
         note_end(code, rank_info)
     else:
         note_failure(code, text, rank_info)
+    told = escaped(text)
     with Outlet("last words"):  # which must not change the exit code
         if MEETING in os.environ:
             try:
                 _tell_launcher(code, text, rank_info)
             except OSError:  # a full disk
-                print(f"megalite: rank {rank_info.rank}: {text}", file=sys.stderr, flush=True)
+                print(f"megalite: rank {rank_info.rank}: {told}", file=sys.stderr, flush=True)
                 raise
         elif text and (torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             report = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
-            Path(torchrun).write_text(json.dumps({"message": report}))
+            write_whole(Path(torchrun), json.dumps({"message": report}))
         elif text:
-            print(f"megalite: rank {rank_info.rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+            print(
+                f"megalite: rank {rank_info.rank} on {socket.gethostname()}: {told}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def note_outcome(code: int) -> None:
@@ -106,7 +113,4 @@ def briefly(write: Callable[[], None]) -> None:
 def _tell_launcher(code: int, text: str, rank_info: RankInfo) -> None:
     """Leave the local launcher a report."""
     report = {"time": time.time(), "rank": rank_info.rank, "code": code, "error": text}
-    path = error_file(Path(os.environ[MEETING]), rank_info.rank)
-    partial = path.with_suffix(".partial")  # the launcher may stop this process at any moment
-    partial.write_text(json.dumps(report))
-    partial.rename(path)
+    write_whole(error_file(Path(os.environ[MEETING]), rank_info.rank), json.dumps(report))

@@ -20,8 +20,10 @@ from megalite.exit_codes import ExitCode
 from megalite.imports import import_for_good
 from megalite.output import Outlet
 from megalite.stop import blocked, held_up, listen, restore
+from megalite_launch.files import appended
 from megalite_launch.layout import ATTEMPT, log_name, node_name
 from megalite_launch.outcome import Failure, write_failure
+from megalite_launch.words import escaped
 
 MEETING = "MEGALITE_MEETING"  # environment: the folder through which local ranks meet and the launcher hears of errors
 LAUNCHER = "MEGALITE_LAUNCHER"  # environment: the launcher's process id
@@ -162,7 +164,7 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
 def _opened(log: Path) -> IO[bytes]:
     """The log of a rank, or nothing where that cannot be opened."""
     with Outlet(str(log)):
-        return log.open("ab")
+        return appended(log)
     return open(os.devnull, "ab")
 
 
@@ -236,7 +238,7 @@ def _explain(ranks: list[Process], failed: list[int], meeting: Path, logs: Path 
     if reports:
         first = min(reports, key=lambda report: (report["code"] == ExitCode.LOST_CONTACT, report["time"]))
         if first["error"]:
-            print(f"megalite: rank {first['rank']}: {first['error']}", file=sys.stderr)
+            print(f"megalite: rank {first['rank']}: {escaped(first['error'])}", file=sys.stderr)
         return int(first["code"])
     print(f"megalite: rank {failed[0]} failed{_see(logs, failed[0])}", file=sys.stderr)
     return codes[failed[0]]

@@ -18,6 +18,8 @@ from megalite.config.errors import InputError, counted, printable
 from megalite.exit_codes import ExitCode
 from megalite.experiment.folder import ENDED, ExperimentFolder, read_status
 from megalite.stop import listen, restore
+from megalite.terminal import escaping
+from megalite_launch.files import appended
 from megalite_launch.processes import prepared
 
 LOOK = 0.1  # seconds between two looks at the tasks
@@ -161,7 +163,7 @@ class Pool:
         path = self.folder.launches / "local.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("ab")
+            return appended(path)
         except OSError as error:
             raise InputError(f"{path}: cannot be written to: {error.strerror}") from error
 
@@ -182,9 +184,14 @@ class _Shown:
     """Tells how many runs have ended, and how: a bar on a terminal, else a line for every run."""
 
     def __init__(self, folder: ExperimentFolder, total: int) -> None:
-        console = Console(stderr=True)
+        console = escaping(Console(stderr=True))
         self.folder, self.terminal = folder, console.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self.bar = Progress(*columns, console=console, disable=not self.terminal)
         self.task = self.bar.add_task("", total=total)
         self.told: set[str] = set()  # names of runs that have ended

@@ -25,10 +25,12 @@ from megalite.experiment.folder import ENDED, LARGEST, ExperimentFolder, Status,
 from megalite.experiment.states import KILLED, ended, reached
 from megalite.stop import STOP, listen
 from megalite.train.lock import Lock
+from megalite_launch.files import PRIVATE, appended, kept
 from megalite_launch.layout import RunFolder
 from megalite_launch.local_backend import processes_of
 from megalite_launch.processes import prepared
 from megalite_launch.slurm import Slurm
+from megalite_launch.words import escaped
 
 LOOK = 0.05  # seconds between two looks
 PATIENCE = 300.0  # seconds that processes of a runner that was killed get to save and end
@@ -173,7 +175,7 @@ class Runner:
             command += ["--nodes", str(options.nodes), *(f"--srun-option={option}" for option in options.srun)]
         command += ["--", options.megalite, "train", *arguments]
         (run / "logs").mkdir(exist_ok=True)
-        with (run / "logs" / "sweep.log").open("ab") as log:
+        with kept(run / "logs" / "sweep.log") as log:
             supervisor = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -216,7 +218,7 @@ class Runner:
 
 def _supervised(run: Path) -> bool:
     """Whether a supervisor on this machine looks after the run: it holds a lock on the events."""
-    with suppress(OSError), RunFolder(run).events.open("ab") as events:
+    with suppress(OSError), appended(RunFolder(run).events, PRIVATE) as events:
         try:
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -232,7 +234,7 @@ def _trains(run: Path) -> bool:
 
 def say(text: str) -> None:
     with suppress(OSError, ValueError):
-        print(f"megalite-sweep: {text}", flush=True)
+        print(f"megalite-sweep: {escaped(text)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

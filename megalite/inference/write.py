@@ -52,14 +52,15 @@ def stream(tokenizer: Tokenizer, prompt: Prompt, drawn: Iterable[Drawn]) -> None
         continuation = continuation or Continuation(tokenizer, prompt, item.request.tokens)
         text = continuation.text(new)
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            _show(text[len(shown) :])
+            show(text[len(shown) :])
             shown = text
     if text.startswith(shown):  # with half a character, if the text ends there
-        _show(text[len(shown) :])
+        show(text[len(shown) :])
     print()
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Print a part of a text; on a terminal, without what could disturb it."""
     print(printable(text, kept="\n\t") if sys.stdout.isatty() else text, end="", flush=True)
 
 

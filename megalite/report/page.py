@@ -1,7 +1,6 @@
 """The page of an experiment: one file, which needs neither a network nor scripts."""
 
 from collections.abc import Callable, Sequence
-from html import escape
 
 from rich.table import Table
 
@@ -15,7 +14,7 @@ from megalite.report.found import Found
 from megalite.report.picture import Drawn
 from megalite.scaling.show import number, parts
 from megalite.terminal import table
-from megalite_launch.page.html import paragraph, section
+from megalite_launch.page.html import escape, paragraph, section
 from megalite_launch.page.style import document
 
 STYLE = """<style>

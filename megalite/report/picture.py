@@ -5,10 +5,10 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from megalite.report.pictures import plain, pyplot
+from megalite_launch.page.html import escape
 from megalite_launch.page.style import COLOURS
 
 INK, PALE, LINE, PAPER = "#1f2933", "#5d6b78", "#cdd4db", "#ffffff"

@@ -6,7 +6,6 @@ letters.
 """
 
 from collections.abc import Iterator
-from html import escape
 from math import floor
 
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from megalite.config.errors import counted, number_ranges
 from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, SHARDING, Kind, Table
 from megalite.schedule.simulate import Span, Time, Timeline
+from megalite_launch.page.html import escape
 
 INK, PALE, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
 SHADES = (Kind.F, Kind.I, Kind.B, Kind.W)  # from light to dark

@@ -8,10 +8,11 @@ from pathlib import Path
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.dist.local import log_file
+from megalite_launch.files import foreign
 from megalite_launch.layout import ATTEMPT
 
 FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "events.jsonl", "interval.json")
-FOLDERS = ("lock", "attempts", "logs", "checkpoints", "starts", "tensorboard", "tokenizer", "wandb")
+FOLDERS = ("lock", "attempts", "logs", "checkpoints", "export", "starts", "tensorboard", "tokenizer", "wandb")
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class Folder:
         return Folder(Path(config.run.dir) / config.run.name)
 
     def check(self, ranks: int) -> None:
-        """Raises InputError with every path there that `ranks` ranks could not write to."""
+        """Raises InputError with every path there that `ranks` ranks could not write to, or that leads elsewhere."""
         nearest = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
-        folders = [nearest, *(self.path / name for name in FOLDERS)]
+        folders = dict.fromkeys([*(self.path / name for name in FOLDERS), self.logs, self.flights])
         files = [self.path / name for name in FILES] + [log_file(self.logs, rank) for rank in range(ranks)]
-        problems = [*(_hindrance(path, True) for path in folders), *(_hindrance(path, False) for path in files)]
+        own = [*((path, True) for path in folders), *((path, False) for path in files)]
+        problems = [_hindrance(nearest, True), *(_hindrance(path, folder) or _foreign(path) for path, folder in own)]
         if found := list(filter(None, problems)):
             remedy = "mend, move or remove what is there, or set run.dir or run.name"
             raise InputError("\n  ".join(["the run folder cannot be written to", *found, remedy]))
@@ -61,6 +63,12 @@ class Folder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+
+def _foreign(path: Path) -> str:
+    """Why other files would be written through `path`; empty if none would."""
+    told = foreign(path)
+    return f"{path}: {told}" if told else ""
 
 
 def _hindrance(path: Path, folder: bool) -> str:

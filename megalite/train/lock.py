@@ -29,6 +29,7 @@ from pathlib import Path
 from megalite.config.errors import InputError
 from megalite.config.shape import TEXT, WHOLE, misfits
 from megalite.dist.activity import HIDDEN
+from megalite_launch.files import opened
 
 BEAT = 2.0  # seconds between two signs of life
 LOOK = 1.0  # seconds between two looks at another's signs of life
@@ -217,7 +218,8 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
 def _create(folder: Path, number: int, me: Owner) -> bool:
     """Whether `me` has become the owner: no other process has created the file of this number, or of a higher one."""
     try:
-        with (folder / str(number)).open("x", encoding="utf-8") as file:
+        descriptor = opened(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(me), file)
             file.flush()
             os.fsync(file.fileno())
@@ -238,7 +240,7 @@ def _create(folder: Path, number: int, me: Owner) -> bool:
 
 
 def _mark_free(folder: Path, number: int) -> None:
-    (folder / f"{number}{FREE}").touch()
+    os.close(opened(folder / f"{number}{FREE}", os.O_WRONLY | os.O_CREAT))
 
 
 def _look(folder: Path) -> Seen:

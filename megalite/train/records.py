@@ -6,6 +6,7 @@ earlier step, because it is resumed or rolled back, an event says so. The file i
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from megalite.config.errors import InputError
 from megalite.config.files import exists, is_file
+from megalite_launch.files import opened
 
 MOST = 1e100  # of a number: no run has such a one, and pictures have no axis for it
 WARM_UP = 5  # steps of a start that tell no speed: kernels are compiled, connections made, memory is taken
@@ -58,7 +60,7 @@ def mend(path: Path) -> str | None:
     """Make the file end in a whole line, so that it can be appended to. Returns what was cut off, if anything was."""
     if not path.exists():
         return None
-    with path.open("r+b") as file:
+    with open(opened(path, os.O_RDWR), "r+b") as file:
         text = file.read()
         last = text[text.rfind(b"\n") + 1 :]
         if not last:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megalite.config.schema import Config
 from megalite.output import PATIENCE, Outlet, append
+from megalite.terminal import escaping
 from megalite.train.board import Board
 from megalite.train.records import line_of, mend
 from megalite.train.stragglers import Straggler
@@ -59,7 +60,7 @@ class Report:
         self, folder: Path, config: Config, first_step: int, check_owner: Callable[[], None] = lambda: None
     ) -> None:
         self.steps, self.step, self._check_owner = config.train.steps, first_step, check_owner
-        self.console = Console()
+        self.console = escaping(Console())
         self.path = folder / "metrics.jsonl"
         self.metrics = Outlet(str(self.path))
         self.events = Outlet(str(RunFolder(folder).events))
@@ -78,7 +79,7 @@ class Report:
             self.boards.append((Outlet("wandb"), self.wandb))
         self.sending = min(SENDING, config.train.timeout / 2)  # the watchdog is awake
         self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),

@@ -8,11 +8,10 @@ configuration of the first start.
 import hashlib
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -24,17 +23,17 @@ import torch
 
 from megalite.checkpoint.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.progress import Progress
-from megalite.config.files import as_json, write_whole
+from megalite.config.files import as_json, check_copied, write_whole
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
+from megalite.train.secrecy import command_without_secrets, relevant
+from megalite_launch.files import PRIVATE, opened
 
 SOURCE = Path(__file__).parents[2]  # of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
-VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "SLURM_", "MASTER_", "GLOO_", "TRITON_", "PYTORCH_")
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "JWT", "COOKIE")  # SLURM_JWT is one
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -53,7 +52,7 @@ def record_start(
     text, tokenizer = dump(config), config.data.tokenizer
     record = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
+        "command": command_without_secrets(sys.orig_argv),
         "working_directory": os.getcwd(),
         "host": socket.gethostname(),
         "ranks": len(devices),
@@ -72,22 +71,16 @@ def record_start(
         "resumed": _resumed(folder, config, progress),
     }
     path = _create(folder / "starts", as_json(record))
-    write_whole(path.with_suffix(".yaml"), text)
+    write_whole(path.with_suffix(".yaml"), text, PRIVATE)
     if order is not None:
         write_whole(path.with_suffix(".schedule.yaml"), write(order))
     if changes := _changes():
-        write_whole(path.with_suffix(".diff"), changes)
+        write_whole(path.with_suffix(".diff"), changes, PRIVATE)
     if not (folder / "config.yaml").exists():
-        write_whole(folder / "config.yaml", text)
+        write_whole(folder / "config.yaml", text, PRIVATE)
     if tokenizer is not None:
         keep_tokenizer(Path(tokenizer), folder, path.with_suffix(".tokenizer"))
     return path
-
-
-def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that decide how a job runs, without secrets."""
-    names = sorted(name for name in environment if name.startswith(VARIABLES))
-    return {name: environment[name] for name in names if not any(secret in name.upper() for secret in SECRETS)}
 
 
 def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
@@ -99,9 +92,8 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
     settings = tokenizer.with_name("tokenizer_config.json")
     for source in (settings, tokenizer):  # the tokenizer last: where it is, its settings are
         if source.exists():
-            partial = folder / f"{source.name}.partial"
-            shutil.copyfile(source, partial)
-            partial.replace(folder / source.name)
+            check_copied(source)
+            write_whole(folder / source.name, source.read_bytes())
 
 
 def _create(folder: Path, text: str) -> Path:
@@ -109,7 +101,8 @@ def _create(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     taken = {path.name.partition(".")[0] for path in folder.iterdir()}
     path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
-    with path.open("x", encoding="utf-8") as file:  # one job is in a run folder; this holds even if there were two
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # one job is in a run folder; this holds even if there were two
+    with open(opened(path, flags, PRIVATE), "w", encoding="utf-8") as file:
         try:
             file.write(text)
             file.flush()

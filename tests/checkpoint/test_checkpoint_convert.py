@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from hf_families import CASES, Case
+from tampering import tamper
 
 from megalite.checkpoint import convert as engine
 from megalite.checkpoint.convert import convert
+from megalite.checkpoint.disk import DamagedError
 from megalite.checkpoint.formats import dcp, huggingface
 from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.index import Index
+from megalite.checkpoint.manifest import INDEX
 from megalite.checkpoint.maps.strips import Theirs, part
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.sources import open_weights
@@ -192,6 +196,59 @@ def test_what_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"layers\.1\.mlp\.up\.weight: has values that fp16 cannot hold"):
         convert(found, huggingface.plan(found, "float16", None), tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_finite_is_named_also_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CASES["llama"].make()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+        model.model.norm.weight[0] = float("-inf")
+    model.save_pretrained(tmp_path / "hf")
+    found = open_weights(str(tmp_path / "hf"))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_publish", lambda *_: (_ for _ in ()).throw(InputError("stopped")))
+        with pytest.raises(InputError, match="stopped"):
+            convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+    written = convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+    names = {name for each in written.values() for name in each.poisoned}
+    assert names == {"model.layers.1.mlp.up.weight", "model.head.norm.weight"}
+
+
+LINKS = {
+    "a file beside": ("tokenizer.json", "other", True),
+    "of a hub": ("tokenizer.json", "../../blobs/0123", True),
+    "elsewhere": ("tokenizer.json", "../../secret", False),
+    "elsewhere, without an end of its name": ("LICENSE", "{tmp}/secret", False),
+    "out of a hub": ("tokenizer_config.json", "../../blobs/../secret", False),
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_only_links_of_a_folder_and_of_a_hub_are_copied(link: str, tmp_path: Path) -> None:
+    name, target, copied = LINKS[link]
+    folder = tmp_path / "models--a--b/snapshots/1"
+    CASES["llama"].save(folder, torch.bfloat16)
+    (tmp_path / "models--a--b/blobs").mkdir()
+    for path in (folder / "other", tmp_path / "models--a--b/blobs/0123", tmp_path / "secret", folder / "../../secret"):
+        path.write_text("{}")
+    (folder / name).symlink_to(target.format(tmp=tmp_path))
+    found = open_weights(str(folder))
+    if copied:
+        convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+        assert (tmp_path / "out" / name).read_text() == "{}"
+        return
+    with pytest.raises(InputError, match=f"{name}: leads to .*secret, outside of its folder, and is not copied"):
+        convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_an_index_that_names_a_file_which_the_manifest_does_not_is_damage(found: Weights, tmp_path: Path) -> None:
+    convert(found, dcp.plan(found, tmp_path / "out", None, 1), tmp_path / "out", {})
+    index = Index.decode((tmp_path / "out" / INDEX).read_bytes())
+    (tmp_path / "out" / INDEX).write_bytes(Index((*index.files, "strange.distcp"), index.tensors).encode())
+    tamper(tmp_path / "out")
+    with pytest.raises(DamagedError, match=r"names 'strange.distcp', a file that .* does not list"):
+        open_weights(str(tmp_path / "out"))
 
 
 def test_an_index_of_another_data_type_tells_its_bytes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
 from megalite.checkpoint.disk import DamagedError, File, share_of
 from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, complete
-from megalite.checkpoint.resume import check_start
+from megalite.checkpoint.resume import check_start, starting_point
 from megalite.checkpoint.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError
@@ -173,6 +173,24 @@ def test_a_path_must_be_a_checkpoint_of_this_model(key: str, told: str, tmp_path
     assert told in said
     other = put(tmp_path, 10, replace(MADE, config=to_plain(Config(model=replace(MODEL, ffn=99)))))
     assert "model.ffn" in refusal(tmp_path / "run", **{key: str(other)})
+
+
+def test_a_check_refuses_what_the_start_would(tmp_path: Path) -> None:
+    path = put(tmp_path, 10)
+    for name in MADE.files:
+        (path / name).write_bytes(b"abc")
+    config = replace(CONFIG, checkpoint=Checkpoint(resume="auto"))
+    assert starting_point(config, tmp_path, DATA) == 10
+    muon = replace(config, optim=replace(config.optim, name="muon"))
+    for resume in ("auto", str(path)):
+        with pytest.raises(InputError, match=r"optim\.name = \"muon\": the checkpoint .* has the states of adamw"):
+            starting_point(replace(muon, checkpoint=Checkpoint(resume=resume)), tmp_path, DATA)
+    (path / INDEX).write_bytes(b"too long")
+    with pytest.raises(InputError, match="holds no intact checkpoint, but step-00000010, which is damaged"):
+        starting_point(config, tmp_path, DATA)
+    path.rename(tmp_path / "step-00000010.damaged")
+    with pytest.raises(InputError, match=r"holds no intact checkpoint, but step-00000010\.damaged"):
+        starting_point(config, tmp_path, DATA)
 
 
 def test_weights_are_not_looked_at_once_a_run_has_its_own_checkpoints(tmp_path: Path) -> None:

@@ -7,15 +7,19 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 from ranks import Ranks
 from toy_jobs import config_of, fail_on_one_rank, make, one_rank, progress_at, restorer, saver
 
 from megalite.checkpoint.disk import check_hashes
+from megalite.checkpoint.files import HashingFileSystem
 from megalite.checkpoint.manifest import MANIFEST, check_sizes, complete
 from megalite.checkpoint.outcomes import Failed, Outcome, Saved
 from megalite.checkpoint.progress import Progress
@@ -65,6 +69,18 @@ def test_a_failed_save_is_reported_and_leaves_the_others_alone(job: Job, tmp_pat
         writer.finish()
     assert [path.name for path in complete(tmp_path)] == ["step-00000001", "step-00000003"]
     check_hashes(tmp_path / "step-00000003", check_sizes(tmp_path / "step-00000003").files)
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 20])
+def test_a_full_disk_is_told_in_plain_words_whatever_pytorch_says(elements: int) -> None:
+    """Its writer of archives says `enforce fail at inline_container.cc`."""
+    with ThreadPoolExecutor(1) as beside:
+        files = HashingFileSystem(beside, lambda: None)
+        with (
+            pytest.raises(OSError, match=r"No space left on device: '/dev/full'"),
+            files.create_stream("/dev/full", "wb") as stream,
+        ):
+            torch.save(torch.zeros(elements), cast(Any, stream))
 
 
 def test_who_has_lost_the_folder_deletes_nothing(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

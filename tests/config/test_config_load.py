@@ -333,3 +333,22 @@ def test_an_override_whose_key_cannot_be_is_told_what_keys_are_like() -> None:
 def test_an_override_in_another_form_is_told_the_right_one(written: str) -> None:
     with pytest.raises(InputError, match=r"; an override is written parallel\.tp=VALUE, without spaces"):
         load([written])
+
+
+def test_the_lines_of_a_file_that_is_no_configuration_are_not_told(tmp_path: Path) -> None:
+    write(tmp_path, secret="daemon:*:19000:0:99999:7::\nroot:$6$hash::\n")
+    with pytest.raises(InputError, match=r"secret\.yaml: is no configuration: it has none of the sections") as caught:
+        load([write(tmp_path, top="include: secret.yaml")])
+    assert "included by" in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("daemon", "hash", "19000"))
+    write(tmp_path, part="modle: {layers: 2}\nmodel: {layers: 2}\n")
+    with pytest.raises(InputError, match="modle: unknown key; did you mean model"):
+        load([write(tmp_path, top="include: part.yaml")])
+
+
+def test_many_problems_are_told_in_a_few_lines(tmp_path: Path) -> None:
+    text = "model:\n" + "".join(f"  {'k' * 300}{number}: {'v' * 1000}\n" for number in range(500))
+    with pytest.raises(InputError, match=r"^500 problems in the configuration\n(.*\n)+  and \d+ more$") as caught:
+        load([write(tmp_path, top=text)])
+    assert 1000 < len(str(caught.value)) < 6000
+    assert len(str(InputError("x" * 1_000_000))) < 6000

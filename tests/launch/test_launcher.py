@@ -1,5 +1,6 @@
 """megalite-launch: what it writes and starts, with stand-ins for megalite, Slurm's commands and kubectl."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -168,8 +169,20 @@ def test_a_per_cent_sign_in_the_name_of_a_run_is_no_pattern(
     assert f'--output="{tmp_path}/runs/50%%j/logs/slurm-%j.log"\n' in capsys.readouterr().out
 
 
+ODD = ("a$$b", "$$(HOME)", "$$$(HOME)$", "$é", "a$", "$(")
+
+
+def expanded(word: str) -> str:
+    """A word of a command as Kubernetes hands it to the container: the rules of its package `expansion`."""
+
+    def one(found: re.Match[str]) -> str:
+        return {"$$": "$"}.get(found[0], f"<{found[0]}>" if found[0].endswith(")") else found[0])
+
+    return re.sub(r"\$(\$|\([^)]*\)|.)", one, word)
+
+
 def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) -> None:
-    options = ("--claim", "shared:/shared", "--memory", "1500Gi", "--gpus-per-node", "8", "run.name=$(HOME)")
+    options = ("--claim", "shared:/shared", "--memory", "1500Gi", "--gpus-per-node", "8", *ODD, "run.name=$(HOME)")
     assert start(*PODS, *options, kubectl=KUBECTL) == 0
     service, job = yaml.safe_load_all((tmp_path / "applied").read_text())
     assert (service["kind"], service["spec"]["clusterIP"], job["metadata"]["name"]) == ("Service", "None", "the-run")
@@ -190,7 +203,8 @@ def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) 
     (container,) = pod["containers"]
     assert container["command"][0] == "megalite-node"
     assert container["workingDir"] == str(tmp_path)
-    assert container["command"][-3:] == ["train", "a config.yaml", "run.name=$$(HOME)"]
+    end = ["train", "a config.yaml", *ODD, "run.name=$(HOME)"]
+    assert [expanded(word) for word in container["command"][-len(end) :]] == end
     named = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
     assert named["MEGALITE_NODE"] == "spec.nodeName"
     assert named["MEGALITE_JOB"] == "metadata.labels['batch.kubernetes.io/controller-uid']"

@@ -1,5 +1,7 @@
 """The page of a run: it loads nothing, has the numbers, and can be read on a phone, in the dark and on paper."""
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from megalite_launch import page
 from megalite_launch.page.charts import POINTS, curve_chart, thinned
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import summary
+from megalite_launch.watch.text import status_text
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'\x1b[2J"
 
@@ -70,6 +73,21 @@ def test_texts_of_others_are_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert found.text.count("<img src=x onerror=alert(1)>&\"'") >= 6
     assert "refresh" not in text, "nothing more is to come"
+
+
+@pytest.mark.parametrize("losses", [(1e308, -1e308), (5e-324, 0.0), (1e308, 1e-308), (3.0, 3.0), (1e99, -1e99)])
+def test_any_loss_has_a_page_and_a_status(losses: tuple[float, float], tmp_path: Path) -> None:
+    (tmp_path / "starts").mkdir()
+    os.mkfifo(tmp_path / "starts/001.json")  # which is not waited for
+    records = [{"step": step, "time": 1.7e9 + step, "step_seconds": 1.0, "loss": loss, "tokens_per_second": 1e308}
+               for step, loss in enumerate(losses, 1)]  # fmt: skip
+    records += [{"step": 2, "time": 1.7e9 + 3, "valid_loss": losses[0]}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert "Time of a step" in rendered(tmp_path, 1.7e9 + 9)
+    run = Watched(tmp_path)
+    run.update(1.7e9 + 9)
+    assert len(status_text(summary(run))) < 2000
+    curve_chart("Loss", str, [("loss", list(enumerate(losses)), 0)])
 
 
 def test_a_page_is_written_now_and_then_and_whole(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """What is in the way in a run folder is told before anything starts, all of it, and by name."""
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megalite.config.errors import InputError
 from megalite.train import folder
 from megalite.train.folder import FILES, FOLDERS, Folder
+from megalite_launch.files import LINKS, foreign
 
 NEITHER = "neither a file nor a folder"
 
@@ -65,11 +68,34 @@ def test_what_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.
     assert f"\n  {tmp_path}: cannot be written to\n  {tmp_path / 'metrics.jsonl'}: cannot be" in str(caught.value)
 
 
-def test_links_to_where_a_run_can_write_are_welcome(tmp_path: Path) -> None:
-    for name in (*FOLDERS, *FILES):
-        target = tmp_path / f"scratch/{name}"
-        target.parent.mkdir(exist_ok=True)
-        target.touch() if name in FILES else target.mkdir()
-        (tmp_path / name).symlink_to(target)
-    Folder(tmp_path).check(2)
+def elsewhere(path: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    target.touch() if "." in path.name else target.mkdir()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def test_checkpoints_may_lie_elsewhere_and_the_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(tmp_path / "run/checkpoints", tmp_path / "scratch/checkpoints")
+    (tmp_path / "link").symlink_to("run")
+    Folder(tmp_path / "link").check(2)
     Folder(tmp_path / "not/there/yet").check(2)
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(st_mode=stat.S_IFLNK, st_uid=7))
+    assert foreign(tmp_path / "run/checkpoints") == "is a link of another user; put your own in its place"
+
+
+@pytest.mark.parametrize("name", sorted({*FOLDERS, *FILES, "logs/rank_0001.log", "logs/flight"} - {*LINKS}))
+def test_nothing_else_may_lead_elsewhere(name: str, tmp_path: Path) -> None:
+    """A folder that somebody has prepared would have a run change other files."""
+    path = tmp_path / "run" / name
+    elsewhere(path, tmp_path / "scratch/target")
+    with pytest.raises(InputError, match=f"\n  {path}: is a link; put what it leads to in its place\n"):
+        Folder(tmp_path / "run").check(2)
+
+
+def test_a_file_with_a_second_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    (tmp_path / "metrics.jsonl").hardlink_to(tmp_path / "other")
+    with pytest.raises(InputError, match=r"metrics.jsonl: has a second name, a hard link"):
+        Folder(tmp_path).check(1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -329,3 +330,14 @@ def test_an_old_list_of_the_folder_is_not_asked_for_without_a_pause(
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     assert f"{tmp_path / 'run/lock'}: cannot be read and written: Not a directory" in refused(tmp_path / "run")
+
+
+def test_a_lock_makes_no_file_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (tmp_path / f"lock/1{lock.FREE}").symlink_to(tmp_path / "made")
+    with suppress(InputError):
+        Lock.take(tmp_path).free()
+    (tmp_path / f"lock/2{lock.FREE}").symlink_to(tmp_path / "made")
+    with suppress(InputError):
+        Lock.take(tmp_path).free()
+    assert not (tmp_path / "made").exists()

@@ -23,6 +23,7 @@ from megalite.config.load import load
 from megalite.config.sources import KINDS, split_kind
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
+from megalite.output import warn
 from megalite_launch.words import scaled
 from megalite_tools.checkpoint.compare_weights import TOKENS, difference_of_logits, unequal_tensors
 from megalite_tools.terminal import Terminal, bar
@@ -91,11 +92,16 @@ def _run(options: argparse.Namespace) -> int:
     )
     if found.trained and not options.optimizer and kind in WITH_STATES:
         terminal.line("left out: the optimizer's states and the run's progress; --optimizer takes them along")
+    poisoned = [name for each in written.values() for name in each.poisoned]
+    if poisoned:
+        shown = listing([*poisoned[:5], *[f"{len(poisoned) - 5} more"] * (len(poisoned) > 5)], "and")
+        warn(f"{found.path}: NaN or infinity is in {shown}; a model with such weights computes nothing else")
     report: dict[str, Any] = {
         "from": f"{found.kind}:{found.path}",
         "to": f"{kind}:{target}",
         "bytes": size,
         "seconds": seconds,
+        "not_finite": poisoned,
         "files": {name: {"bytes": each.file.bytes, "xxh128": each.file.xxh128} for name, each in written.items()},
     }
     well = True

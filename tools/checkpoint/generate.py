@@ -19,7 +19,7 @@ from megalite.inference.generate import Request, Timing, generate
 from megalite.inference.prompts import Prompt, prompt_of, read_prompt, read_prompts, requests
 from megalite.inference.ranks import Place, add_options, alone, run
 from megalite.inference.source import Opened, open_newest, open_tokenizer
-from megalite.inference.write import stream, write_lines
+from megalite.inference.write import show, stream, write_lines
 
 COMMAND, MODULE = "megalite-generate", "megalite_tools.checkpoint.generate"
 
@@ -144,7 +144,7 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
     for warning in warnings:
         _warn(warning)
     if options.prompts is None and options.samples == 1 and options.out is None:
-        print(prompts[0].text, end="", flush=True)
+        show(prompts[0].text)
         stream(tokenizer, prompts[0], drawn)
     elif options.out is None:
         write_lines(prompts, options.samples, tokenizer, drawn, partial(print, end="", flush=True))
@@ -157,7 +157,7 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
 
 
 def _warn(text: str) -> None:
-    print(f"{COMMAND}: warning: {text}", file=sys.stderr)
+    print(f"{COMMAND}: warning: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

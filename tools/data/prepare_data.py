@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column
 
-from megalite.config.errors import InputError, counted, listing
+from megalite.config.errors import InputError, counted, listing, printable
 from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, sweep, token_dtype
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
@@ -139,11 +139,11 @@ def _progress() -> Progress:
 def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
     for writer in writers:
         counts = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
-        print(f"{listing(writer.files, 'and')}: {counts}")
+        print(printable(f"{listing(writer.files, 'and')}: {counts}"))
         if not writer.documents:
             print("  this split is empty: raise --valid-fraction or give more documents")
     for line in skipped.lines():
-        print(f"skipped {line}")
+        print(printable(f"skipped {line}"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from megalite.config.errors import InputError, counted
+from megalite.config.errors import InputError, counted, printable
 from megalite.config.files import exists
 from megalite.data.claim import claim
 from megalite.entry import exit_code
@@ -127,7 +127,7 @@ def _train(options: argparse.Namespace) -> None:
         write(model)
     print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {counted(len(files), 'file')}")
     for line in skipped.lines():
-        print(f"skipped {line}")
+        print(printable(f"skipped {line}"))
 
 
 def _lines(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _named(data: Mapping[str, Perplexity], tasks: Tasks) -> dict[str, float]:
 
 
 def _warn(text: str) -> None:
-    print(f"{COMMAND}: warning: {text}", file=sys.stderr)
+    print(f"{COMMAND}: warning: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is whole, and what its writer returned."""
+    """A file that is whole, what its writer returned, and the names of tensors in it that are not finite."""
 
     file: File
     note: Note = None
+    poisoned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

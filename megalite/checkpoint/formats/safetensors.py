@@ -16,7 +16,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from megalite.checkpoint.disk import damage_of, opened, read_at, read_whole
-from megalite.checkpoint.index import ITEM_BYTES, Chunk, Index
+from megalite.checkpoint.index import DIMENSIONS, ITEM_BYTES, Chunk, Index
 from megalite.checkpoint.manifest import is_plain
 from megalite.config.bounded import parse
 from megalite.config.errors import InputError, listing
@@ -96,7 +96,7 @@ def listed(path: Path) -> dict[str, set[str]]:
     """The files that the index names, each with its tensors."""
     with damage_of(path, INDEX):
         try:
-            places = parse(read_whole(path, INDEX, INDEX_BYTES, links=True))["weight_map"]
+            places = parse(read_whole(path, INDEX, INDEX_BYTES, links=True), unique=True)["weight_map"]
             found: dict[str, set[str]] = {}
             for name, file in places.items():
                 if not isinstance(file, str) or not is_plain(file):
@@ -120,7 +120,7 @@ def _header(path: Path, name: str) -> tuple[list[Chunk], int]:
             raise ValueError(f"has a header of {length:,} bytes, more than the file or the format has")
         text = bytearray(length)
         read_at(path, name, descriptor, memoryview(text), LENGTH.size)
-    header = parse(bytes(text))
+    header = parse(bytes(text), unique=True)
     if not isinstance(header, dict):
         raise ValueError("has no header of safetensors")
     header.pop("__metadata__", None)
@@ -142,6 +142,8 @@ def _chunk(file: str, start: int, name: str, fields: Any) -> Chunk:
         numbers = [*shape, first, end]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"describes {shortened(name)} in another way than safetensors") from None
+    if len(shape) > DIMENSIONS:
+        raise ValueError(f"has {shortened(name)} of {len(shape):,} dimensions; tensors have at most {DIMENSIONS}")
     if not all(type(number) is int and 0 <= number < 1 << 56 for number in numbers):
         raise ValueError(f"has sizes of {shortened(name)} that no tensor has")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -151,5 +153,5 @@ def _chunk(file: str, start: int, name: str, fields: Any) -> Chunk:
         )
     chunk = Chunk(name, DTYPES[dtype], shape, file, start + first, [0] * len(shape), shape)
     if end - first != math.prod(shape) * ITEM_BYTES[DTYPES[dtype]]:
-        raise ValueError(f"has {end - first} bytes of {shortened(name)} {dtype} {shape}")
+        raise ValueError(f"has {end - first} bytes of {shortened(name)} {dtype} {shortened(shape)}")
     return chunk

@@ -78,6 +78,12 @@ def tensor(dtype: Any = "F32", shape: Any = (2,), ends: Any = (0, 8)) -> dict[st
         (raw({"a": tensor(dtype=["F32"])}), "describes 'a' in another way|known are"),
         (raw({"a": tensor(shape=[3])}), "has 8 bytes of 'a' F32"),
         (raw({"a": tensor(ends=[8, 16])}), "a gap or an overlap before 'a'"),
+        (raw({"a": tensor(shape=[1] * 60_000)}), "has 'a' of 60,000 dimensions; tensors have at most 4$"),
+        (
+            raw(b'{"a": {"dtype": "F32", "shape": [7], "shape": [2], "data_offsets": [0, 8]}}'),
+            "has the key shape twice",
+        ),
+        (raw(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": 7}'), "has the key a twice"),
         (raw({"a": tensor(), "b": tensor()}), "a gap or an overlap before"),
         (raw({"a" * 2000: tensor()}), "names have at most 1000"),
     ],

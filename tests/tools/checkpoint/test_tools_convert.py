@@ -56,6 +56,16 @@ def test_a_check_finds_what_differs(
     assert "38 of 39 tensors are the same to the bit; not " in capsys.readouterr().out
 
 
+def test_weights_that_are_not_finite_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = CASES["phi3"].make()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    model.save_pretrained(tmp_path / "hf")
+    assert main(["--from", f"{tmp_path}/hf", "--to", f"hf:{tmp_path}/out", "--json", f"{tmp_path}/told.json"]) == 0
+    assert f"warning: {tmp_path}/hf: NaN or infinity is in model.head.norm.weight; " in capsys.readouterr().err
+    assert json.loads((tmp_path / "told.json").read_text())["not_finite"] == ["model.head.norm.weight"]
+
+
 def test_states_of_the_optimizer_are_taken_along_and_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

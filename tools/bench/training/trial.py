@@ -32,6 +32,7 @@ from megalite.dist.start import start, start_alone
 from megalite.plan.size import flops_per_token
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
+from megalite.train.secrecy import command_without_secrets
 from megalite.train.step import train_step
 from megalite_tools.bench.training.cases import OURS, Case, Target
 from megalite_tools.bench.training.kernel_kinds import Kernel, of_trace, summary
@@ -58,7 +59,7 @@ def measure(case: Case, target: Target, rank_info: RankInfo | None, note: Note, 
         "status": CRASH,
         "settings": settings(config, case.selective),
         "versions": versions(),
-        "argv": sys.orig_argv,
+        "argv": command_without_secrets(sys.orig_argv),
     }
 
     def stage(name: str, **known: Any) -> None:

@@ -1,8 +1,10 @@
 """The families that are known, and which one a folder or a model belongs to. Imports no torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from megalite.checkpoint.maps.family import Family, Fields
+from megalite.checkpoint.maps.family import Family
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.llama import LLAMA
 from megalite.checkpoint.maps.mistral import MISTRAL
 from megalite.checkpoint.maps.models import checked, lost
@@ -69,6 +71,9 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
 def _lost(family: Family, model: Model) -> list[str]:
     """The keys of `model`, with their values, that are not the same after a way through the family's config.json."""
     try:
-        return lost(model, family.model(Fields(CONFIG, family.config(model, "float32"))))
+        again = family.model(Fields(CONFIG, family.config(model, "float32")))
     except InputError as error:
         return [str(error)]
+    if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+        again = replace(again, sequence_length=model.sequence_length)  # the file tells original_length in its place
+    return lost(model, again)

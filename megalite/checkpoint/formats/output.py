@@ -43,6 +43,7 @@ class Written:
 
     file: File
     note: Note = None
+    earlier: bool = False  # by an attempt before this one
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ class Family:
     def model(self, fields: Fields) -> Model:
         """The model that a config.json means. Raises InputError for what megalite's layers do not have."""
         fields = Fields(fields.file, {**self.defaults, **fields.values})
+        if fields.get("hidden_act") == "swish":  # another name of it
+            fields.values = {**fields.values, "hidden_act": "silu"}
         for key, (value, why) in NEUTRAL.items():
             fields.refuse(key, value, why)
         heads = fields.whole("num_attention_heads")

@@ -237,6 +237,37 @@ def test_what_the_model_lacks_is_refused_by_name(change: dict[str, Any], told: s
     assert str(tmp_path / "config.json") in str(raised.value)
 
 
+def test_what_families_lack_is_what_transformers_says_of_them() -> None:
+    configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    assert LACKING.keys() <= set(configs.keys())
+    for name, lacks in LACKING.items():
+        outer = configs[name]()
+        config = getattr(outer, "text_config", outer)
+        numbers = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = any(hasattr(config, key) for key in numbers)
+        assert (experts, hasattr(outer, "vision_config")) == ("experts" in lacks, "images" in lacks), name
+        told = {
+            getattr(config, key, None)
+            for key in ("hidden_act", "hidden_activation", "activation", "activation_function")
+        }
+        if name not in ("bloom", "mpt"):  # these do not tell it
+            assert any(str(each).startswith("gelu") for each in told) == ("GELU" in lacks), name
+            assert ("relu2" in told) == ("squared ReLU" in lacks), name
+
+
+@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3", "deepseek_v2"])
+def test_a_folder_of_a_family_that_lacks_something_is_refused_with_it(name: str, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"model_type = '{name}': needs {LACKING[name]}, which megalite's layers lack"):
+        read_config(tmp_path)
+
+
+def test_swish_is_silu(tmp_path: Path) -> None:
+    for name in ("swish", "silu"):
+        Case("Llama", {"hidden_act": name}).save(tmp_path / name)
+    assert read_config(tmp_path / "swish") == read_config(tmp_path / "silu")
+
+
 def test_no_family_is_both_known_and_lacking() -> None:
     assert not FAMILIES.keys() & LACKING.keys()
 

@@ -91,6 +91,9 @@ CASES = {
     "phi3, short": Case(
         "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75, "factor": 3.0}, ORIGINAL: 25}
     ),
+    "phi3, shorter than the original": Case(
+        "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75}, ORIGINAL: 64}
+    ),
     "phi3, given attention factor": Case(
         "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75, "attention_factor": 1.5}, ORIGINAL: 8}
     ),

@@ -25,7 +25,7 @@ def _fields(model: Model) -> dict[str, Any]:
     # transformers 4 takes these three keys and no other, and the factor from the lengths outside.
     section = {"type": section.pop("rope_type"), **section}
     original = section.pop(ORIGINAL)
-    if section["factor"] == model.sequence_length / original:
+    if section["factor"] == max(model.sequence_length / original, 1.0):
         del section["factor"]
     return {**found, "rope_scaling": section, ORIGINAL: original}
 

@@ -66,7 +66,7 @@ def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScali
             raise fields.wrong(ORIGINAL, "must be a whole number of at least 1", original)
         found["original_length"] = int(original)
         if kind == "longrope":
-            told.setdefault("factor", length / original)
+            told.setdefault("factor", max(length / original, 1.0))  # less sharpens attention no further
     return RopeScaling(**found, factor=fields.number("factor", within=told))
 
 

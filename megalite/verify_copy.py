@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from math import lcm
 from typing import Any
 
-from megalite.config.schema import SCHEDULES, Base, Batch, Config, Curriculum, Model, Parallel, Rampup
+from megalite.config.schema import SCHEDULES, Base, Batch, Config, Curriculum, Model, Parallel, Rampup, RopeScaling
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
 from megalite.plan.pipeline import tables_of
@@ -95,9 +95,12 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     width, own = 8 * heads, model.heads * model.head_size
     # Heads together are as wide as the model, wider or narrower, as they are at full size.
     head_width = None if model.head_width is None else 8 if own == model.width else 12 if own > model.width else 6
+    rotary_width = _shrink_rotary(model, head_width or 8)
     return replace(
         model,
         attention=attention,
+        rotary_width=rotary_width,
+        rope_scaling=_shrink_scaling(model, rotary_width or head_width or 8, length),
         base=_shrink_base(model, width, head_width or 8, layers),
         layers=layers,
         width=width,
@@ -108,6 +111,28 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         vocab_size=_side(model.vocab_size, model.width, width, tp, 48),
         sequence_length=length,
     )
+
+
+def _shrink_rotary(model: Model, head_size: int) -> int | None:
+    """About the same share of a head: four features or more, since one pair would turn alike in all scalings."""
+    if model.rotary_width is None:
+        return None
+    pairs = round(model.rotary_width * head_size / model.head_size / 2)
+    return 2 * max(2, min(pairs, head_size // 2 - 1))
+
+
+def _shrink_scaling(model: Model, rotary_size: int, length: int) -> RopeScaling | None:
+    """The same scaling, whose original length is to the copy's sequences what it is to those at full size."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.kind not in ("longrope", "dynamic"):
+        return scaling
+    share = scaling.original_length / model.sequence_length
+    small = replace(scaling, original_length=min(round(share * length), length - 1) if share < 1 else length)
+    small.original_length = max(2, small.original_length)
+    for name in ("short_factors", "long_factors"):
+        if factors := getattr(scaling, name):
+            setattr(small, name, [factors[2 * pair * len(factors) // rotary_size] for pair in range(rotary_size // 2)])
+    return small
 
 
 def _side(size: int, full_width: int, width: int, tp: int, share: int) -> int:

@@ -29,7 +29,15 @@ ROPE3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 500.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.5, 7.0],
+}
+ORIGINAL = "original_max_position_embeddings"
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
@@ -78,4 +86,21 @@ CASES = {
     "llama, linear": Case("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
     "phi3": Case("Phi3"),
     "phi3, window, tied": Case("Phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3, part of a head": Case("Phi3", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.75}}),
+    "phi3, long": Case("Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75}, ORIGINAL: 16}),
+    "phi3, short": Case(
+        "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75, "factor": 3.0}, ORIGINAL: 25}
+    ),
+    "phi3, shorter than the original": Case(
+        "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75}, ORIGINAL: 64}
+    ),
+    "phi3, given attention factor": Case(
+        "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75, "attention_factor": 1.5}, ORIGINAL: 8}
+    ),
+    "llama, long": Case(
+        "Llama",
+        {"rope_parameters": LONG | {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], ORIGINAL: 16}},
+    ),
+    "llama, dynamic": Case("Llama", {"rope_parameters": DYNAMIC}),
+    "qwen2, dynamic, stretched": Case("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
 }

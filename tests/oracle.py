@@ -22,6 +22,10 @@ SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_facto
 OLMO2 = replace(LLAMA, norm="post", qk_norm=True, qk_norm_width="all")
 # One pair left alone, one interpolated, two stretched.
 YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
+# Four pairs of features of a head; sequences of the tests are longer than a single token.
+LONG = RopeScaling(
+    "longrope", 8.0, original_length=1, attention_factor=1.2, short_factors=[1.0] * 4, long_factors=[1.0, 1.5, 3.0, 9.0]
+)
 MODELS = {
     "llama": ("Llama", LLAMA),
     "llama_grouped_queries": ("Llama", replace(LLAMA, kv_heads=2)),
@@ -31,6 +35,16 @@ MODELS = {
     "llama_rope_scaling": ("Llama", replace(LLAMA, rope_scaling=SCALING)),
     "llama_linear": ("Llama", replace(LLAMA, rope_scaling=RopeScaling("linear", factor=3.0))),
     "llama_yarn": ("Llama", replace(LLAMA, rope_scaling=YARN)),
+    "llama_longrope": ("Llama", replace(LLAMA, rope_scaling=LONG)),
+    # With sequences on both sides of the original length: transformers goes over while a text grows, and we do not.
+    "llama_longrope_stretched": (
+        "Llama",
+        replace(LLAMA, rope_scaling=replace(LONG, original_length=12, attention_factor=None)),
+    ),
+    "llama_dynamic_stretched": (
+        "Llama",
+        replace(LLAMA, rope_scaling=RopeScaling("dynamic", factor=3.0, original_length=10)),
+    ),
     "qwen2_yarn_attention_factor": (
         "Qwen2",
         replace(LLAMA, qkv_bias=True, rope_scaling=replace(YARN, attention_factor=1.5)),
@@ -68,8 +82,18 @@ class Float64Everywhere(TorchFunctionMode):
     """Turns every mention of float32 into float64.
 
     transformers computes norms, rotary angles, softmax and loss in float32 whatever the model's data type.
-    In bfloat16 that is an upcast; in float64 it rounds, which would hide differences below 1e-7.
+    In bfloat16 that is an upcast; in float64 it rounds, which would hide differences below 1e-7. Quotients of whole
+    numbers, as of lengths, have the default data type.
     """
+
+    def __enter__(self) -> "Float64Everywhere":
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(torch.float32)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:

@@ -28,6 +28,7 @@ from megalite.config.schema import (
     Optim,
     Parallel,
     Pipeline,
+    RopeScaling,
     Train,
 )
 from megalite.config.validate import validate
@@ -196,3 +197,22 @@ def test_three_stages_on_a_rank(ranks: Ranks) -> None:
     )
     assert validate(config, 4) == []
     assert [difference for difference in ranks.run(compare, config, 3, 1e-10)[0] if not difference.passed] == []
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("longrope", original_length=7, short_factors=[1.0] * 3, long_factors=[1.0, 3.0, 9.0]),
+        RopeScaling("dynamic", original_length=7),
+    ],
+    ids=lambda scaling: scaling.kind,
+)
+def test_angles_that_depend_on_the_length_of_whole_sequences(scaling: RopeScaling, ranks: Ranks) -> None:
+    """A rank has shorter parts of them. Only a part of every head turns."""
+    row = cases()[0][1] | {"documents": "packed", "qk_norm": "head"}
+    config = configuration(Layout(cp=2, tp=2), row)
+    model = replace(config.model, head_width=8, rotary_width=6, rope_scaling=scaling)
+    assert 7 < model.sequence_length <= 28
+    config = replace(config, model=model)
+    assert validate(config, 4) == []
+    assert [difference for difference in ranks.run(compare, config, 2, 1e-10)[0] if not difference.passed] == []

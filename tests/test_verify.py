@@ -34,6 +34,7 @@ from megalite.config.schema import (
     Parallel,
     Pipeline,
     Rampup,
+    RopeScaling,
     Train,
 )
 from megalite.config.validate import check, validate
@@ -392,6 +393,25 @@ def orders(model: Model) -> list[tuple[bool, bool]]:
 
 def micro_batches(config: Config) -> int:
     return config.batch.global_ // (config.batch.micro * config.parallel.layout.dp)
+
+
+@pytest.mark.parametrize("length", [4096, 131_072])
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_shrunken_copy_has_sequences_as_long_beside_the_original_length(kind: str, length: int) -> None:
+    model = configured(Path("configs/model/llama2_7b.yaml"), {}, []).model
+    factors = {
+        name: [1.0 + i for i in range(48)] if kind == "longrope" else None for name in ("short_factors", "long_factors")
+    }
+    scaling = RopeScaling(kind, original_length=4096, **factors)
+    model = replace(model, sequence_length=length, rotary_width=96, rope_scaling=scaling)
+    whole = replace(configuration(), model=model)
+    small = shrink(whole)
+    assert validate(small, whole.parallel.layout.world_size) == []
+    assert small.model.rope_scaling is not None
+    assert small.model.rotary_width == 6
+    assert (small.model.sequence_length > small.model.rope_scaling.original_length) == (length > 4096)
+    if kind == "longrope":
+        assert small.model.rope_scaling.long_factors == [1, 17, 33]
 
 
 @pytest.mark.parametrize("key", ["full_every", "nope_every"])

@@ -50,8 +50,8 @@ def convert(
     """Write the folder `target` as `plan` says, its tensors from `found`. Returns its large files.
 
     request: what decides the content; unfinished work for another request is thrown away. advanced: called with the
-    bytes that are written, from any thread. Raises InputError if there is something at `target`, or if another
-    process writes it, and DamagedError if `found` cannot be read.
+    bytes that are written, first with those that an earlier attempt wrote, then from any thread. Raises InputError if
+    there is something at `target`, or if another process writes it, and DamagedError if `found` cannot be read.
     """
     if look(target, follow=False) is not None:
         raise InputError(f"{target}: is there already, and is not overwritten; move it away or give another path")
@@ -62,12 +62,8 @@ def convert(
         written = _resumed(hidden, {**request, **_identity(found)})
         reader, stop, resumable = reader_of(found), threading.Event(), found.training is not None
         check_hashes(found.path, dict(found.hashes))
-        todo = []
-        for output in plan.outputs:
-            if output.name in written:
-                advanced(output.bytes)
-            else:
-                todo.append(output)
+        todo = [output for output in plan.outputs if output.name not in written]
+        advanced(sum(output.bytes for output in plan.outputs if output.name in written))
         with ThreadPoolExecutor(workers, "convert") as pool, ThreadPoolExecutor(workers, "flush") as beside:
             try:
                 futures = {
@@ -161,7 +157,7 @@ def _noted(hidden: Path, line: bytes) -> tuple[str, Written] | None:
         entry["poisoned"] = [*map(str, entry["poisoned"])]
     except (ValueError, KeyError, TypeError):
         return None
-    return entry["name"], Written(file, entry["note"], tuple(entry["poisoned"]))
+    return entry["name"], Written(file, entry["note"], tuple(entry["poisoned"]), earlier=True)
 
 
 def _line(name: str, written: Written) -> str:

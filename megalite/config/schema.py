@@ -23,20 +23,24 @@ class Run:
 class RopeScaling:
     """Stretching of RoPE's wavelengths; `megalite.model.positions.frequencies` has the formulas."""
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int = 8192  # context length before stretching, in tokens
     beta_fast: float = 32.0  # rotations within the original context
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # of cosines and sines; null: 1 + ln(factor) / 10
+    attention_factor: float | None = None  # of cosines and sines; null: it follows from factor
+    short_factors: list[float] | None = None  # of the wavelength of every pair, in sequences up to original_length
+    long_factors: list[float] | None = None  # and in longer ones
 
 
 SCALING_KEYS = {  # kind -> the keys of RopeScaling that it uses, beside kind and factor
     "llama3": ("low_frequency_factor", "high_frequency_factor", "original_length"),
     "linear": (),
     "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("original_length", "attention_factor", "short_factors", "long_factors"),
+    "dynamic": ("original_length",),
 }
 
 
@@ -71,6 +75,7 @@ class Model:
     sequence_length: int = 256  # tokens per training sample
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_width: int | None = None  # features of every head that its position turns; null: all
     norm: Literal["pre", "post"] = "pre"  # of what attention and MLP take; post: of what they return, as in OLMo 2
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
@@ -88,6 +93,11 @@ class Model:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.head_width or self.width // self.heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of one attention head that its position turns."""
+        return self.rotary_width or self.head_size
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Cache:
     ) -> None:
         """Raises InputError if there is no memory for it."""
         shape = slots, heads, capacity, width
+        self.capacity, self.lengths = capacity, [0] * slots  # of every sequence in the end, as `Engine.prompts` is told
         try:  # zeros, since what is hidden is multiplied by 0 still
             self.layers = {
                 layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
@@ -55,6 +56,7 @@ class Cache:
 
     def copy(self, source: int, target: int) -> None:
         """Let the sequence in slot `source` be in slot `target` too."""
+        self.lengths[target] = self.lengths[source]
         for keys, values in self.layers.values():
             keys[target].copy_(keys[source])
             values[target].copy_(values[source])

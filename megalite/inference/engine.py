@@ -5,6 +5,7 @@ r  rows of it whose logits are wanted                   v  vocabulary
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from megalite.config.schema import Config, Model, Parallel
 from megalite.dist.collectives import reduce_scatter, start_gather
 from megalite.dist.mesh import Mesh
 from megalite.inference.cache import Cache, Next, Prompts
-from megalite.inference.flat import Stem, attention_of, flat, scored_rows
+from megalite.inference.flat import Stem, attention_of, flat, longest, scored_rows
 from megalite.model.decoder import Decoder
-from megalite.model.positions import TokenPositions, angles
+from megalite.model.positions import TokenPositions, angles, least_alike
 from megalite.plan.split import layers_of, split_of
 
 LOGITS = 1 << 26  # of a rank at a time, where those of all tokens are wanted
@@ -59,16 +60,21 @@ class Engine:
         cache: Cache | None = None,
         slots: Sequence[int] = (),
         wanted: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor | None:
         """Logits `[r, v/t]` of one pass of whole texts, from their beginnings, on the last stage.
 
         cache, slots: where every text goes, if it will be continued. wanted: rows of the texts laid end to end; None:
-        all.
+        all. lengths: how many tokens of every text will be read in the end, on which the angles of some models depend;
+        None: as many as fit into the cache, or as there are.
         """
         rows = None
         if cache is not None:
             rows = self._there([slot for slot, text in zip(slots, texts, strict=True) for _ in text])
-        tokens, positions = self._whole_texts([Stem(text) for text in texts], cache, rows)
+            lengths = lengths or [cache.capacity] * len(texts)
+            for slot, length in zip(slots, lengths, strict=True):
+                cache.lengths[slot] = length
+        tokens, positions = self._whole_texts([Stem(text) for text in texts], cache, rows, lengths)
         x = self._activations(tokens, positions)
         if x is None:
             return None
@@ -79,9 +85,10 @@ class Engine:
         device = self.mesh.device
         index = self._there(at)
         padded = self._padded(tokens)
-        places = self._places(index, len(padded))
+        cos, sin, rows = self._angles_of([range(place, place + 1) for place in at], cache.lengths[: len(at)])
+        places = self._places(index if rows is None else rows, len(padded))
         slots = torch.arange(len(at), device=device)
-        positions = Next(*self._angles_up_to(max(at) + 1), {}, places, cache, tuple(at), index, slots)
+        positions = Next(cos, sin, {}, places, cache, tuple(at), index, slots)
         x = self._activations(padded, positions)
         return None if x is None else self.decoder.answer(x)[: len(at), 0]
 
@@ -125,14 +132,39 @@ class Engine:
         return found
 
     def _angles_up_to(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables of angles for texts of `length` tokens."""
+        """Tables of angles for texts of `length` tokens, as they are in short texts."""
         if length > len(self._angles[0]):
             self._angles = self._table(2 * length)
         return self._angles
 
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(min(length, self.model.sequence_length), device=self.mesh.device)
-        return angles(self.model, positions, self.dtype)
+        return angles(self.model, positions, self.dtype, 0)
+
+    def alike(self, stem: Stem) -> list[Stem]:
+        """The stem, divided where the lengths of its texts give their beginning different angles."""
+        lengths = {len(stem.tokens) + len(branch) - 1 for branch in stem.branches}
+        if len({least_alike(self.model.rope_scaling, length) for length in lengths}) <= 1:
+            return [stem]
+        return [Stem(stem.tokens, [branch]) for branch in stem.branches]
+
+    def _angles_of(self, runs: Sequence[range], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tables of angles, and the row there of every position of `runs`; None: that of its number.
+
+        lengths: of the texts that these are positions of.
+        """
+        found = [least_alike(self.model.rope_scaling, length) for length in lengths]
+        if not any(found):
+            return *self._angles_up_to(max(run.stop for run in runs)), None
+        order = sorted(range(len(runs)), key=found.__getitem__)  # those that are alike are neighbours
+        tables = []
+        for length, numbers in groupby(order, found.__getitem__):
+            places = self._there([place for number in numbers for place in runs[number]])
+            tables.append(angles(self.model, places, self.dtype, length))
+        starts = dict(zip(order, accumulate((len(runs[number]) for number in order), initial=0), strict=False))
+        rows = [starts[number] + offset for number, run in enumerate(runs) for offset in range(len(run))]
+        cos, sin = map(torch.cat, zip(*tables, strict=True))
+        return cos, sin, self._there(rows)
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
         padded = [*tokens, *[0] * (-len(tokens) % self.mesh.layout.tp)]
@@ -148,16 +180,21 @@ class Engine:
         return torch.nn.functional.pad(at, (0, length - len(at)))[:, None]
 
     def _whole_texts(
-        self, stems: Sequence[Stem], cache: Cache | None = None, slots: Tensor | None = None
+        self,
+        stems: Sequence[Stem],
+        cache: Cache | None = None,
+        slots: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, TokenPositions]:
-        """Tokens and positions of one pass of whole texts."""
+        """Tokens and positions of one pass of whole texts. lengths: of the texts; None: those that they have."""
         texts = flat(stems)
         device = self.mesh.device
         tokens = self._padded([token for text in texts for token in text.tokens])
         at = self._there([place for text in texts for place in range(text.at, text.end)])
         attends = {kind: attention_of(texts, len(tokens), kind, device) for kind in self.kinds}
-        places, angles = self._places(at, len(tokens)), self._angles_up_to(max(text.end for text in texts))
-        return tokens, Prompts(*angles, attends, places, cache, slots, at)
+        cos, sin, rows = self._angles_of([range(text.at, text.end) for text in texts], lengths or longest(texts))
+        places = self._places(at if rows is None else rows, len(tokens))
+        return tokens, Prompts(cos, sin, attends, places, cache, slots, at)
 
     def _activations(self, x: Tensor, positions: TokenPositions) -> Tensor | None:
         """What the last layer of all makes of tokens `[s, 1]`: `[s/t, 1, d]`, on the last stage."""

@@ -60,6 +60,15 @@ def flat(stems: Sequence[Stem]) -> list[Flat]:
     return found
 
 
+def longest(runs: Sequence[Flat]) -> list[int]:
+    """Of every run, the tokens of the longest text that has the same beginning."""
+    ends: dict[int, int] = {}
+    for run in runs:
+        beginning = (run.stem or run).row
+        ends[beginning] = max(ends.get(beginning, 0), run.end)
+    return [ends[(run.stem or run).row] for run in runs]
+
+
 def scored_rows(stems: Sequence[Stem]) -> tuple[list[int], list[int]]:
     """The rows that predict the tokens of all branches, in their order, and these tokens."""
     rows: list[int] = []

@@ -142,12 +142,13 @@ def _next_pass(waiting: list[Request], free: int) -> list[Request]:
 def _read(engine: Engine, cache: Cache, new: Sequence[Request], first: int) -> Tensor | None:
     """Put prompts into the slots from `first` on; the logits of their last tokens. Of equal ones, one is read."""
     slots = range(first, first + len(new))
-    read = {tuple(request.tokens): slot for request, slot in reversed(list(zip(new, slots, strict=True)))}
-    ends = dict(zip(read, accumulate(map(len, read)), strict=True))
-    wanted = [ends[tuple(request.tokens)] - 1 for request in new]
-    logits = engine.prompts(list(read), cache, list(read.values()), wanted)
-    for request, slot in zip(new, slots, strict=True):
-        if (source := read[tuple(request.tokens)]) != slot:
+    texts = [(tuple(request.tokens), len(request.tokens) + request.most - 1) for request in new]
+    read = dict(reversed(list(zip(texts, slots, strict=True))))
+    ends = dict(zip(read, accumulate(len(tokens) for tokens, _ in read), strict=True))
+    prompts, lengths = map(list, zip(*read, strict=True))
+    logits = engine.prompts(prompts, cache, list(read.values()), [ends[text] - 1 for text in texts], lengths)
+    for text, slot in zip(texts, slots, strict=True):
+        if (source := read[text]) != slot:
             cache.copy(source, slot)
     return logits
 

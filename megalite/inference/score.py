@@ -24,7 +24,8 @@ def score(engine: Engine, stems: Sequence[Stem]) -> list[list[Score]]:
     """The scores of all branches of every stem, on all ranks. Collective. Raises InputError if one is not finite."""
     if not stems:
         return []
-    found = engine.scores(list(_passes(stems))).cpu()
+    parts = [part for stem in stems for part in engine.alike(stem)]
+    found = engine.scores(list(_passes(parts))).cpu()
     if not found.isfinite().all():
         raise InputError("the model's logits are not finite: its weights are too large to score text with")
     sizes = [len(branch) for stem in stems for branch in stem.branches]

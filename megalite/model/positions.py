@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megalite.config.layers import AttentionKind, layer_kinds
 from megalite.config.schema import Model, RopeScaling
@@ -26,7 +27,7 @@ class TokenPositions:
         """For sequences of one document each, of which this rank holds the first `length` tokens."""
         kinds = {kind.attention for kind in layer_kinds(model)}
         attends = {kind: attention("ring", None, length, device, kind=kind) for kind in kinds}
-        return TokenPositions(*angles(model, torch.arange(length, device=device), dtype), attends)
+        return TokenPositions(*angles(model, torch.arange(length, device=device), dtype, length), attends)
 
     def attend(self, layer: int, kind: AttentionKind) -> Attention:
         """The attention of layer number `layer`, which is of this kind."""
@@ -39,30 +40,51 @@ class TokenPositions:
         return self.cos[self.positions, 0], self.sin[self.positions, 0]
 
 
-def frequencies(model: Model, device: torch.device | None = None) -> Tensor:
-    """Radians per position of every pair of features, `[e/2]` in float64.
+def frequencies(model: Model, length: int, device: torch.device | None = None) -> Tensor:
+    """Radians per position of every pair of features, `[e/2]` in float64, in a sequence of `length` tokens.
+
+    With `rotary_width` the last pairs have 0: they do not turn.
 
     Scaling divides frequencies by its factor: kind linear all of them (arXiv 2306.15595), llama3 (arXiv 2407.21783,
     §3.4.1) and yarn (arXiv 2309.00071, §3.2) low ones fully and high ones not at all. Between the two, llama3
-    interpolates by rotations within the original context, and yarn by the number of the pair.
+    interpolates by rotations within the original context, and yarn by the number of the pair. longrope divides every
+    pair's by a number of its own (arXiv 2402.13753), and dynamic raises the base, so that the slowest pair alone is
+    divided fully (NTK-aware scaling); with these two they depend on `length`, as in transformers.
     """
-    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
+    size, scaling = model.rotary_size, model.rope_scaling
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
     plain = model.rope_theta**-exponents
-    scaling = model.rope_scaling
-    if scaling is None:
-        return plain
+    if scaling is not None:
+        plain = _scaled(plain, exponents, scaling, model, length)
+    return F.pad(plain, (0, (model.head_size - size) // 2))
+
+
+def _scaled(plain: Tensor, exponents: Tensor, scaling: RopeScaling, model: Model, length: int) -> Tensor:
     match scaling.kind:
         case "linear":
             return plain / scaling.factor
+        case "longrope":
+            factors = scaling.long_factors if length > scaling.original_length else scaling.short_factors
+            return plain / plain.new_tensor(factors)
+        case "dynamic":
+            beyond = max(length / scaling.original_length - 1, 0)
+            return plain * (1 + scaling.factor * beyond) ** -(exponents * model.rotary_size / (model.rotary_size - 2))
         case "llama3":
             turns = scaling.original_length * plain / (2 * math.pi)  # rotations within the original context
             low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
             keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by the factor, 1: unchanged
         case "yarn":
             first, last = _yarn_pairs(scaling, model)
-            pairs = torch.arange(len(plain), dtype=torch.float64, device=device)
+            pairs = torch.arange(len(plain), dtype=torch.float64, device=plain.device)
             keep = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
     return plain * (keep + (1 - keep) / scaling.factor)
+
+
+def least_alike(scaling: RopeScaling | None, length: int) -> int:
+    """The length of the shortest sequences that have the same frequencies as those of `length` tokens."""
+    if scaling is None or scaling.kind not in ("longrope", "dynamic") or length <= scaling.original_length:
+        return 0
+    return scaling.original_length + 1 if scaling.kind == "longrope" else length
 
 
 def _yarn_pairs(scaling: RopeScaling, model: Model) -> tuple[float, float]:
@@ -71,26 +93,34 @@ def _yarn_pairs(scaling: RopeScaling, model: Model) -> tuple[float, float]:
     def pair(rotations: float) -> float:
         """The pair, of a head of any width, that rotates so often within the original context."""
         wavelength = scaling.original_length / (2 * math.pi * rotations)
-        return model.head_size * math.log(wavelength) / (2 * math.log(model.rope_theta))
+        return model.rotary_size * math.log(wavelength) / (2 * math.log(model.rope_theta))
 
     first = max(math.floor(pair(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair(scaling.beta_slow)), model.head_size - 1)
+    last = min(math.ceil(pair(scaling.beta_slow)), model.rotary_size - 1)
     return first, last if last != first else last + 0.001  # as transformers avoids a division by 0
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by, which sharpens attention to more tokens (YaRN, §3.4)."""
-    if scaling is None or scaling.kind != "yarn":
+    """What cosines and sines are multiplied by, which sharpens attention to more tokens (YaRN, §3.4; LongRoPE)."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
-    return 1 + math.log(scaling.factor) / 10 if scaling.attention_factor is None else scaling.attention_factor
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.kind == "yarn":
+        return 1 + math.log(scaling.factor) / 10
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
 
 
-def angles(model: Model, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(model: Model, positions: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine `[p, 1, 1, e/2]` of the angles at `positions` `[p]`, in float32 or the wider `dtype`.
 
-    Both are multiplied by the attention factor of RoPE scaling.
+    length: tokens of the sequences that these are positions of, on all ranks together. Of pairs that turn, both are
+    multiplied by the attention factor of RoPE scaling.
     """
-    turns = positions[:, None, None, None] * frequencies(model, positions.device)
+    turns = positions[:, None, None, None] * frequencies(model, length, positions.device)
     wide, factor = torch.promote_types(dtype, torch.float32), attention_factor(model.rope_scaling)
     cos, sin = turns.cos(), turns.sin()
-    return (cos if factor == 1 else cos * factor).to(wide), (sin if factor == 1 else sin * factor).to(wide)
+    if factor != 1:
+        cos[..., : model.rotary_size // 2] *= factor
+        sin *= factor
+    return cos.to(wide), sin.to(wide)

@@ -154,7 +154,8 @@ def test_it_goes_on_where_it_was_stopped(
         (hidden / engine.JOURNAL).write_bytes(b"")
     (hidden / "stray").write_text("of something else")
     written[:] = [""] * 4  # no more crashes
-    convert(found, plan, out, {"a": 2 if changed == "request" else 1})
+    told: list[int] = []
+    done = convert(found, plan, out, {"a": 2 if changed == "request" else 1}, 1, told.append)
     kept = set(first) - set(written)
     expected = {
         "nothing": set(first),
@@ -165,7 +166,9 @@ def test_it_goes_on_where_it_was_stopped(
         "the journal": set(first[:2]),
         "all of the journal": set(),
     }
-    assert kept == expected[changed]
+    assert kept == expected[changed] == {name for name, each in done.items() if each.earlier}
+    assert told[0] == sum(output.bytes for output in plan.outputs if output.name in kept)
+    assert sum(told) == sum(output.bytes for output in plan.outputs)
     assert same_files(out, tmp_path / "hf")
     assert not hidden.exists()
 

@@ -102,12 +102,41 @@ def test_the_defaults_are_valid() -> None:
         (
             ["model.rope_scaling.kind=linear", "model.rope_scaling.original_length=4096"],
             "model.rope_scaling.original_length = 4096: has no meaning with model.rope_scaling.kind = linear; "
-            "leave it out, or use kind llama3 or yarn",
+            "leave it out, or use kind llama3, yarn, longrope or dynamic",
         ),
         (
             ["model.rope_scaling.attention_factor=1"],
             "model.rope_scaling.attention_factor = 1.0: has no meaning with model.rope_scaling.kind = llama3; "
-            "leave it out, or use kind yarn",
+            "leave it out, or use kind yarn or longrope",
+        ),
+        (
+            ["model.rope_scaling.kind=longrope", "model.rope_scaling.short_factors=[1,1]"],
+            "model.rope_scaling.short_factors: has 2 numbers; must be a list of 16 numbers with "
+            "model.rope_scaling.kind = longrope, one for each pair that turns",
+        ),
+        (
+            ["model.rope_scaling.kind=longrope", "model.rotary_width=2", "model.rope_scaling.long_factors=[0]"],
+            "model.rope_scaling.long_factors = [0.0]: must be numbers from 0.001 to 1,000,000",
+        ),
+        (
+            ["model.rope_scaling={kind: longrope, original_length: 1}"],
+            "model.rope_scaling.original_length = 1: must be at least 2 without model.rope_scaling.attention_factor, "
+            "which is found by its logarithm",
+        ),
+        (
+            ["model.rope_scaling.kind=dynamic", "model.rotary_width=2"],
+            'model.rope_scaling.kind = "dynamic": has no meaning where a single pair of features turns, the fastest, '
+            "which it never stretches; use linear",
+        ),
+        (
+            ["model.rotary_width=32"],
+            "model.rotary_width = 32: must be less than the width of a head, 32; use null, which turns all of a head",
+        ),
+        (["model.rotary_width=7"], "model.rotary_width = 7: must be even, since RoPE turns pairs; use 6 or 8"),
+        (
+            ["model.rotary_width=0"],
+            "model.rotary_width = 0: must be at least 2: the features of a pair turn together; "
+            "model.attention.nope_every=1 turns none",
         ),
         (
             ["model.rope_scaling={kind: yarn, low_frequency_factor: 9}"],

@@ -121,12 +121,13 @@ def _config(options: argparse.Namespace) -> Config:
     if llama is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     model = config.model
-    another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling
+    another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling or model.rotary_width
     another = another or model.parametrization != "standard" or multipliers(model) != Multipliers()
     if another or model.attention != Attention():
         raise InputError(
             "model.norm must be pre, model.parametrization standard without multipliers, and model.qk_norm, "
-            "model.qkv_bias, model.rope_scaling and what is in model.attention must be off, as in transformers' Llama"
+            "model.qkv_bias, model.rope_scaling, model.rotary_width and what is in model.attention must be off, "
+            "as in transformers' Llama"
         )
     if config.train.precision != "fp32" or config.optim.clip_norm == 0:
         raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")

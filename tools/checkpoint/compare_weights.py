@@ -21,7 +21,7 @@ from megalite.model.decoder import Decoder
 from megalite.plan.weights import weights
 
 TOKENS = 64  # that logits are computed of
-ROOM = 3  # bytes of memory asked for, per byte of a model in float32
+ROOM = 3  # bytes of memory asked for, per byte of what is held of a model in float32
 
 
 def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced: Callable[[int], None]) -> list[str]:
@@ -50,7 +50,7 @@ def difference_of_logits(source: Weights, made: Weights, given: Sequence[int] | 
 
     given: the tokens; None: random ones. Raises InputError for tokens that the model does not know or cannot see.
     """
-    needed = ROOM * 4 * sum(weight.elements for weight in weights(made.model).values())
+    needed = ROOM * 4 * sum(weight.elements for weight in weights(replace(made.model, layers=1)).values())
     if needed > host_memory():
         return None
     length, vocabulary = min(TOKENS, made.model.sequence_length), made.model.vocab_size
@@ -73,6 +73,10 @@ def difference_of_logits(source: Weights, made: Weights, given: Sequence[int] | 
 
 @torch.inference_mode()
 def _logits(found: Weights, mesh: Mesh, tokens: Tensor) -> Tensor:
-    decoder = Decoder(found.model, mesh.tp, range(found.model.layers)).to_empty(device="cpu")
-    reader_of(found).fill(State({0: decoder}).weights())
-    return decoder(tokens)
+    """Logits `[s, 1, v]` of tokens `[s, 1]`. Of the layers, one is in memory at a time."""
+    x, reader, last = tokens, reader_of(found), found.model.layers - 1
+    for layer in range(last + 1):
+        stage = Decoder(found.model, mesh.tp, range(layer, layer + 1), layer == 0, layer == last)
+        reader.fill(State({layer: stage.to_empty(device="cpu")}).weights())
+        x = stage(x)
+    return x

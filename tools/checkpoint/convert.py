@@ -86,9 +86,11 @@ def _run(options: argparse.Namespace) -> int:
         written = convert(found, plan, target, request, options.workers, advanced)
     seconds = time.monotonic() - began
     size = total_bytes(each.file for each in written.values())
+    now = total_bytes(each.file for each in written.values() if not each.earlier)
     terminal.line(
         f"{found.kind}:{found.path} → {kind}:{target}: {scaled(size, 'B')} in {len(written)} files, "
-        f"{seconds:.1f} s, {scaled(size / max(seconds, 1e-9), 'B')}/s"
+        + (f"{scaled(now, 'B')} of them now, " if now < size else "")
+        + f"{seconds:.1f} s, {scaled(now / max(seconds, 1e-9), 'B')}/s"
     )
     if found.trained and not options.optimizer and kind in WITH_STATES:
         terminal.line("left out: the optimizer's states and the run's progress; --optimizer takes them along")
@@ -100,6 +102,7 @@ def _run(options: argparse.Namespace) -> int:
         "from": f"{found.kind}:{found.path}",
         "to": f"{kind}:{target}",
         "bytes": size,
+        "bytes_now": now,  # size, less what an earlier attempt wrote
         "seconds": seconds,
         "not_finite": poisoned,
         "files": {name: {"bytes": each.file.bytes, "xxh128": each.file.xxh128} for name, each in written.items()},

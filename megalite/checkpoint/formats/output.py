@@ -44,6 +44,7 @@ class Written:
     file: File
     note: Note = None
     poisoned: tuple[str, ...] = ()
+    earlier: bool = False  # by an attempt before this one
 
 
 @dataclass(frozen=True)

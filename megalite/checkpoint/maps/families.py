@@ -1,8 +1,10 @@
 """The families that are known, and which one a folder or a model belongs to. Imports no torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from megalite.checkpoint.maps.family import Family, Fields
+from megalite.checkpoint.maps.family import Family
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.llama import LLAMA
 from megalite.checkpoint.maps.mistral import MISTRAL
 from megalite.checkpoint.maps.models import checked, lost
@@ -21,19 +23,57 @@ FAMILIES = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3)
 }  # the first that fits is taken
 LACKING = {  # families that people may try, and what of theirs megalite's layers do not have
+    "arcee": "squared ReLU without a gate",
+    "bitnet": "squared ReLU, norms inside of attention and feed-forward, and weights of three values",
+    "bloom": "ALiBi, layer norms with biases, and GELU",
+    "cohere": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
+    "cohere2": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
+    "deepseek_v2": "experts and latent attention",
+    "deepseek_v3": "experts and latent attention",
+    "ernie4_5": "RoPE of neighbouring features",
+    "falcon": "parallel attention and feed-forward, layer norms with biases, and GELU",
+    "falcon_h1": "state-space layers",
     "gemma": "GELU, scaled embeddings and norms of 1 + weight",
     "gemma2": "norms after attention and feed-forward, GELU, scaled embeddings, capped logits and norms of 1 + weight",
+    "gemma3": "images, norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
     "gemma3_text": "norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
+    "gemma3n": "images, sound, an embedding for every layer, and GELU",
+    "glm": "RoPE of neighbouring features",
+    "glm4": "norms before and after attention and feed-forward, and RoPE of neighbouring features",
+    "glm4_moe": "experts",
     "gpt2": "learned positions, layer norms with biases, and GELU",
-    "gpt_neox": "partial RoPE, layer norms with biases, and GELU",
-    "mixtral": "experts",
-    "qwen2_moe": "experts",
-    "qwen3_moe": "experts",
-    "olmoe": "experts",
+    "gpt_neox": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "gpt_oss": "experts and attention sinks",
-    "deepseek_v3": "experts and latent attention",
-    "cohere": "parallel attention and feed-forward, and layer norms",
+    "gptj": "parallel attention and feed-forward, layer norms with biases, GELU, and RoPE of neighbouring features",
     "granite": "multipliers of embeddings, residuals and logits",
+    "granitemoe": "experts, and multipliers of embeddings, residuals and logits",
+    "helium": "RoPE of neighbouring features",
+    "jamba": "experts and state-space layers",
+    "llama4": "images, experts, attention in chunks, and queries that are scaled by their positions",
+    "llama4_text": "experts, attention in chunks, and queries that are scaled by their positions",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "ministral3": "queries that are scaled by their positions",
+    "mistral3": "images",
+    "mixtral": "experts",
+    "mpt": "ALiBi, layer norms, and GELU",
+    "nemotron": "squared ReLU without a gate, and layer norms of 1 + weight",
+    "olmo": "layer norms, which have no weights",
+    "olmo3": "RoPE whose scaling differs between layers with windows and without",
+    "olmoe": "experts",
+    "opt": "learned positions, layer norms with biases, and ReLU",
+    "phi": "parallel attention and feed-forward, layer norms with biases, and GELU",
+    "phi4_multimodal": "images, sound and low-rank adapters",
+    "phimoe": "experts, and layer norms with biases",
+    "qwen2_5_vl": "images",
+    "qwen2_moe": "experts",
+    "qwen2_vl": "images",
+    "qwen3_5": "images and linear attention",
+    "qwen3_moe": "experts",
+    "qwen3_next": "experts and linear attention",
+    "qwen3_vl": "images",
+    "stablelm": "layer norms with biases",
+    "starcoder2": "layer norms with biases, biases of all projections, and GELU without a gate",
 }
 
 
@@ -69,6 +109,9 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
 def _lost(family: Family, model: Model) -> list[str]:
     """The keys of `model`, with their values, that are not the same after a way through the family's config.json."""
     try:
-        return lost(model, family.model(Fields(CONFIG, family.config(model, "float32"))))
+        again = family.model(Fields(CONFIG, family.config(model, "float32")))
     except InputError as error:
         return [str(error)]
+    if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+        again = replace(again, sequence_length=model.sequence_length)  # the file tells original_length in its place
+    return lost(model, again)

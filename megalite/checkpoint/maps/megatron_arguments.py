@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.megatron import VOCABULARY_STEP, Split
 from megalite.checkpoint.maps.models import checked, lost
 from megalite.config.errors import InputError, listing

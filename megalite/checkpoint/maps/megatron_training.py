@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
-from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.progress import Progress, Training, impossible
 from megalite.config.convert import to_plain
 from megalite.config.errors import InputError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.models import checked, lost
 from megalite.checkpoint.maps.strips import Strip, Theirs, part, stacked
 from megalite.config.errors import InputError, listing

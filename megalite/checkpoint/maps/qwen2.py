@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.checkpoint.maps.family import Family, Fields, layer_types, listed_types, windows
+from megalite.checkpoint.maps.family import Family, layer_types, listed_types, windows
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.llama import DEFAULTS
 from megalite.config.schema import Attention, Model
 

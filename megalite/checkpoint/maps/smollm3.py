@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.maps.family import Family, Fields
+from megalite.checkpoint.maps.family import Family
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.llama import DEFAULTS
 from megalite.checkpoint.maps.qwen2 import attention, window_fields
 from megalite.config.layers import layer_kinds

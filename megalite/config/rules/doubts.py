@@ -80,7 +80,8 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
         why, fix = f"with model.layers = {layers}: every layer has rotary positions", "use at most that, or null"
         found["model.attention.nope_every"] = (attention.nope_every > layers, why, fix)
         why = "with model.attention.nope_every = 1: no layer has rotary positions"
-        found["model.rope_theta"] = (attention.nope_every == 1, why, "use a larger nope_every, or null")
+        for key in ("model.rope_theta", "model.rotary_width"):
+            found[key] = (attention.nope_every == 1, why, "use a larger nope_every, or null")
     kind = config.model.parametrization
     if config.model.base is not None and kind != "completep":
         scaled = () if kind == "standard" else ("width", "head_width")

@@ -20,6 +20,14 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.head_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.head_width
         )
+    if model.rotary_width is not None and model.heads >= 1 and model.rotary_width >= model.head_size:
+        rule, fix = f"must be less than the width of a head, {model.head_size}", "use null, which turns all of a head"
+        yield Problem("model.rotary_width", rule, fix, model.rotary_width)
+    elif model.rotary_width is not None and model.rotary_width % 2:
+        even = [width for width in (model.rotary_width - 1, model.rotary_width + 1) if 0 < width < model.head_size]
+        yield Problem(
+            "model.rotary_width", "must be even, since RoPE turns pairs", f"use {listing(even)}", model.rotary_width
+        )
     if model.qk_norm_width == "all" and not model.qk_norm:
         fix = "set model.qk_norm=true, or use head"
         yield Problem("model.qk_norm_width", "has no meaning without model.qk_norm", fix, "all")
@@ -32,6 +40,7 @@ def model_rules(model: Model) -> Iterator[Problem]:
     yield from _base(model)
     if model.rope_scaling is not None:
         yield from _rope_scaling(model.rope_scaling, model.rope_theta)
+        yield from _of_length(model.rope_scaling, model.rotary_size if model.heads >= 1 else 0)
 
 
 def _base(model: Model) -> Iterator[Problem]:
@@ -62,3 +71,23 @@ def _rope_scaling(scaling: RopeScaling, theta: float) -> Iterator[Problem]:
     if scaling.kind == "yarn" and theta == 1:
         rule = f"must be above 1 with {section}.kind = yarn, which looks for pairs by their frequency"
         yield Problem("model.rope_theta", rule, "Llama 2 uses 10000", theta)
+
+
+def _of_length(scaling: RopeScaling, rotary_size: int) -> Iterator[Problem]:
+    """Rules of the kinds whose wavelengths depend on the length of a sequence."""
+    section = "model.rope_scaling"
+    if scaling.kind == "dynamic" and rotary_size == 2:
+        rule = "has no meaning where a single pair of features turns, the fastest, which it never stretches"
+        yield Problem("model.rope_scaling.kind", rule, "use linear", scaling.kind)
+    if scaling.kind != "longrope":
+        return
+    if scaling.original_length == 1 and scaling.attention_factor is None:
+        rule = f"must be at least 2 without {section}.attention_factor, which is found by its logarithm"
+        yield Problem(f"{section}.original_length", rule, value=1)
+    for name in ("short_factors", "long_factors"):
+        found, pairs = getattr(scaling, name), rotary_size // 2
+        if found is None or len(found) != pairs:
+            rule = f"must be a list of {pairs} numbers with {section}.kind = longrope, one for each pair that turns"
+            yield Problem(f"{section}.{name}", rule if found is None else f"has {len(found)} numbers; {rule}")
+        elif any(not 1e-3 <= factor <= 10**6 for factor in found):
+            yield Problem(f"{section}.{name}", "must be numbers from 0.001 to 1,000,000", "", found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import CASES, Case, transformers
+from hf_families import CASES, LONG, Case, transformers
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
@@ -17,8 +17,9 @@ from megalite.checkpoint.convert import convert
 from megalite.checkpoint.formats import huggingface
 from megalite.checkpoint.formats.tokenizer import ends_in
 from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, read_config
-from megalite.checkpoint.maps.family import Fields
+from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.models import plain_model
+from megalite.checkpoint.maps.rope import rope_fields
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.sources import open_weights
 from megalite.checkpoint.state import State
@@ -96,6 +97,45 @@ def test_both_ways_of_writing_rope_are_read(old: bool, tmp_path: Path) -> None:
     assert (model.rope_theta, model.rope_scaling) == (500.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 16))
 
 
+@pytest.mark.parametrize("name", ["phi3, long", "phi3, given attention factor"])
+@pytest.mark.parametrize("called", ["longrope", "su", "yarn"])
+def test_the_config_json_of_a_published_phi3_is_read(name: str, called: str, tmp_path: Path) -> None:
+    """Its keys are those of transformers 4, and so are ours."""
+    Case("Phi3", CASES[name].options).save(tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    fields = json.loads((tmp_path / "new" / "config.json").read_text())
+    section = fields.pop("rope_parameters")
+    old = {key: section[key] for key in ("short_factor", "long_factor", "attention_factor") if key in section}
+    fields |= {"rope_scaling": {"type": called, **old}}
+    fields |= {key: section[key] for key in ("rope_theta", "partial_rotary_factor")}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(fields))
+    family, model = read_config(tmp_path / "old")
+    assert model == read_config(tmp_path / "new")[1]
+    assert model.rotary_width == 6
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.factor == 32 / model.rope_scaling.original_length
+    ours = family.config(model, "float32")
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        assert ours[key] == fields[key]
+    assert ours["rope_scaling"] == {**fields["rope_scaling"], "type": "longrope"}
+
+
+@pytest.mark.parametrize(("heads", "rotary"), [(head, part) for head in (50, 98, 96) for part in range(2, head, 2)])
+def test_a_part_of_a_head_is_found_again(heads: int, rotary: int) -> None:
+    """transformers rounds the product of a share and a width down: 98 · (2 / 98) is 2, but not that of all numbers."""
+    model = Model(width=heads * 2, heads=2, kv_heads=2, rotary_width=rotary)
+    told = rope_fields(model)["partial_rotary_factor"]
+    assert int(heads * told) == rotary
+
+
+def test_scalings_that_a_family_does_not_know_are_not_written_for_it() -> None:
+    """transformers refuses a Phi-3 with them."""
+    model = Model(rope_scaling=RopeScaling("linear", 2.0))
+    assert family_of(model, "phi3").model_type == "llama"
+    with pytest.raises(InputError, match="rope_type = 'linear': is no RoPE scaling of phi3 in transformers"):
+        FAMILIES["phi3"].model(Fields("config.json", FAMILIES["phi3"].config(model, "float32")))
+
+
 models = some.builds(
     Model,
     layers=some.integers(1, 5),
@@ -112,8 +152,12 @@ models = some.builds(
         RopeScaling,
         some.sampled_from([*SCALING_KEYS]),
         some.floats(1, 64),
+        original_length=some.integers(1, 99),
         attention_factor=some.none() | some.floats(1, 2),
+        short_factors=some.none() | some.just([1.0, 2.0, 4.0]),
+        long_factors=some.none() | some.just([1.0, 3.0, 9.0]),
     ),
+    rotary_width=some.none() | some.just(6),
     norm=some.sampled_from(["pre", "post"]),
     qk_norm_width=some.sampled_from(["head", "all"]),
     norm_eps=some.floats(1e-9, 0.1),
@@ -138,6 +182,8 @@ def test_a_config_means_the_model_it_was_written_for_or_is_refused(model: Model,
     except InputError:
         return  # what is refused, and how, has tests of its own
     again = family.model(Fields("config.json", json.loads(json.dumps(family.config(model, "bfloat16")))))
+    if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+        again = replace(again, sequence_length=model.sequence_length)  # which gives way to the original length
     assert plain_model(again) == plain_model(model)
 
 
@@ -158,10 +204,17 @@ def test_every_preset_has_a_family() -> None:
         ({"attention_bias": True}, "attention_bias = True: means a bias of attention's output too"),
         ({"mlp_bias": True}, "means biases of the feed-forward"),
         ({"quantization_config": {"bits": 4}}, "quantized weights; turn them into bf16 first"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "is a kind of RoPE scaling that megalite"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1.0}}, "is a kind of RoPE scaling that megalite"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "factor = None: must be a number"),
+        ({"rope_parameters": LONG | {"long_factor": [1.0, "7"]}}, "long_factor = '7': must be a number"),
+        ({"rope_parameters": LONG | {"long_factor": 7}}, "long_factor = 7: must be a list of numbers"),
+        (
+            {"rope_parameters": LONG},
+            "model.rope_scaling.short_factors: has 3 numbers; must be a list of 4 numbers with model.rope_scaling.kind",
+        ),
         (
             {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5: changes RoPE",
+            "partial_rotary_factor = 0.5: turns a part of every head, which llama does not",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "mscale": 1}}, "mscale = 1: changes RoPE"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta = 'big': must be a number"),
@@ -182,6 +235,37 @@ def test_what_the_model_lacks_is_refused_by_name(change: dict[str, Any], told: s
         open_weights(str(tmp_path))
     assert told in str(raised.value)
     assert str(tmp_path / "config.json") in str(raised.value)
+
+
+def test_what_families_lack_is_what_transformers_says_of_them() -> None:
+    configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    assert LACKING.keys() <= set(configs.keys())
+    for name, lacks in LACKING.items():
+        outer = configs[name]()
+        config = getattr(outer, "text_config", outer)
+        numbers = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = any(hasattr(config, key) for key in numbers)
+        assert (experts, hasattr(outer, "vision_config")) == ("experts" in lacks, "images" in lacks), name
+        told = {
+            getattr(config, key, None)
+            for key in ("hidden_act", "hidden_activation", "activation", "activation_function")
+        }
+        if name not in ("bloom", "mpt"):  # these do not tell it
+            assert any(str(each).startswith("gelu") for each in told) == ("GELU" in lacks), name
+            assert ("relu2" in told) == ("squared ReLU" in lacks), name
+
+
+@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3", "deepseek_v2"])
+def test_a_folder_of_a_family_that_lacks_something_is_refused_with_it(name: str, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"model_type = '{name}': needs {LACKING[name]}, which megalite's layers lack"):
+        read_config(tmp_path)
+
+
+def test_swish_is_silu(tmp_path: Path) -> None:
+    for name in ("swish", "silu"):
+        Case("Llama", {"hidden_act": name}).save(tmp_path / name)
+    assert read_config(tmp_path / "swish") == read_config(tmp_path / "silu")
 
 
 def test_no_family_is_both_known_and_lacking() -> None:

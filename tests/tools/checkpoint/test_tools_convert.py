@@ -1,9 +1,11 @@
 """`megalite-convert` as people run it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import torch
 from hf_families import CASES
 from toy_jobs import config_of, one_rank, train_and_save
 
-from megalite.checkpoint.sources import read_model
+from megalite.checkpoint.sources import open_weights, read_model
 from megalite.config.layout import Layout
 from megalite.config.load import dump_model
-from megalite_tools.checkpoint import convert
+from megalite.model.decoder import Decoder
+from megalite.plan.weights import weights
+from megalite_tools.checkpoint import compare_weights, convert
+from megalite_tools.checkpoint.compare_weights import difference_of_logits
 from megalite_tools.checkpoint.convert import main
 
 
@@ -167,6 +172,47 @@ def test_logits_of_given_tokens(folder: Path, capsys: pytest.CaptureFixture[str]
     shutil.rmtree(folder / "out")
     assert main([*given, "64"]) == 2
     assert "--tokens 64, 1 of them: ids must be below 64" in capsys.readouterr().err
+
+
+def test_the_rate_counts_what_this_attempt_wrote(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = convert.convert
+
+    def resumed(*args: Any, **kwargs: Any) -> Any:
+        """As if an earlier attempt had written all files but one."""
+        written = work(*args, **kwargs)
+        return {name: replace(each, earlier=name != min(written)) for name, each in written.items()}
+
+    monkeypatch.setattr(convert, "convert", resumed)
+    assert main(["--from", f"{folder}/hf", "--to", f"hf:{folder}/out", "--json", f"{folder}/report"]) == 0
+    report = json.loads((folder / "report").read_text())
+    now = report["files"][min(report["files"])]["bytes"]
+    assert report["bytes_now"] == now < report["bytes"]
+    found = re.search(r"files, (\S+) kB of them now, (\S+) s, (\S+) (k|M)B/s", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) * 1000 == pytest.approx(now, rel=0.01)
+    assert float(found[3]) * {"k": 1e3, "M": 1e6}[found[4]] == pytest.approx(now / report["seconds"], rel=0.01)
+
+
+def test_logits_are_compared_with_one_layer_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tied weights too, which the first layer and the last have."""
+    CASES["llama tied, all heads"].save(tmp_path / "hf")
+    found, held = open_weights(f"hf:{tmp_path}/hf"), []
+
+    class Counted(Decoder):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            held.append(sum(parameter.numel() for parameter in self.parameters()))
+
+    monkeypatch.setattr(compare_weights, "Decoder", Counted)
+    most = sum(weight.elements for weight in weights(replace(found.model, layers=1)).values())
+    monkeypatch.setattr(compare_weights, "host_memory", lambda: 12 * most)
+    assert difference_of_logits(found, found) == 0
+    assert len(held) == 2 * found.model.layers
+    assert max(held) <= most
+    monkeypatch.setattr(compare_weights, "host_memory", lambda: 12 * most - 1)
+    assert difference_of_logits(found, found) is None
 
 
 def test_a_model_can_be_given_for_files_that_do_not_tell_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

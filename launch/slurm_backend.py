@@ -180,11 +180,10 @@ class SlurmBackend:
             self._guard = self._srun([*options, *command], said)
 
     def end(self) -> None:
+        """An srun whose step was never launched, as on a job that is just cancelled, hangs on SIGTERM for a minute."""
         self.heart.stop()
         if self._guard is not None:
-            ask(self._guard, signal.SIGTERM)  # on which srun kills its step
-            with suppress(subprocess.TimeoutExpired):
-                self._guard.wait(LEAVING)
+            _end([self._guard], self.pause)
 
     def _hold(self) -> list[str]:
         """What has signals wait until a rank can hear them; needs GNU coreutils 8.31."""
@@ -231,12 +230,7 @@ class SlurmBackend:
                         bad[group] = _last_line(_log(folder, group)) or f"the check ended with {process.returncode}"
             self.pause(0.02)
         bad.update((group, f"gave no answer within {self.options.preflight_seconds:.0f} s") for group in under_way)
-        for signal_number, patience in ((signal.SIGTERM, LEAVING), (signal.SIGKILL, 60.0)):
-            for process in under_way.values():
-                ask(process, signal_number)
-            deadline = time.monotonic() + patience
-            while any(process.poll() is None for process in under_way.values()) and time.monotonic() < deadline:
-                self.pause(0.02)
+        _end(list(under_way.values()), self.pause)
         return bad
 
     def _check(self, folder: Path, full: bool, together: Sequence[str]) -> list[str]:
@@ -262,6 +256,16 @@ class SlurmBackend:
 
 def cluster() -> str:
     return os.environ.get("SLURM_CLUSTER_NAME", "")
+
+
+def _end(sruns: Sequence[subprocess.Popen[bytes]], pause: Pause) -> None:
+    """Have sruns kill their steps; kill those that have not ended after a moment."""
+    for number, patience in ((signal.SIGTERM, LEAVING), (signal.SIGKILL, 60.0)):
+        for process in sruns:
+            ask(process, number)
+        deadline = time.monotonic() + patience
+        while any(process.poll() is None for process in sruns) and time.monotonic() < deadline:
+            pause(0.02)
 
 
 def _on(nodes: Sequence[str]) -> list[str]:

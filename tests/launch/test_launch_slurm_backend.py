@@ -1,6 +1,7 @@
 """Ranks, checks and the guard as steps of a job, with stand-ins for the commands of Slurm."""
 
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -13,11 +14,13 @@ from megalite_launch.slurm_backend import PORTS, Options, SlurmBackend
 
 # Writes its arguments down. With a node in `bad`, the check of it fails, and with one in `frozen` it never ends.
 SRUN = """#!/usr/bin/env python3
-import os, sys, time
+import os, signal, sys, time
 nodes = next(word.partition("=")[2] for word in sys.argv if word.startswith("--nodelist=")).split(",")
 with open(os.environ["CALLS"], "a") as calls:
     print(*sys.argv[1:], sep="\\t", file=calls)
 if set(nodes) & set(os.environ.get("FROZEN", "").split()):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(os.environ["CALLS"] + ".frozen", "w").close()
     time.sleep(60)
 for node in sorted(set(nodes) & set(os.environ.get("BAD", "").split())):
     print("ECC errors on " + node)
@@ -136,3 +139,15 @@ def test_the_guard_is_a_step_of_the_last_node(slurm: Path) -> None:
     assert first == second
     assert "--nodelist=n3" in first
     assert how.beat.read_bytes() == b"over\n"
+
+
+def test_a_guard_whose_srun_hangs_does_not_outlive_the_supervisor(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROZEN", "n2")
+    how = backend(slurm)
+    how._names = ["n1", "n2"]
+    how.begin()
+    assert how._guard is not None
+    while not (slurm / "calls.frozen").exists():
+        time.sleep(0.01)
+    how.end()
+    assert how._guard.returncode == -signal.SIGKILL

@@ -19,6 +19,7 @@ from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder, node_name
 from .outcome import BAD_INPUT, DONE, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, read_failures, read_outcome
 from .policy import END, REQUEUE, STUCK, Limits, count_stuck, next_move
+from .room import no_room
 from .verdict import BROKEN, KILLED, First, Seen, judge
 from .words import counted
 
@@ -74,7 +75,8 @@ class Journal:
         """Write down how the attempt has ended. code: of this machine. Returns the exit code to end with."""
         assert self.attempt is not None
         failures, outcome = read_failures(self.attempt), read_outcome(self.attempt)
-        ended = judge(Seen((), self.ranks, code, failures, outcome))
+        full = no_room(self.run.path) if code else ""
+        ended = judge(Seen((), self.ranks, code, failures, outcome, full=full))
         if ended.first is None and ended.cause in BROKEN:
             ended = replace(ended, first=First(None, node_name(), f"its ranks ended with exit code {code}"))
         steps, seconds = (self._before, self.run.newest_step()), time.monotonic() - self._began

@@ -7,7 +7,6 @@ decision is an event of the run folder, and a line on stderr.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,12 +22,12 @@ from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder
 from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, read_failures, read_outcome
 from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Patience
+from .room import no_room
 from .slurm import Job, patiently
-from .verdict import BROKEN, HANG, LOST, SICK, Ended, First, Seen, judge
+from .verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
 from .words import counted
 
 LOOK = 0.1  # seconds between two looks whether the ranks have ended
-LEAST = 2**20  # bytes that are free where there is room for anything
 LOOKS = 5  # of these, between two looks at the files
 
 
@@ -251,8 +250,6 @@ class Supervisor:
         ended = judge(seen)
         if ended.first is None and ended.cause in BROKEN and seen.said:
             ended = replace(ended, first=First(None, None, seen.said[-1]))
-        if ended.first is None and ended.cause == SICK and (told := _no_room(self.run_folder.path)):
-            ended = replace(ended, first=First(None, None, told))  # which ranks could not write down
         steps = (before, self.run_folder.newest_step())
         ended = replace(ended, asked=bool(self.asked), steps=steps, seconds=self.clock.now() - began)
         first = asdict(ended.first) if ended.first else None
@@ -288,8 +285,20 @@ class Supervisor:
             out_of_time = job is not None and "TimeLimit" in (job.reason, job.state.title())
         failures, outcome, said = read_failures(start.folder), read_outcome(start.folder), running.said()
         dumps = any((start.folder / "flight").glob("rank_*.json"))
-        ranks, silent = self.wants.ranks_per_node, bool(killed) and patience.silent
-        return Seen(start.nodes, ranks, code, failures, outcome, said, killed, silent, dumps, out_of_time)
+        return Seen(
+            start.nodes,
+            self.wants.ranks_per_node,
+            code,
+            failures,
+            outcome,
+            said,
+            reaped=killed,
+            silent=bool(killed) and patience.silent,
+            dumps=dumps,
+            out_of_time=out_of_time,
+            asked=bool(self.asked),
+            full=no_room(self.run_folder.path) if code else "",
+        )
 
     def _folder_is_lost(self) -> bool:
         """Whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""
@@ -351,15 +360,6 @@ class Supervisor:
 
     def _heard(self) -> str:
         return f"stopped by {signal.Signals(self.asked[0]).name}"
-
-
-def _no_room(path: Path) -> str:
-    """That a file system is full; empty if it is not."""
-    try:
-        free = shutil.disk_usage(path).free
-    except OSError:
-        return ""
-    return f"{path}: No space left on device" if free < LEAST else ""
 
 
 def _is_there(path: Path) -> bool:

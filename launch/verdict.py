@@ -2,6 +2,7 @@
 
 srun tells the highest exit code of all ranks, and those that it has ended itself have one too. So what ranks have
 written counts first (`outcome`), then what srun says of single tasks, and the exit code only if there is nothing else.
+Where a disk is full, ranks could write nothing and end with any code: then that is the cause, unless a signal was.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Seen:
     silent: bool = False  # it was killed because nothing moved
     dumps: bool = False  # ranks have dumped their flight recorders, as they do when nothing moves
     out_of_time: bool = False  # Slurm says that the time limit of the job is over
+    asked: bool = False  # the supervisor was asked to stop
+    full: str = ""  # which file system that the run writes to is full
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,29 @@ def judge(seen: Seen) -> Ended:
         return Ended(TIMEOUT, STOPPED, _first_said(seen))
     told = seen.failures[0] if seen.failures else None
     if told is not None and not told.follows:
-        return Ended(*_meaning(told.code), First(told.rank, told.node or None, told.text))
+        return _found(seen, told.code, First(told.rank, told.node or None, told.text))
     killed = _first_said(seen)
     if killed is not None and not (told is not None and _code(killed.text) == LOST_CONTACT):
-        return Ended(*_meaning(_code(killed.text)), killed)
+        return _found(seen, _code(killed.text), killed)
     if told is not None:
         hangs = seen.dumps or seen.silent
         return Ended(HANG if hangs else LOST, LOST_CONTACT, _who(seen, told))
+    if seen.silent and seen.full:
+        return Ended(SICK, UNHEALTHY, First(None, None, seen.full))
     if seen.silent:
         return Ended(HANG, LOST_CONTACT, _missing(seen))
     if seen.reaped:
         return Ended(KILLED, LOST_CONTACT, _missing(seen))
-    return Ended(*_meaning(seen.code), None)
+    return _found(seen, seen.code, None)
+
+
+def _found(seen: Seen, code: int, first: First | None) -> Ended:
+    """The verdict by the exit code of the first to fail."""
+    cause, meant = _meaning(code)
+    if not seen.full or cause in (FINISHED, KILLED) or (cause == STOP and (seen.asked or code == INTERRUPTED)):
+        return Ended(cause, meant, first)
+    said = f"{seen.full} ({first.summary})" if first and first.summary else seen.full
+    return Ended(SICK, UNHEALTHY, First(first.rank if first else None, first.node if first else None, said))
 
 
 def _belied(seen: Seen, outcome: Outcome) -> bool:

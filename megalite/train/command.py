@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.resume import check_export, check_start, starting_point
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, Unhealthy
 from megalite.config.load import load
 from megalite.config.rules.doubts import doubts
 from megalite.config.schema import Config
@@ -52,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     except InputError:
         if rank_info.rank != 0:
             let_others_speak(2)
-        note_outcome(2)
+        note_outcome(ExitCode.BAD_INPUT)
+        raise
+    except Unhealthy:
+        note_outcome(ExitCode.UNHEALTHY)
         raise
 
 
@@ -65,6 +68,9 @@ def _noting_failures(rank_info: RankInfo) -> Iterator[None]:
         if rank_info.rank != 0:
             end_silently_with(ExitCode.BAD_INPUT)  # as soon as rank 0 has told, which may be before this one has noted
         note_failure(ExitCode.BAD_INPUT, f"error: {error}", rank_info)
+        raise
+    except Unhealthy as error:
+        note_failure(ExitCode.UNHEALTHY, f"error: {error}", rank_info)
         raise
     except Exception as error:
         note_failure(ExitCode.FAILED, "".join(traceback.format_exception(error)), rank_info)

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_slurm import RUNNING, Ranks, World
@@ -392,6 +391,17 @@ def test_a_run_folder_that_is_out_of_sight_for_a_moment(world: World) -> None:
 
 
 def test_a_full_disk_is_told_where_ranks_could_not(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
-    assert world.supervisor(lambda ranks: 4).run() == 4
-    assert f"{world.folder.path}: No space left on device" in world.last("end")["reason"]
+    monkeypatch.setattr("megalite_launch.supervise.no_room", lambda path: f"{path}/logs: No space left on device")
+    for code in (1, 2, 3, 4, 5):
+        assert world.supervisor(lambda ranks, code=code: code).run() == 4
+        assert f"{world.folder.path}/logs: No space left on device" in world.last("end")["reason"]
+        assert world.last("attempt_ended")["cause"] == "unhealthy"
+    assert world.slurm.did.count("requeue") == 0
+
+
+def test_a_stop_that_was_asked_for_on_a_full_disk_is_a_stop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite_launch.supervise.no_room", lambda path: f"{path}: No space left on device")
+    supervisor = world.supervisor(crash)
+    world.slurm.attempts = [lambda ranks: supervisor.hear(signal.SIGTERM) or 3]  # type: ignore[func-returns-value]
+    assert supervisor.run() == 3
+    assert world.last("attempt_ended")["cause"] == "stopped"

@@ -54,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megalite-node: the job {name} has ended with exit code {code}", file=sys.stderr)
         return code
     if args.node_rank != 0:
-        code = _run(args)
-        journal.note_end(code)
-        return code
+        return journal.note_end(_run(args))
     try:
         return journal.finish(_run(args, journal.attempt, journal.show))
     finally:

@@ -20,8 +20,8 @@ from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder
-from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, read_failures, read_outcome
-from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Patience
+from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read_failures, read_outcome
+from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience
 from .room import no_room
 from .slurm import Job, patiently
 from .verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
@@ -153,6 +153,8 @@ class Supervisor:
             if move.kind == END:
                 self.note("end", f"ends with exit code {move.code}: {move.reason}", code=move.code, reason=move.reason)
                 return move.code
+            if move.pause:
+                self._wait(move)
             job = self._standing()
             if job is not None and not job.goes_on(self.backend.restart):
                 why = policy.why_not_requeue(job, self.backend.restart, self.limits)
@@ -183,7 +185,19 @@ class Supervisor:
         if self._folder_is_lost():
             return Move(END, UNHEALTHY, self._lost)
         self._suspicious = ended.cause in (HANG, LOST)
-        return policy.next_move(ended, policy.count_stuck(self.events, self.backend.job), self.limits)
+        return policy.next_move(ended, self._past(), self.limits)
+
+    def _past(self) -> Past:
+        return Past.of(self.events, self.backend.job)
+
+    def _wait(self, move: Move) -> None:
+        """Pause before another attempt; a signal ends the pause."""
+        text = f"waits {move.pause:.0f} s before another attempt: {move.reason}"
+        self.note("waiting", text, seconds=move.pause, reason=move.reason)
+        until = self.clock.now() + move.pause
+        while self.clock.now() < until and not self.asked:
+            self.clock.pause(min(LOOK * LOOKS, until - self.clock.now()))
+            self._show()
 
     def _make_folders(self) -> Start:
         """The folders of the next attempt. Raises OSError."""
@@ -199,6 +213,7 @@ class Supervisor:
 
     def _choose(self, folder: Path, nodes: list[str]) -> tuple[str, ...] | Move:
         """Nodes for the next attempt, or what to do instead of it."""
+        self._checks = {size: check for size, check in self._checks.items() if not check.refuses}  # a file may be back
         full = self._suspicious
         bad = self.backend.examine(nodes, folder, full, lambda: bool(self.asked))
         healthy = [node for node in nodes if node not in bad]
@@ -220,10 +235,9 @@ class Supervisor:
             check = self._checks[min(self.wants.nodes, choice.fit)]
             wanted = self._checks.get(self.wants.nodes) or self._checked(self.wants.nodes)
             if wanted.refuses:
-                return Move(END, BAD_INPUT, f"refused: {wanted.text}")
+                return policy.bad_input(f"refused: {wanted.text}", self._past(), self.limits)
             return Move(REQUEUE, UNFIT, f"training does not fit the {choice.fit} nodes that are left: {check.text}")
-        stuck = policy.count_stuck(self.events, self.backend.job) + 1
-        return policy.no_nodes(choice.fit, self.wants.least, stuck, self.limits)
+        return policy.no_nodes(choice.fit, self.wants.least, self._past().stuck + 1, self.limits)
 
     def _fits(self, nodes: int) -> bool:
         return not self._checked(nodes).refuses
@@ -244,7 +258,7 @@ class Supervisor:
         try:
             running = self.backend.start(start, self.command)
         except OSError as error:
-            seen = Seen(start.nodes, self.wants.ranks_per_node, FAILED, said=[str(error)])
+            seen = Seen(start.nodes, self.wants.ranks_per_node, FAILED, said=[str(error)], met=False)
         else:
             seen = self._watch(start, running)
         ended = judge(seen)
@@ -255,7 +269,8 @@ class Supervisor:
         first = asdict(ended.first) if ended.first else None
         text = f"attempt {start.name} ended after {ended.seconds:.0f} s: {ended.cause}, steps {before} to {steps[1]}"
         text += f"; {ended.first}" if ended.first else ""
-        details = {"from_step": before, "to_step": steps[1], "seconds": ended.seconds, "asked": ended.asked}
+        details = {"from_step": before, "to_step": steps[1], "seconds": ended.seconds}
+        details |= {"asked": ended.asked, "met": ended.met}
         self.note("attempt_ended", text, attempt=start.name, cause=ended.cause, code=ended.code, first=first, **details)
         return ended
 
@@ -298,6 +313,7 @@ class Supervisor:
             out_of_time=out_of_time,
             asked=bool(self.asked),
             full=no_room(self.run_folder.path) if code else "",
+            met=have_met(start.folder),
         )
 
     def _folder_is_lost(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, Failure, Outcome
 
@@ -19,6 +19,10 @@ BROKEN = (CRASH, LOST, HANG, KILLED)  # after which it is worth trying again
 CAUSE = {DONE: FINISHED, STOPPED: STOP, BAD_INPUT: BAD, UNHEALTHY: SICK, LOST_CONTACT: LOST, INTERRUPTED: STOP}
 TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
+OWN = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
+    r"srun: (?:error|fatal): (?!.* on node )(?P<why>(?:Unable to|Could not|.*controller|.*Socket timed out"
+    r"|.*Connection refused|.*Zero Bytes).*)"
+)
 TRACEBACK = "Traceback (most recent call last)"
 ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
 
@@ -59,6 +63,7 @@ class Seen:
     out_of_time: bool = False  # Slurm says that the time limit of the job is over
     asked: bool = False  # the supervisor was asked to stop
     full: str = ""  # which file system that the run writes to is full
+    met: bool = True  # rank 0 has noted that all ranks have met
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Ended:
     asked: bool = False  # to stop, by a signal to the supervisor
     steps: tuple[int, int] = (0, 0)  # of the newest checkpoint before and after
     seconds: float = field(default=0.0, compare=False)
+    met: bool = field(default=True, compare=False)  # all ranks have met
 
     @property
     def saved(self) -> str:
@@ -80,6 +86,18 @@ class Ended:
 
 def judge(seen: Seen) -> Ended:
     """The verdict. See the module's text for what counts first."""
+    met = seen.met or any(failure.step for failure in seen.failures) or bool(seen.outcome and seen.outcome.step)
+    return replace(_judged(seen), met=met)
+
+
+def srun_failed(said: Sequence[str]) -> str:
+    """The error of srun itself, which has started nothing; empty if there is none, or it tells of tasks and nodes."""
+    if any(TASKS.search(line) or NODE_FAILED.search(line) for line in said):
+        return ""
+    return next((found["why"] for line in said if (found := OWN.search(line))), "")
+
+
+def _judged(seen: Seen) -> Ended:
     if seen.outcome is not None and not _belied(seen, seen.outcome):
         return Ended(CAUSE.get(seen.outcome.code, CRASH), seen.outcome.code)
     if seen.out_of_time:
@@ -99,6 +117,8 @@ def judge(seen: Seen) -> Ended:
         return Ended(HANG, LOST_CONTACT, _missing(seen))
     if seen.reaped:
         return Ended(KILLED, LOST_CONTACT, _missing(seen))
+    if not seen.met and not seen.full and (why := srun_failed(seen.said)):
+        return Ended(LOST, LOST_CONTACT, First(None, None, why))
     return _found(seen, seen.code, None)
 
 

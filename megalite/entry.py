@@ -15,8 +15,8 @@ TRACEBACK = "MEGALITE_TRACEBACK"  # environment: set, what the system refuses is
 def exit_code(command: str, work: Callable[[], int | None]) -> int:
     """Do `work` and return its exit code, DONE where it gives none.
 
-    UNHEALTHY is for a disk that is full before there are ranks. BAD_INPUT is also for a file that the system refuses and
-    a stdout that cannot be written to. All errors are told on stderr.
+    UNHEALTHY is for a disk that is full before there are ranks. BAD_INPUT is also for a file that the system refuses
+    and a stdout that cannot be written to. All errors are told on stderr.
     """
     standard_streams(give_up)
     try:

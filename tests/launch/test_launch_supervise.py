@@ -111,7 +111,7 @@ def test_the_largest_number_of_nodes_that_the_check_accepts(world: World) -> Non
     world.check = lambda ranks: Check(0 if asked.append(ranks) or ranks < 8 else 2, "must be divisible")
     assert world.supervisor(crash, lambda ranks: ranks.finish()).run() == 0
     assert world.slurm.ran == [("n1",), ("n1",)]
-    assert asked == [12, 8, 4]  # each once
+    assert asked == [12, 8, 4, 12, 8]  # what was refused is asked for again: a file may have been away
 
 
 def test_what_fits_no_number_of_nodes_is_bad_input(world: World) -> None:
@@ -405,3 +405,57 @@ def test_a_stop_that_was_asked_for_on_a_full_disk_is_a_stop(world: World, monkey
     world.slurm.attempts = [lambda ranks: supervisor.hear(signal.SIGTERM) or 3]  # type: ignore[func-returns-value]
     assert supervisor.run() == 3
     assert world.last("attempt_ended")["cause"] == "stopped"
+
+
+def test_a_file_that_is_away_for_a_while_does_not_end_a_job_that_has_trained(world: World) -> None:
+    bad = [lambda ranks: ranks.fail(2, text="error: data: is not there")] * 5
+    assert world.supervisor(crash, *bad, lambda ranks: ranks.finish()).run() == 0
+    waiting = [event for event in read_events(world.folder.events) if event["event"] == "waiting"]
+    assert [event["seconds"] for event in waiting] == [5, 10, 20, 40, 80]
+    assert 155 <= world.clock.time < 160
+    assert "data: is not there; this job has trained with it before" in waiting[0]["text"]
+
+
+def test_a_file_that_stays_away_ends_it(world: World) -> None:
+    assert world.supervisor(crash, lambda ranks: ranks.fail(2)).run() == 2
+    assert len(world.slurm.ran) == world.limits.pauses + 2
+    assert "12 pauses in a row have not mended that" in world.last("end")["reason"]
+
+
+def test_a_check_that_refuses_what_has_trained_is_asked_again(world: World) -> None:
+    answers = [Check(0), Check(2, "data: is not there"), Check(2, "data: is not there"), Check(0)]
+    world.check = lambda ranks: answers.pop(0)
+    world.wants = Wants(2, 2, 0, 2)
+    assert world.supervisor(lambda ranks: ranks.save(5) or ranks.finish(3)).run() == 3  # and Slurm starts it again
+    answers.insert(0, Check(2, "data: is not there"))
+    supervisor = world.supervisor(lambda ranks: ranks.finish())
+    world.slurm.restart, world.slurm.jobs = 1, [replace(RUNNING, restarts=1)]
+    assert supervisor.run() == 0
+    assert world.told().count("waiting") == 3
+    assert "refused: data: is not there" in world.last("waiting")["reason"]
+
+
+def test_a_signal_ends_the_pause(world: World) -> None:
+    supervisor = world.supervisor(crash, lambda ranks: ranks.fail(2))
+    pause = world.clock.pause
+
+    def pausing(seconds: float) -> None:
+        pause(seconds)
+        if "waiting" in world.told() and world.clock.time > 2 and not supervisor.asked:
+            supervisor.hear(signal.SIGTERM)
+
+    world.clock.pause = pausing  # type: ignore[method-assign]
+    assert supervisor.run() == 3
+    assert world.clock.time < 4
+    assert "before the ranks were started" in world.last("requeue")["reason"]
+
+
+def test_attempts_in_which_ranks_never_meet_wait_and_do_not_count(world: World) -> None:
+    supervisor = world.supervisor(*[lambda ranks: 5] * 6, lambda ranks: ranks.finish())
+    world.slurm.meet = False
+    assert supervisor.run() == 0
+    assert len(world.slurm.ran) == 7
+    assert world.told().count("waiting") == 6
+    ended = [event for event in read_events(world.folder.events) if event["event"] == "attempt_ended"]
+    assert {event["met"] for event in ended[:-1]} == {False}
+    assert ended[-1]["met"]  # as it has made steps

@@ -19,6 +19,7 @@ from typing import Any
 from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
+from .frozen import Frozen
 from .layout import Attempt, RunFolder
 from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read_failures, read_outcome
 from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience
@@ -81,10 +82,12 @@ class Supervisor:
         limits: Limits,
         check: Callable[[int], Check] = lambda ranks: Check(0),
         clock: Clock | None = None,
+        frozen: Frozen | None = None,
     ) -> None:
         self.run_folder, self.command, self.backend, self.limits = run, list(command), backend, limits
         self.wants, self.clock, self._check = wants, clock or Clock(), check
         self.asked: list[int] = []  # signals that were heard
+        self.frozen = frozen
         self.events: list[Event] = []
         self._number, self._told_left_out = 0, set[str]()
         self._checks: dict[int, Check] = {}
@@ -106,6 +109,8 @@ class Supervisor:
         try:
             return self._go_on()
         finally:
+            if self.frozen is not None:
+                self.frozen.end()
             self.backend.end()
             self._show(at_once=True)
 
@@ -277,12 +282,15 @@ class Supervisor:
     def _watch(self, start: Start, running: Running) -> Seen:
         """Look after ranks until they have ended. Signals are handed on, and what does not end is killed."""
         patience, handed_on, killed, looks = Patience(self.limits, self.clock.now()), 0, "", 0
+        if self.frozen is not None:
+            self.frozen.look()
         while (code := running.poll()) is None:
             if self.asked and (handed_on < len(self.asked) or self.backend.where == "slurm"):
                 for number in self.asked[handed_on:] or self.asked[-1:]:
                     running.ask_to_stop(number)
                 handed_on = len(self.asked)
             if looks % LOOKS == 0:
+                self._tell_edits()
                 self._show()
             if looks % LOOKS == 0 and not killed:
                 killed = self._lost if self._folder_is_lost() else self._too_long(start, patience)
@@ -313,8 +321,13 @@ class Supervisor:
             out_of_time=out_of_time,
             asked=bool(self.asked),
             full=no_room(self.run_folder.path) if code else "",
-            met=have_met(start.folder),
+            met=self.backend.where == "local" or have_met(start.folder),  # on one machine nobody is waited for
         )
+
+    def _tell_edits(self) -> None:
+        """Say what of the configuration's files has been edited since the job was submitted."""
+        if self.frozen is not None and (text := self.frozen.found()):
+            self.note("edited", text, frozen=str(self.frozen.path), used=self.frozen.used)
 
     def _folder_is_lost(self) -> bool:
         """Whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megalite.checkpoint.resume import check_export, check_start, starting_point
 from megalite.config.errors import InputError, Unhealthy
-from megalite.config.load import load
+from megalite.config.load import dump, load
 from megalite.config.rules.doubts import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
@@ -35,7 +35,13 @@ WORKER = "megalite.train.worker"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or with `args.check` only tell what would start. Returns the exit code."""
+    """Train, or with `args.check` only tell what would start. Returns the exit code.
+
+    With `args.resolved`, print the configuration: the same for all starts that would read the same.
+    """
+    if args.resolved:
+        print(dump(load(args.files, args.overrides)), end="")
+        return ExitCode.DONE
     rank_info = find_rank_info()
     if args.check:
         with ended_at_once(ExitCode.STOPPED):

@@ -48,6 +48,7 @@ class Journal:
     ranks: int  # on each
     attempt: Path | None = field(default=None, init=False)  # the folder of the one under way
     _before: int = field(default=0, init=False)  # the step of the newest checkpoint then
+    _reported: int = field(default=0, init=False)  # bytes of reports then
     _began: float = field(default=0.0, init=False)
 
     def over(self) -> int | None:
@@ -74,9 +75,10 @@ class Journal:
                 self.attempt = self.run.attempt(name)
             number += 1
         self.run.logs(name).mkdir(parents=True, exist_ok=True)
-        self._before, self._began = self.run.newest_step(), time.monotonic()
+        self._before, self._reported, self._began = self.run.newest_step(), self.run.reported(), time.monotonic()
         nodes = [node_name(), *(f"machine {other}" for other in range(1, self.nodes))]
-        text = f"attempt {name}: {counted(self.nodes * self.ranks, 'rank')} from step {self._before}"
+        ranks = counted(self.nodes * self.ranks, "rank")
+        text = f"attempt {name}: {ranks}, the newest checkpoint is of step {self._before}"
         details = {"attempt": str(name), "nodes": nodes, "ranks": self.nodes * self.ranks, "step": self._before}
         self._note("attempt", text, **details)
         return None
@@ -89,7 +91,9 @@ class Journal:
         ended = judge(Seen((), self.ranks, code, failures, outcome, full=full, met=have_met(self.attempt)))
         if ended.first is None and ended.cause in BROKEN:
             ended = replace(ended, first=First(None, node_name(), f"its ranks ended with exit code {code}"))
-        steps, seconds = (self._before, self.run.newest_step()), time.monotonic() - self._began
+        resumed = self.run.resumed_step(self._reported)
+        steps = (self._before if resumed is None else resumed, self.run.newest_step())
+        seconds = time.monotonic() - self._began
         ended = replace(ended, steps=steps, seconds=seconds)
         first = asdict(ended.first) if ended.first else None
         told = {"cause": ended.cause, "code": ended.code, "first": first, "from_step": steps[0], "to_step": steps[1]}

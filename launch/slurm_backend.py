@@ -25,6 +25,7 @@ from .preflight.findings import sheet_path
 from .preflight.thresholds import load_thresholds
 from .processes import NAMES
 from .slurm import Job, Slurm
+from .verdict import srun_failed
 
 AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
 AGAIN = 5.0  # seconds until ranks that have not ended are asked once more: they may not have been there
@@ -49,6 +50,7 @@ class Options:
     thresholds: Path | None = None  # the site's own, by which nodes are compared
     srun: Sequence[str] = ()  # more options for the srun of the ranks, as for a container
     guard_seconds: float = 60.0
+    patience: float = 600.0  # seconds with a Slurm that starts no checks
     master: str = ""  # host of rank 0; "": the first node
 
 
@@ -125,7 +127,17 @@ class SlurmBackend:
         return self._names
 
     def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:
-        """Run the preflight command on every node; where a group of nodes fails, on each of its nodes alone."""
+        """Run the preflight command on every node; where a group of nodes fails, on each of its nodes alone.
+
+        Nodes that were drained are left alone.
+        """
+        unfit = self.slurm.unfit(nodes) if nodes else {}
+        nodes = [node for node in nodes if node not in unfit]
+        return {**self._all_examined(nodes, folder, full, stopped), **unfit}
+
+    def _all_examined(
+        self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]
+    ) -> dict[str, str]:
         self._board = str(self._port(nodes[0], len(PORTS) // 2)) if nodes else ""
         size = -(-len(nodes) // AT_ONCE)
         groups = [tuple(nodes[first : first + size]) for first in range(0, len(nodes), size)] if nodes else []
@@ -214,7 +226,34 @@ class SlurmBackend:
         stopped: Callable[[], bool],
         together: Sequence[str] = (),
     ) -> dict[tuple[str, ...], str]:
-        """Groups of nodes on which the check has failed, and why. together: nodes that check each other as well."""
+        """Groups of nodes on which the check has failed, and why. together: nodes that check each other as well.
+
+        Where srun itself fails, as while Slurm's controller restarts, the check is made again after a pause.
+        """
+        bad: dict[tuple[str, ...], str] = {}
+        left, wait, waited = list(groups), 1.0, 0.0
+        while left:
+            found = self._examine_once(left, folder, full, stopped, together)
+            left = [group for group in found if srun_failed(_lines(_log(folder, group)))]
+            bad.update(found)
+            if waited >= self.options.patience or stopped():
+                break
+            for group in left:
+                del bad[group]
+            until = time.monotonic() + (wait if left else 0)
+            while time.monotonic() < until and not stopped():
+                self.pause(0.1)
+            waited, wait = waited + wait, min(2 * wait, 30.0)
+        return bad
+
+    def _examine_once(
+        self,
+        groups: Sequence[tuple[str, ...]],
+        folder: Path,
+        full: bool,
+        stopped: Callable[[], bool],
+        together: Sequence[str],
+    ) -> dict[tuple[str, ...], str]:
         under_way: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
         bad: dict[tuple[str, ...], str] = {}
         for group in groups:
@@ -278,9 +317,15 @@ def _log(folder: Path, group: Sequence[str]) -> Path:
     return folder / f"preflight-{group[0]}.log"
 
 
-def _last_line(log: Path) -> str:
+def _lines(log: Path) -> list[str]:
+    """The last lines of a log that are not empty."""
     with suppress(OSError):
-        lines = [line.strip() for line in log.read_bytes()[-20_000:].decode(errors="replace").splitlines()]
-        told = [line for line in lines if line and not line.startswith("srun: ")] or [line for line in lines if line]
-        return told[-1][:300] if told else ""
-    return ""
+        lines = (line.strip() for line in log.read_bytes()[-20_000:].decode(errors="replace").splitlines())
+        return [line for line in lines if line]
+    return []
+
+
+def _last_line(log: Path) -> str:
+    lines = _lines(log)
+    told = [line for line in lines if not line.startswith("srun: ")] or lines
+    return told[-1][:300] if told else ""

@@ -108,6 +108,10 @@ class Supervisor:
             return BAD_INPUT
         try:
             return self._go_on()
+        except Exception as error:
+            reason = f"the supervisor has failed: {type(error).__name__}: {error}"
+            self.note("end", f"ends with exit code {FAILED}: {reason}", code=FAILED, reason=reason)
+            raise
         finally:
             if self.frozen is not None:
                 self.frozen.end()
@@ -254,11 +258,11 @@ class Supervisor:
 
     def _attempt(self, start: Start) -> Ended:
         """Start ranks and wait for their end."""
-        before, began = self.run_folder.newest_step(), self.clock.now()
+        before, reported, began = self.run_folder.newest_step(), self.run_folder.reported(), self.clock.now()
         ranks = len(start.nodes) * self.wants.ranks_per_node
         fewer = f" (of {self.wants.nodes} wanted)" if len(start.nodes) < self.wants.nodes else ""
         where = f"{counted(ranks, 'rank')} on {counted(len(start.nodes), 'node')}{fewer}"
-        told = f"attempt {start.name}: {where} from step {before}"
+        told = f"attempt {start.name}: {where}, the newest checkpoint is of step {before}"
         self.note("attempt", told, attempt=start.name, nodes=list(start.nodes), ranks=ranks, step=before)
         try:
             running = self.backend.start(start, self.command)
@@ -269,12 +273,13 @@ class Supervisor:
         ended = judge(seen)
         if ended.first is None and ended.cause in BROKEN and seen.said:
             ended = replace(ended, first=First(None, None, seen.said[-1]))
-        steps = (before, self.run_folder.newest_step())
+        resumed = self.run_folder.resumed_step(reported)
+        steps = (before if resumed is None else resumed, self.run_folder.newest_step())
         ended = replace(ended, asked=bool(self.asked), steps=steps, seconds=self.clock.now() - began)
         first = asdict(ended.first) if ended.first else None
-        text = f"attempt {start.name} ended after {ended.seconds:.0f} s: {ended.cause}, steps {before} to {steps[1]}"
+        text = f"attempt {start.name} ended after {ended.seconds:.0f} s: {ended.cause}, steps {steps[0]} to {steps[1]}"
         text += f"; {ended.first}" if ended.first else ""
-        details = {"from_step": before, "to_step": steps[1], "seconds": ended.seconds}
+        details = {"from_step": steps[0], "to_step": steps[1], "seconds": ended.seconds}
         details |= {"asked": ended.asked, "met": ended.met}
         self.note("attempt_ended", text, attempt=start.name, cause=ended.cause, code=ended.code, first=first, **details)
         return ended

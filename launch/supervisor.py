@@ -156,6 +156,7 @@ def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
         thresholds=options.thresholds,
         srun=options.srun_option,
         guard_seconds=options.guard_seconds,
+        patience=options.patience_seconds,
         master=options.master,
     )
     return SlurmBackend(Slurm(job), int(restart), run.path, how, time.sleep)

@@ -22,6 +22,8 @@ if set(nodes) & set(os.environ.get("FROZEN", "").split()):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     open(os.environ["CALLS"] + ".frozen", "w").close()
     time.sleep(60)
+if len(open(os.environ["CALLS"]).readlines()) <= int(os.environ.get("AWAY", "0")):
+    sys.exit("srun: error: Unable to create step for job 7: Unable to contact slurm controller (connect failure)")
 for node in sorted(set(nodes) & set(os.environ.get("BAD", "").split())):
     print("ECC errors on " + node)
     print("srun: error: " + node + ": task 0: Exited with exit code 69", file=sys.stderr)
@@ -38,6 +40,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools.mkdir()
     (tools / "srun").write_text(SRUN)
     (tools / "srun").chmod(0o755)
+    (tools / "sinfo").write_text('#!/bin/sh\nprintf "$DRAINED"\n')
+    (tools / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     (tmp_path / "calls").touch()
@@ -91,9 +95,9 @@ def test_nodes_are_examined_and_tell_what_is_wrong(slurm: Path, monkeypatch: pyt
     monkeypatch.setenv("BAD", "n2")
     monkeypatch.setenv("FROZEN", "n3")
     command = ["check", "--{mode}", "{attempt}"]
-    how = backend(slurm, preflight="full", preflight_command=command, preflight_seconds=1.0)
+    how = backend(slurm, preflight="full", preflight_command=command, preflight_seconds=4.0)
     bad = how.examine(["n1", "n2", "n3"], slurm, True, lambda: False)
-    assert bad == {"n2": "ECC errors on n2", "n3": "gave no answer within 1 s"}
+    assert bad == {"n2": "ECC errors on n2", "n3": "gave no answer within 4 s"}
     assert {words[-1] for words in calls(slurm)} == {str(slurm)}
     assert {words[-2] for words in calls(slurm)} == {"--full"}
     how.examine(["n1"], slurm, False, lambda: False)
@@ -151,3 +155,28 @@ def test_a_guard_whose_srun_hangs_does_not_outlive_the_supervisor(slurm: Path, m
         time.sleep(0.01)
     how.end()
     assert how._guard.returncode == -signal.SIGKILL
+
+
+def test_a_check_that_srun_itself_fails_to_start_is_made_again(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while Slurm's controller restarts: this speaks against no node."""
+    monkeypatch.setenv("AWAY", "3")
+    monkeypatch.setenv("BAD", "n2")
+    how = backend(slurm)
+    assert how.examine(["n1", "n2"], slurm, False, lambda: False) == {"n2": "ECC errors on n2"}
+    assert len(calls(slurm)) > 3
+    monkeypatch.setenv("AWAY", "99")
+    bad = backend(slurm, patience=0.5).examine(["n1"], slurm, False, lambda: False)
+    assert "Unable to contact slurm controller" in bad["n1"]
+    looks = iter([False] * 3)
+    began = time.monotonic()
+    assert set(backend(slurm).examine(["n1"], slurm, False, lambda: next(looks, True))) == {"n1"}
+    assert time.monotonic() - began < 30
+
+
+def test_nodes_that_were_drained_are_left_alone(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loud = "n2|draining|a fan is loud\n"
+    monkeypatch.setenv("DRAINED", f"n1|allocated|none\n{loud}n3|down*|Not responding\nn4|mixed|none\n{loud}")
+    bad = backend(slurm).examine(["n1", "n2", "n3", "n4"], slurm, False, lambda: False)
+    assert bad == {"n2": "draining: a fan is loud", "n3": "down*: Not responding"}
+    asked = {next(word for word in words if word.startswith("--nodelist"))[11:] for words in calls(slurm)}
+    assert asked == {"n1", "n4"}

@@ -459,3 +459,32 @@ def test_attempts_in_which_ranks_never_meet_wait_and_do_not_count(world: World) 
     ended = [event for event in read_events(world.folder.events) if event["event"] == "attempt_ended"]
     assert {event["met"] for event in ended[:-1]} == {False}
     assert ended[-1]["met"]  # as it has made steps
+
+
+def test_a_supervisor_that_fails_says_so(world: World) -> None:
+    supervisor = world.supervisor(crash)
+    world.slurm.examine = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        supervisor.run()
+    end = world.last("end")
+    assert (end["code"], end["reason"]) == (1, "the supervisor has failed: ZeroDivisionError: division by zero")
+    assert world.slurm.did[-1] == "end"
+
+
+def test_the_step_from_which_ranks_went_on_is_what_they_say(world: World) -> None:
+    """The newest checkpoint was damaged."""
+
+    def resume(ranks: Ranks) -> int | None:
+        (ranks.run.checkpoints / "step-00000160").rename(ranks.run.checkpoints / "step-00000160.damaged")
+        with ranks.run.metrics.open("a") as file:
+            file.write('{"step": 160, "loss": 1.0}\n{"event": "resumed", "step": 140}\n')
+        ranks.save(150)
+        return ranks.fail(1)
+
+    (world.folder.checkpoints / "step-00000140").mkdir(parents=True)
+    (world.folder.checkpoints / "step-00000160").mkdir()
+    world.folder.metrics.write_text('{"event": "resumed", "step": 20}\n')
+    assert world.supervisor(resume, lambda ranks: ranks.finish()).run() == 0
+    ended = [event for event in read_events(world.folder.events) if event["event"] == "attempt_ended"]
+    assert [(event["from_step"], event["to_step"]) for event in ended] == [(140, 150), (150, 150)]
+    assert "steps 140 to 150" in ended[0]["text"]

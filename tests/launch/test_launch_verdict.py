@@ -165,3 +165,26 @@ def test_a_full_disk_hides_neither_a_kill_nor_an_end_that_was_told_or_asked_for(
     assert judge(seen(3, asked=True, full=FULL)).cause == "stopped"
     assert judge(seen(130, full=FULL)).code == 130
     assert judge(seen(-9, silent=True, reaped="3600 s", full=FULL)).cause == "unhealthy"  # nothing could move
+
+
+@pytest.mark.parametrize(
+    ("said", "own"),
+    [
+        (["srun: error: Unable to create step for job 7: Unable to contact slurm controller (connect failure)"], True),
+        (["srun: error: Unable to confirm allocation for job 7: Socket timed out on send/recv operation"], True),
+        (["srun: fatal: Could not establish a configuration source"], True),
+        (["srun: error: Task launch for StepId=7.0 failed on node n2: Socket timed out on send/recv operation"], False),
+        (
+            ["srun: error: n2: task 3: Exited with exit code 1", "srun: error: Unable to contact slurm controller"],
+            False,
+        ),
+        ([], False),
+    ],
+)
+def test_an_error_of_srun_itself_is_no_crash_of_training(said: list[str], own: bool) -> None:
+    ended = judge(seen(1, said=said, met=False))
+    assert (ended.cause == "lost_contact") == own
+    if own:
+        assert ended.first is not None
+        assert said[0].endswith(ended.first.text)
+    assert judge(seen(1, said=said)).cause == "crash"  # as training was under way

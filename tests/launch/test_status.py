@@ -399,3 +399,12 @@ def test_a_job_that_was_killed_without_a_word_does_not_hide_the_end_of_a_later_o
     run.event("begin", "supervisor", "begins", job="2", restart=0, step=0)
     run.event("end", "supervisor", "ends", job="2", code=2, reason="bad input")
     assert seen(run.run.path, run.now + 1)["over"]
+
+
+def test_an_attempt_began_where_ranks_say_and_not_at_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run = MadeUp(tmp_path / "run")
+    run.job(0, 1)
+    run.attempt("1.0.0", 20)
+    run.event("attempt", "supervisor", "…", attempt="1.0.1", nodes=["n1"], ranks=1, step=160)
+    run.metric(140, event="resumed")
+    assert [attempt["from_step"] for attempt in seen(run.run.path, run.now + 1)["attempts"]] == [0, 140]

@@ -7,7 +7,7 @@ has failed before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .events import Event
 from .outcome import BAD_INPUT, DONE, STOPPED, UNHEALTHY
@@ -38,6 +38,21 @@ class Limits:
     silence: float = 3600.0  # in which nothing moves in the run folder
     patience: float = 600.0  # with a controller of Slurm that does not answer
     oom_ends: bool = False  # end when a GPU is out of memory, as it would be again
+
+
+@dataclass(frozen=True)
+class Wants:
+    """How many nodes, and with how many ranks each. nodes: 0 for all but the spares."""
+
+    nodes: int = 0
+    least: int = 0  # 0: as many as `nodes`
+    spares: int = 0
+    ranks_per_node: int = 1
+
+    def of(self, allocated: int) -> Wants:
+        """With numbers in place of 0, for a job that has so many nodes."""
+        nodes = self.nodes or max(1, allocated - self.spares)
+        return replace(self, nodes=nodes, least=min(self.least or nodes, nodes))
 
 
 @dataclass(frozen=True)

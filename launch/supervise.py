@@ -22,7 +22,7 @@ from .events import Event, append_event, read_events
 from .frozen import Frozen
 from .layout import Attempt, RunFolder
 from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read_failures, read_outcome
-from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience
+from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience, Wants
 from .room import no_room
 from .slurm import Job, patiently
 from .verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
@@ -30,21 +30,6 @@ from .words import counted
 
 LOOK = 0.1  # seconds between two looks whether the ranks have ended
 LOOKS = 5  # of these, between two looks at the files
-
-
-@dataclass(frozen=True)
-class Wants:
-    """How many nodes, and with how many ranks each. nodes: 0 for all but the spares."""
-
-    nodes: int = 0
-    least: int = 0  # 0: as many as `nodes`
-    spares: int = 0
-    ranks_per_node: int = 1
-
-    def of(self, allocated: int) -> Wants:
-        """With numbers in place of 0, for a job that has so many nodes."""
-        nodes = self.nodes or max(1, allocated - self.spares)
-        return replace(self, nodes=nodes, least=min(self.least or nodes, nodes))
 
 
 class Clock:
@@ -143,6 +128,12 @@ class Supervisor:
         except OSError:
             return []
 
+    def _before_this(self) -> list[Event]:
+        """What had happened before this start of the job began, by the order of the file, which all see alike."""
+        events, mine = self._remembered(), ("begin", self.backend.job)
+        begun = [at for at, event in enumerate(events) if (event["event"], event.get("job")) == mine]
+        return events[: begun[-1]] if begun else []
+
     def _go_on(self) -> int:
         job = self._standing()
         nodes = self.backend.nodes(job)
@@ -152,6 +143,10 @@ class Supervisor:
         told = f"begins at step {step} on {counted(len(nodes), 'node')}{f', {spares} to spare' if spares else ''}"
         where = {"backend": self.backend.where, "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
         self.note("begin", told, nodes=nodes, spares=spares, step=step, **where)
+        if self.backend.where == "slurm" and (rival := self.backend.rival(self._before_this())):
+            reason = f"{rival} has begun in this run folder at the same moment, and goes on"
+            self.note("end", f"ends with exit code {BAD_INPUT}: {reason}", code=BAD_INPUT, reason=reason)
+            return BAD_INPUT
         while True:
             move = self._one(nodes)
             if move.kind == REQUEUE:

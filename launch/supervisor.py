@@ -26,12 +26,12 @@ from .frozen import Frozen
 from .layout import RunFolder
 from .local_backend import LocalBackend
 from .outcome import BAD_INPUT, FAILED
-from .policy import Limits
+from .policy import Limits, Wants
 from .preflight.thresholds import load_thresholds
 from .processes import HEARD
 from .slurm import Slurm
 from .slurm_backend import Options, SlurmBackend
-from .supervise import Check, Supervisor, Wants
+from .supervise import Check, Supervisor
 
 LIMITS = Limits()
 CHECKING = 600.0  # seconds that a check of the configuration may take

@@ -12,9 +12,9 @@ import pytest
 from fake_slurm import RUNNING, Ranks, World
 
 from megalite_launch.events import append_event, read_events
-from megalite_launch.policy import UNFIT, Limits
+from megalite_launch.policy import UNFIT, Limits, Wants
 from megalite_launch.slurm import Job
-from megalite_launch.supervise import Check, Supervisor, Wants
+from megalite_launch.supervise import Check, Supervisor
 
 
 @pytest.fixture
@@ -488,3 +488,20 @@ def test_the_step_from_which_ranks_went_on_is_what_they_say(world: World) -> Non
     ended = [event for event in read_events(world.folder.events) if event["event"] == "attempt_ended"]
     assert [(event["from_step"], event["to_step"]) for event in ended] == [(140, 150), (150, 150)]
     assert "steps 140 to 150" in ended[0]["text"]
+
+
+def test_of_two_jobs_that_begin_at_the_same_moment_the_second_ends(world: World) -> None:
+    """By the order of their events: when each looked for the other, neither had begun."""
+    supervisor = world.supervisor(crash)
+    append_event(world.folder.events, "begin", "supervisor", "", job="6", restart=0)
+    seen: list[list[str]] = []
+
+    def rival(events: list[dict]) -> str:
+        seen.append([event["job"] for event in events])
+        return "Slurm job 6" if len(seen) == 2 else ""
+
+    world.slurm.rival = rival  # type: ignore[method-assign, assignment]
+    assert supervisor.run() == 2
+    assert seen == [["6"], ["6"]]
+    assert (world.slurm.ran, world.told()) == ([], ["begin", "begin", "end"])
+    assert "Slurm job 6 has begun in this run folder at the same moment" in world.last("end")["reason"]

@@ -20,9 +20,10 @@ CAUSE = {DONE: FINISHED, STOPPED: STOP, BAD_INPUT: BAD, UNHEALTHY: SICK, LOST_CO
 TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 OWN = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
-    r"srun: (?:error|fatal): (?!.* on node )(?P<why>(?:Unable to|Could not|.*controller|.*Socket timed out"
-    r"|.*Connection refused|.*Zero Bytes).*)"
+    r"srun: (?:error|fatal): (?P<why>.*(?:controller|configuration source|Socket timed out|Zero Bytes|temporarily"
+    r"|Connection (?:refused|reset|timed out)|Communication connection).*)"
 )
+OF_NODES = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too
 TRACEBACK = "Traceback (most recent call last)"
 ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
 
@@ -92,7 +93,7 @@ def judge(seen: Seen) -> Ended:
 
 def srun_failed(said: Sequence[str]) -> str:
     """The error of srun itself, which has started nothing; empty if there is none, or it tells of tasks and nodes."""
-    if any(TASKS.search(line) or NODE_FAILED.search(line) for line in said):
+    if any(TASKS.search(line) or OF_NODES.search(line) for line in said):
         return ""
     return next((found["why"] for line in said if (found := OWN.search(line))), "")
 

@@ -178,6 +178,9 @@ def test_a_full_disk_hides_neither_a_kill_nor_an_end_that_was_told_or_asked_for(
             ["srun: error: n2: task 3: Exited with exit code 1", "srun: error: Unable to contact slurm controller"],
             False,
         ),
+        (["srun: error: Application launch failed: Socket timed out on send/recv operation"], False),
+        (["srun: error: Unable to create step for job 7: Required node not available (down or drained)"], False),
+        (["srun: error: Unable to create step for job 7: Job/step already completing or completed"], False),
         ([], False),
     ],
 )

@@ -88,11 +88,13 @@ def stop_while_slurm_fails(run: Campaign) -> None:
 
 def take_a_file_away(run: Campaign) -> None:
     """The data, in a restart, for some seconds."""
-    waited, data = len(run.case.all("waiting")), run.work / "tokens"
-    data.rename(run.work / "away")
+    waited, files = len(run.case.all("waiting")), list(run.work.glob("tokens*"))
+    for path in files:
+        path.rename(run.work / f"away-{path.name}")
     kill_a_rank(run)
     run.case.until(lambda: len(run.case.all("waiting")) > waited + 1, "a second pause", PATIENCE)
-    (run.work / "away").rename(data)
+    for path in files:
+        (run.work / f"away-{path.name}").rename(path)
 
 
 def edit_the_configuration(run: Campaign) -> None:

@@ -113,7 +113,7 @@ def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
     if past.stuck >= limits.attempts:
         return Move(END, ended.code, f"{past.stuck} attempts in a row have saved no newer checkpoint{told}")
     if ended.cause == STOP:
-        return Move(REQUEUE, STOPPED, f"stopped on request; {ended.saved}")
+        return Move(REQUEUE, STOPPED, f"stopped on request{f' ({ended.first})' if ended.first else ''}; {ended.saved}")
     if ended.asked or ended.cause == TIMEOUT:
         return Move(REQUEUE, STOPPED, f"ended ({ended.cause}) while it was to stop; {ended.saved}")
     return Move(RELAUNCH, ended.code, f"{ended.cause}{told}")

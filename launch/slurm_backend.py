@@ -61,6 +61,7 @@ class Ranks:
     process: subprocess.Popen[bytes]
     slurm: Slurm
     log: Path
+    left: bool = field(default=False, init=False)  # steps may be left: Slurm did not answer when they were killed
     _asked: float = field(default=-AGAIN)
 
     def poll(self) -> int | None:
@@ -76,13 +77,15 @@ class Ranks:
         """Kill srun, then all steps but the guard: without their srun they would go on."""
         ask(self.process, signal.SIGKILL)
         deadline, told = time.monotonic() + DYING, set[str]()
-        while left := {step for step, name in (self.slurm.steps() or {}).items() if name != GUARD}:
+        self.left = (steps := self.slurm.steps()) is None
+        while left := {step for step, name in (steps or {}).items() if name != GUARD}:
             for step in left - told:
                 self.slurm.kill(step)
             told |= left
             if time.monotonic() >= deadline:
                 return
             pause(0.2)
+            steps = self.slurm.steps()
 
     def said(self) -> list[str]:
         try:
@@ -104,6 +107,7 @@ class SlurmBackend:
         self._names: list[str] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._guard_on = ""
+        self._ranks: Ranks | None = None
         self._held: list[str] | None = None
         self._board = ""  # the port at which nodes that are checked find each other
 
@@ -174,13 +178,19 @@ class SlurmBackend:
             process = self._srun(
                 [*how, *place, *size, *logs, *self.options.srun, *ranks], said, environment(start, more)
             )
-        return Ranks(process, self.slurm, log)
+        self._ranks = Ranks(process, self.slurm, log)
+        return self._ranks
 
     def requeue(self) -> str:
         return self.slurm.requeue()
 
     def begin(self) -> None:
-        """Start the guard, or start it anew if it is gone. On one node there is nothing for it to do."""
+        """Start the guard, or start it anew if it is gone. On one node there is nothing for it to do.
+
+        Before, end what may be left of ranks.
+        """
+        if self._ranks is not None and self._ranks.left:
+            self._ranks.kill(self.pause)
         self.heart.start()
         if len(self._names) < 2 or (self._guard and self._guard.poll() is None and self._guard_on in self._names):
             return

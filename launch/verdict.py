@@ -21,7 +21,8 @@ TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 OWN = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
     r"srun: (?:error|fatal): (?P<why>.*(?:controller|configuration source|Socket timed out|Zero Bytes|temporarily"
-    r"|Connection (?:refused|reset|timed out)|Communication connection).*)"
+    r"|Connection (?:refused|reset|timed out)|Communication connection"
+    r"|Unable to create step(?!.*(?:not available \(|already|nvalid|xpired))).*)"
 )
 OF_NODES = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too
 TRACEBACK = "Traceback (most recent call last)"
@@ -126,6 +127,8 @@ def _judged(seen: Seen) -> Ended:
 def _found(seen: Seen, code: int, first: First | None) -> Ended:
     """The verdict by the exit code of the first to fail."""
     cause, meant = _meaning(code)
+    if cause == STOP and first is None and code == STOPPED and not seen.asked and not seen.full:
+        return Ended(cause, meant, First(None, None, "its exit code says so, and no rank has told it"))
     if not seen.full or cause in (FINISHED, KILLED) or (cause == STOP and (seen.asked or code == INTERRUPTED)):
         return Ended(cause, meant, first)
     said = f"{seen.full} ({first.summary})" if first and first.summary else seen.full

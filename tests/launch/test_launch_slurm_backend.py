@@ -4,12 +4,13 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megalite_launch.backend import Start
-from megalite_launch.slurm import Slurm
+from megalite_launch.slurm import Answer, Slurm
 from megalite_launch.slurm_backend import PORTS, Options, SlurmBackend
 
 # Writes its arguments down. With a node in `bad`, the check of it fails, and with one in `frozen` it never ends.
@@ -180,3 +181,24 @@ def test_nodes_that_were_drained_are_left_alone(slurm: Path, monkeypatch: pytest
     assert bad == {"n2": "draining: a fan is loud", "n3": "down*: Not responding"}
     asked = {next(word for word in words if word.startswith("--nodelist"))[11:] for words in calls(slurm)}
     assert asked == {"n1", "n4"}
+
+
+def test_ranks_that_could_not_be_killed_without_a_controller_are_killed_before_the_next_attempt(slurm: Path) -> None:
+    asked: list[list[str]] = []
+    answers = [Answer(1, "", "Unable to contact slurm controller"), Answer(0, "7.3 train\n", ""), Answer(0, "", "")]
+
+    def call(command: Sequence[str]) -> Answer:
+        asked.append(list(command))
+        return answers.pop(0) if command[0] == "squeue" else Answer(0, "", "")
+
+    how = SlurmBackend(Slurm("7", call), 0, slurm, Options(2, master="127.0.0.1"), time.sleep)
+    how._names = ["n1"]
+    ranks = how.start(start(slurm), ["train"])
+    ranks.kill(time.sleep)
+    assert ranks.left
+    how.begin()
+    assert not ranks.left
+    assert ["scancel", "--signal=KILL", "7.3"] in asked
+    how.begin()
+    assert answers == []
+    how.end()

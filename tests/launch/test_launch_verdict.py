@@ -172,6 +172,10 @@ def test_a_full_disk_hides_neither_a_kill_nor_an_end_that_was_told_or_asked_for(
     [
         (["srun: error: Unable to create step for job 7: Unable to contact slurm controller (connect failure)"], True),
         (["srun: error: Unable to confirm allocation for job 7: Socket timed out on send/recv operation"], True),
+        (
+            ["srun: error: Unable to create step for job 7: Memory required by task is not available"],
+            True,
+        ),  # just after
         (["srun: fatal: Could not establish a configuration source"], True),
         (["srun: error: Task launch for StepId=7.0 failed on node n2: Socket timed out on send/recv operation"], False),
         (
@@ -191,3 +195,9 @@ def test_an_error_of_srun_itself_is_no_crash_of_training(said: list[str], own: b
         assert ended.first is not None
         assert said[0].endswith(ended.first.text)
     assert judge(seen(1, said=said)).cause == "crash"  # as training was under way
+
+
+def test_a_stop_of_which_only_the_exit_code_tells_is_no_certainty() -> None:
+    assert "no rank has told it" in str(judge(seen(3)).first)
+    assert judge(seen(3, asked=True)).first is None
+    assert judge(seen(3, outcome=Outcome(5.0, 3, 9))).first is None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checked import resolve
 from .errors import UserError
 from .policy import Limits
 from .processes import NAMES
@@ -41,6 +42,9 @@ class Job:
     python: str  # that runs the supervisor, outside of any container
     megalite: str  # the command, as ranks call it
     arguments: Sequence[str]  # of megalite train
+    folder: str  # in which the job runs: paths of the configuration may be relative to it
+    frozen: Path | None  # the configuration as it was when the job was submitted; None: it could not be read here
+    as_edited: bool  # whether attempts use what the files of the configuration say then
 
 
 def limit_seconds(text: str) -> int | None:
@@ -67,6 +71,7 @@ def batch_script(job: Job) -> str:
         "job-name": job.name,
         "nodes": str(job.nodes + job.spares),
         "ntasks-per-node": str(job.ranks),
+        "chdir": job.folder,
         "output": f"{str(job.run).replace('%', '%%')}/logs/slurm-%j.log",
         "open-mode": "append",
         "signal": f"B:USR2@{job.warning}",
@@ -75,7 +80,9 @@ def batch_script(job: Job) -> str:
         **job.options,
     }
     lines = [f"#SBATCH {option_line(name, value)}" for name, value in asked.items()]
-    check = [job.megalite, "train", "--check", "--world-size", "{ranks}", "--", *job.arguments]
+    arguments = job.arguments if job.frozen is None or job.as_edited else [str(job.frozen)]
+    check = [job.megalite, "train", "--check", "--world-size", "{ranks}", "--", *arguments]
+    frozen = [] if job.frozen is None else frozen_options(job.frozen, job.megalite, job.arguments)
     supervisor = [
         *(job.python, str(PACKAGE), "supervise"),
         *("--run", str(job.run), "--nodes", str(job.nodes), "--min-nodes", str(job.least_nodes)),
@@ -84,8 +91,9 @@ def batch_script(job: Job) -> str:
         *(("--preflight-command", _joined(_preflight(job))) if job.preflight != "off" else ()),
         *(() if job.thresholds is None else ("--thresholds", job.thresholds)),
         *(f"--srun-option={option}" for option in job.srun),
+        *frozen,
     ]
-    command = [job.megalite, "train", *job.arguments]
+    command = [job.megalite, "train", *arguments]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -98,6 +106,11 @@ def batch_script(job: Job) -> str:
             "",
         ]
     )
+
+
+def frozen_options(frozen: Path, megalite: str, arguments: Sequence[str]) -> list[str]:
+    """The supervisor's options for a configuration that was frozen."""
+    return ["--frozen", str(frozen), "--resolve", _joined(resolve(megalite, arguments))]
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -119,11 +132,10 @@ def option_line(name: str, value: str) -> str:
         raise UserError(f"--sbatch {name}: is no option of sbatch; give it without dashes, as in reservation=NAME")
     if not value:
         return f"--{name}"
-    if name == "output":  # a path, which may have any name
+    if name in ("output", "chdir"):  # a path, which may have any name
         if any(character in value for character in '"\\\n'):
-            raise UserError(
-                f"{value}: a run folder under Slurm must have no quotes, backslashes or line ends in its name"
-            )
+            what = "a run folder" if name == "output" else "the folder of a start"
+            raise UserError(f"{value}: {what} under Slurm must have no quotes, backslashes or line ends in its name")
         return f'--{name}="{value}"'
     if not VALUE.fullmatch(value):
         raise UserError(f"--{name} {value!r}: Slurm's scripts allow only letters, digits and {',:;=@%+/*()[]&|!._-'}")

@@ -33,6 +33,23 @@ class CheckFailed(Exception):
         self.code = code
 
 
+def resolve(megalite: str, arguments: Sequence[str]) -> list[str]:
+    """The command that prints the configuration `arguments` as one YAML file."""
+    return [megalite, "train", "--resolved", "--", *arguments]
+
+
+def resolved(megalite: str, arguments: Sequence[str]) -> str:
+    """The configuration `arguments` as one YAML file. Raises UserError when it cannot be had."""
+    command = resolve(megalite, arguments)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{megalite} train --resolved: has not ended well: {error}") from error
+    if done.returncode or not done.stdout:
+        raise UserError(f"{megalite}: is not this version's megalite; give --megalite PATH")
+    return done.stdout
+
+
 def find_megalite(given: str | None) -> str:
     """The `megalite` command: the given one, that beside this Python, or that on the PATH. Raises UserError."""
     beside = Path(sys.executable).with_name("megalite")

@@ -17,9 +17,20 @@ from typing import Any
 from . import page
 from .events import Event, append_event, read_events
 from .layout import Attempt, RunFolder, node_name
-from .outcome import BAD_INPUT, DONE, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, read_failures, read_outcome
-from .policy import END, REQUEUE, STUCK, Limits, count_stuck, next_move
-from .verdict import BROKEN, KILLED, First, Seen, judge
+from .outcome import (
+    BAD_INPUT,
+    DONE,
+    INTERRUPTED,
+    LOST_CONTACT,
+    STOPPED,
+    UNHEALTHY,
+    have_met,
+    read_failures,
+    read_outcome,
+)
+from .policy import END, REQUEUE, STUCK, Limits, Past, next_move
+from .room import no_room
+from .verdict import BAD, BROKEN, KILLED, First, Seen, judge
 from .words import counted, escaped
 
 FINAL = (DONE, BAD_INPUT, UNHEALTHY, INTERRUPTED, STUCK)  # exit codes after which the job is not tried again
@@ -37,6 +48,7 @@ class Journal:
     ranks: int  # on each
     attempt: Path | None = field(default=None, init=False)  # the folder of the one under way
     _before: int = field(default=0, init=False)  # the step of the newest checkpoint then
+    _reported: int = field(default=0, init=False)  # bytes of reports then
     _began: float = field(default=0.0, init=False)
 
     def over(self) -> int | None:
@@ -53,7 +65,7 @@ class Journal:
         if not events:
             self._note("begin", f"begins at step {self.run.newest_step()} on {counted(self.nodes, 'machine')}")
         self._close(events)
-        if (stuck := count_stuck(self._events(), self.job)) >= LIMITS.attempts:
+        if (stuck := Past.of(self._events(), self.job).stuck) >= LIMITS.attempts:
             return self._give_up(f"{stuck} attempts in a row have saved no newer checkpoint")
         number = sum(event["event"] == "attempt" for event in events)
         while self.attempt is None:
@@ -63,9 +75,11 @@ class Journal:
                 self.run.attempt(name).mkdir(parents=True)
                 self.attempt = self.run.attempt(name)
             number += 1
-        self._before, self._began = self.run.newest_step(), time.monotonic()
+        self.run.logs(name).mkdir(parents=True, exist_ok=True)
+        self._before, self._reported, self._began = self.run.newest_step(), self.run.reported(), time.monotonic()
         nodes = [node_name(), *(f"machine {other}" for other in range(1, self.nodes))]
-        text = f"attempt {name}: {counted(self.nodes * self.ranks, 'rank')} from step {self._before}"
+        ranks = counted(self.nodes * self.ranks, "rank")
+        text = f"attempt {name}: {ranks}, the newest checkpoint is of step {self._before}"
         details = {"attempt": str(name), "nodes": nodes, "ranks": self.nodes * self.ranks, "step": self._before}
         self._note("attempt", text, **details)
         return None
@@ -74,26 +88,36 @@ class Journal:
         """Write down how the attempt has ended. code: of this machine. Returns the exit code to end with."""
         assert self.attempt is not None
         failures, outcome = read_failures(self.attempt), read_outcome(self.attempt)
-        ended = judge(Seen((), self.ranks, code, failures, outcome))
+        full = no_room(self.run.path) if code else ""
+        ended = judge(Seen((), self.ranks, code, failures, outcome, full=full, met=have_met(self.attempt)))
         if ended.first is None and ended.cause in BROKEN:
             ended = replace(ended, first=First(None, node_name(), f"its ranks ended with exit code {code}"))
-        steps, seconds = (self._before, self.run.newest_step()), time.monotonic() - self._began
+        resumed = self.run.resumed_step(self._reported)
+        steps = (self._before if resumed is None else resumed, self.run.newest_step())
+        seconds = time.monotonic() - self._began
         ended = replace(ended, steps=steps, seconds=seconds)
         first = asdict(ended.first) if ended.first else None
         told = {"cause": ended.cause, "code": ended.code, "first": first, "from_step": steps[0], "to_step": steps[1]}
+        told["met"] = ended.met
         text = f"ended after {seconds:.0f} s: {ended.cause}, steps {steps[0]} to {steps[1]}"
         text += f"; {ended.first}" if ended.first else ""
         name = self.attempt.name
         self._note("attempt_ended", f"attempt {name} {text}", attempt=name, seconds=seconds, asked=False, **told)
         if (over := self.over()) is not None:  # another machine has told it
             return over
-        move = next_move(ended, count_stuck(self._events(), self.job), LIMITS)
+        past = Past.of(self._events(), self.job)
+        if ended.cause != BAD:  # Kubernetes counts failures and pauses by itself
+            past = replace(past, pauses=0)
+        move = next_move(ended, past, LIMITS)
         if move.kind == END:
             if move.code not in FINAL:
                 return self._give_up(move.reason)
             self._note("end", f"ends with exit code {move.code}: {move.reason}", code=move.code, reason=move.reason)
         elif move.kind == REQUEUE:
             self._note("requeue", f"to be started again: {move.reason}", reason=move.reason, code=STOPPED)
+        elif ended.cause == BAD:
+            self._note("waiting", f"to be started again: {move.reason}", reason=move.reason)
+            return LOST_CONTACT  # else Kubernetes would end the job
         return move.code
 
     def show(self, at_once: bool = False) -> None:
@@ -101,11 +125,17 @@ class Journal:
         with suppress(Exception):  # whatever is wrong with a page, ranks are looked after
             page.write(self.run.path, at_once=at_once)
 
-    def note_end(self, code: int) -> None:
-        """Write down that this machine's ranks have ended with a code after which nothing is tried again."""
+    def note_end(self, code: int) -> int:
+        """Write down that this machine's ranks have ended with a code after which nothing is tried again.
+
+        Returns the exit code to end with: another one for bad input of a job that has trained, which machine 0 counts.
+        """
+        if code == BAD_INPUT and self.over() is None and Past.of(self._events(), self.job).trained:
+            return LOST_CONTACT
         reason = f"ranks of machine {self.node} on {node_name()} ended with exit code {code}"
         if code in FINAL and code != DONE and self.over() is None:
             self._note("end", f"ends with exit code {code}: {reason}", code=code, reason=reason)
+        return code
 
     def _give_up(self, reason: str) -> int:
         self._note("end", f"ends with exit code {STUCK}: {reason}", code=STUCK, reason=reason)
@@ -119,6 +149,8 @@ class Journal:
                 newest, before = self.run.newest_step(), event.get("step")
                 first = {"rank": None, "node": None, "text": "machine 0 was killed"}
                 details = {"attempt": event.get("attempt"), "cause": KILLED, "code": LOST_CONTACT, "first": first}
+                name = Attempt.parse(str(event.get("attempt")))
+                details["met"] = name is not None and have_met(self.run.attempt(name))
                 text = f"attempt {event.get('attempt')} ended and nobody has told how: machine 0 was killed"
                 self._note("attempt_ended", text, from_step=before, to_step=newest, asked=False, **details)
 

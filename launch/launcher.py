@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .arguments import count, natural
-from .batch import Job, batch_script, limit_seconds
-from .checked import Checked, CheckFailed, check, find_megalite
+from .batch import Job, batch_script, frozen_options, limit_seconds
+from .checked import Checked, CheckFailed, check, find_megalite, resolved
 from .errors import UserError
 from .events import append_event, read_events
 from .files import PRIVATE, opened
@@ -25,7 +25,7 @@ from .layout import RunFolder
 from .outcome import DONE
 from .preflight.thresholds import load_thresholds
 from .processes import HEARD
-from .rivals import local_rival
+from .rivals import local_rival, submitting
 
 JOB = re.compile(r"\d{1,15}")
 GRACE = 360  # seconds that a pod has to save: a step, a save and some reserve
@@ -53,10 +53,14 @@ def _local(args: argparse.Namespace) -> int:
     checked = check(megalite, args.arguments, args.ranks)
     command = [sys.executable, str(Path(__file__).parent), "supervise", "--backend", "local"]
     command += ["--run", str(checked.folder), "--ranks-per-node", str(checked.ranks)]
-    command += ["--", megalite, "train", *args.arguments]
+    frozen = _next(checked.folder / "launch", "config.yaml")
+    command += frozen_options(frozen, megalite, args.arguments)
+    command += ["--", megalite, "train", *(args.arguments if args.as_edited else [str(frozen)])]
     if args.dry_run:
         print(shlex.join(command))
         return DONE
+    with submitting(RunFolder(checked.folder)):
+        _write(frozen, resolved(megalite, args.arguments))
     _tell(checked, None)
     sys.stdout.flush()
     # This process becomes the supervisor, so that signals meet it. They wait until it can hear them.
@@ -81,6 +85,8 @@ def _slurm(args: argparse.Namespace) -> int:
     if args.container is not None:
         srun += [f"--container-image={args.container}"]
         srun += [f"--container-mounts={args.mounts}"] if args.mounts is not None else []
+    script = _next(run.path / "launch", "sbatch")
+    megalite = args.megalite or ("megalite" if args.container or args.unchecked else find_megalite(None))
     job = Job(
         run=run.path,
         name=re.sub(r"[^A-Za-z0-9_.-]", "_", run.path.name),
@@ -96,22 +102,27 @@ def _slurm(args: argparse.Namespace) -> int:
         gpus=0 if args.cpus_only else args.gpus_per_node,
         trainer=args.trainer,
         python=args.python,
-        megalite=args.megalite or ("megalite" if args.container or args.unchecked else find_megalite(None)),
+        megalite=megalite,
         arguments=args.arguments,
+        folder=os.getcwd(),
+        frozen=None if args.unchecked else script.with_suffix(".config.yaml"),
+        as_edited=args.as_edited,
     )
     text = batch_script(job)
     if args.dry_run:
         print(text, end="")
         return DONE
     run.check()
-    _refuse_a_second(run)
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: is not on the PATH; run this on a login node of a Slurm cluster, or use --dry-run")
-    (run.path / "logs").mkdir(parents=True, exist_ok=True)
-    script = _write(run.path / "launch", "sbatch", text)
-    submitted = _submit(script)
-    say = f"submitted {script} as job {submitted}"
-    append_event(run.events, "submitted", "launcher", say, job=submitted, script=str(script))
+    with submitting(run):
+        _refuse_a_second(run)
+        (run.path / "logs").mkdir(parents=True, exist_ok=True)
+        if job.frozen is not None:
+            _write(job.frozen, resolved(find_megalite(args.megalite), args.arguments))
+        submitted = _submit(_write(script, text))
+        say = f"submitted {script} as job {submitted}"
+        append_event(run.events, "submitted", "launcher", say, job=submitted, script=str(script))
     _tell(checked, script)
     print(f"job      {submitted}: squeue --job {submitted}")
     print(f"save     scancel --batch --signal=USR1 {submitted}   saves and goes on later")
@@ -145,7 +156,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
     kubectl = shutil.which("kubectl")
     if kubectl is not None:
         _refuse_another(kubectl, pods)
-    script = _write(checked.folder / "launch", "yaml", text)
+    script = _write(_next(checked.folder / "launch", "yaml"), text)
     if kubectl is None:
         print(f"kubectl: is not on the PATH; start the run with:  kubectl apply -f {shlex.quote(str(script))}")
     else:
@@ -232,18 +243,26 @@ def _submit(script: Path) -> str:
     return job
 
 
-def _write(folder: Path, end: str, text: str) -> Path:
-    """Write a new numbered file into a folder, which is made; nothing is overwritten."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        path = folder / f"{number:03d}.{end}"
-        try:
-            with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
-                file.write(text)
-            return path
-        except FileExistsError:
-            continue
-    raise AssertionError
+def _next(folder: Path, end: str) -> Path:
+    """The path of the next numbered file in a folder; no other file there has its number."""
+    try:
+        taken = {path.name.partition(".")[0] for path in folder.iterdir()}
+    except OSError:
+        taken = set()
+    return folder / next(f"{number:03d}.{end}" for number in itertools.count(1) if f"{number:03d}" not in taken)
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a new file into a folder, which is made. Raises UserError if there is such a file by now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(
+            f"{path}: was written by another start of this run meanwhile; look at it, then try again"
+        ) from None
+    return path
 
 
 def _tell(checked: Checked, script: Path | None) -> None:
@@ -282,7 +301,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _local_options(local: argparse.ArgumentParser) -> None:
+    _edited_option(local)
     local.add_argument("--ranks", type=count, metavar="R", help="number of ranks (default: as the layout says)")
+
+
+def _edited_option(way: argparse.ArgumentParser) -> None:
+    way.add_argument(
+        "--as-edited",
+        action="store_true",
+        help="let every attempt read the configuration's files anew (default: all use them as they are now)",
+    )
 
 
 def _cluster_options(way: argparse.ArgumentParser) -> None:
@@ -296,6 +324,7 @@ def _cluster_options(way: argparse.ArgumentParser) -> None:
 
 def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     _cluster_options(slurm)
+    _edited_option(slurm)
     slurm.add_argument("--spares", type=natural, default=0, metavar="K", help="further nodes, to replace bad ones")
     slurm.add_argument("--min-nodes", type=count, metavar="M", help="train on fewer, down to M (default: --nodes)")
     for name, word in (("time", "LIMIT"), ("partition", "NAME"), ("account", "NAME"), ("qos", "NAME")):

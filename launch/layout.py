@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import re
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UserError
 from .files import foreign
+from .lines import parsed, whole
 
 ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
 NODE = "MEGALITE_NODE"  # environment of pods: the name of the node on which they are
+EARLY = 2**20  # bytes of reports in which ranks say from where they go on
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
 NAME = re.compile(r"(?P<job>[A-Za-z0-9_-]+)\.(?P<restart>\d{1,9})\.(?P<number>\d{1,9})")
 
@@ -86,6 +89,25 @@ class RunFolder:
     def logs(self, attempt: Attempt) -> Path:
         """The folder of what ranks have printed; see `log_name`."""
         return self.path / "logs" / str(attempt)
+
+    def reported(self) -> int:
+        """Bytes that training has reported so far."""
+        try:
+            return self.metrics.stat().st_size
+        except OSError:
+            return 0
+
+    def resumed_step(self, since: int) -> int | None:
+        """The step from which ranks say to go on, in what was reported after `since` bytes; None if they do not.
+
+        That is not the newest checkpoint where it was damaged.
+        """
+        with suppress(OSError), open(os.open(self.metrics, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            file.seek(since)
+            found = (parsed(line) for line in file.read(EARLY).split(b"\n"))
+            steps = [event.get("step") for event in found if event is not None and event.get("event") == "resumed"]
+            return whole(steps[0]) if steps else None
+        return None
 
     def newest_step(self) -> int:
         """The step of the newest checkpoint; 0 without one."""

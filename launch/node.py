@@ -22,8 +22,9 @@ from .arguments import count, natural, port
 from .errors import UserError
 from .journal import Journal
 from .layout import ATTEMPT, RunFolder
-from .outcome import BAD_INPUT, DONE, FAILED, LOST_CONTACT
+from .outcome import BAD_INPUT, DONE, FAILED, LOST_CONTACT, UNHEALTHY
 from .processes import HEARD, prepared
+from .room import FULL
 
 GRACE = 10.0  # seconds between asking the ranks of a failed job to end and killing them
 LOOK = 0.05  # seconds between two looks at the ranks
@@ -48,16 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code is None and args.node_rank == 0:
         try:
             code = journal.begin()
-        except OSError as error:  # it may be mended: no reason to end the job
+        except OSError as error:  # it may be mended: no reason to end the job, but for a full disk
             print(f"megalite-node: {error.filename}: {error.strerror}", file=sys.stderr)
-            return FAILED
+            return UNHEALTHY if error.errno in FULL else FAILED
     if code is not None:
         print(f"megalite-node: the job {name} has ended with exit code {code}", file=sys.stderr)
         return code
     if args.node_rank != 0:
-        code = _run(args)
-        journal.note_end(code)
-        return code
+        return journal.note_end(_run(args))
     try:
         return journal.finish(_run(args, journal.attempt, journal.show))
     finally:

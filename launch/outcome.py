@@ -1,7 +1,8 @@
 """How an attempt has ended, as its ranks say it: exit codes that pass through srun or torchrun cannot be trusted.
 
 In the folder of an attempt, a rank that fails writes `fail-RANK.json`, and rank 0 `outcome.json` when all have ended as
-they should. Whoever reads them may find neither, if ranks were killed.
+they should. Whoever reads them may find neither, if ranks were killed. As soon as all ranks have met, rank 0 leaves
+`met`: an attempt that never came so far tells nothing of training.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ def write_outcome(attempt: Path, code: int, step: int) -> None:
     path = attempt / "outcome.json"
     if not path.exists():
         write_whole(path, json.dumps(asdict(Outcome(time.time(), code, step))))
+
+
+def write_met(attempt: Path) -> None:
+    """Raises OSError."""
+    write_whole(attempt / "met", "")
+
+
+def have_met(attempt: Path) -> bool:
+    """Whether all ranks have met, as far as can be seen."""
+    return (attempt / "met").exists()
 
 
 def read_failures(attempt: Path) -> list[Failure]:

@@ -7,18 +7,20 @@ has failed before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .events import Event
-from .outcome import DONE, STOPPED, UNHEALTHY
+from .outcome import BAD_INPUT, DONE, STOPPED, UNHEALTHY
 from .slurm import Job
-from .verdict import BAD, BROKEN, FINISHED, SICK, STOP, TIMEOUT, Ended
+from .verdict import BAD, BROKEN, FINISHED, HANG, KILLED, LOST, SICK, STOP, TIMEOUT, Ended
 
 RELAUNCH, REQUEUE, END = "relaunch", "requeue", "end"
 UNFIT = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
 STUCK = 70  # too many attempts without a newer checkpoint, for Kubernetes, which goes by exit codes alone
 OUT_OF_MEMORY = "OutOfMemoryError: "  # in a traceback: a GPU's, by PyTorch; the host's ends as a kill
 MEMORY = 24 * 3600.0  # seconds that a failure speaks against a node
+PAUSES = (5.0, 300.0)  # seconds of the first pause before another attempt, which doubles, and of the longest
+UNMET = (LOST, HANG, KILLED, STOP, TIMEOUT)  # ends that say nothing of training where ranks have not met before
 FRESH = 10.0  # seconds between two looks of which at most so many count as silence: this process may have slept
 
 
@@ -27,6 +29,7 @@ class Limits:
     """When to give up, and how long to wait. Times in seconds."""
 
     attempts: int = 3  # in a row without a newer checkpoint
+    pauses: int = 12  # in a row, as for a file that is away; 35 minutes in all
     requeues: int = 1000
     strikes: int = 2  # failures of a node within MEMORY, after which it is left out
     reap: float = 20.0  # from the first failure to the kill of what is left
@@ -38,38 +41,100 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Wants:
+    """How many nodes, and with how many ranks each. nodes: 0 for all but the spares."""
+
+    nodes: int = 0
+    least: int = 0  # 0: as many as `nodes`
+    spares: int = 0
+    ranks_per_node: int = 1
+
+    def of(self, allocated: int) -> Wants:
+        """With numbers in place of 0, for a job that has so many nodes."""
+        nodes = self.nodes or max(1, allocated - self.spares)
+        return replace(self, nodes=nodes, least=min(self.least or nodes, nodes))
+
+
+@dataclass(frozen=True)
 class Move:
     """What to do next: relaunch, requeue or end, with the exit code if it comes to an end."""
 
     kind: str
     code: int
     reason: str
+    pause: float = 0.0  # seconds before the relaunch
 
 
-def next_move(ended: Ended, stuck: int, limits: Limits) -> Move:
-    """After an attempt. stuck: attempts of this job in a row, this one included, that saved no newer checkpoint."""
+@dataclass(frozen=True)
+class Past:
+    """What has become of a job's attempts so far, the latest included."""
+
+    stuck: int = 0  # in a row that saved no newer checkpoint
+    pauses: int = 0  # in a row, since one in which ranks have trained
+    trained: bool = False  # in any
+
+    @staticmethod
+    def of(events: Iterable[Event], job: str) -> Past:
+        """By the events of the run. Starts without nodes count as stuck; attempts in which ranks never met do not."""
+        stuck = pauses = 0
+        trained = False
+        for event in events:
+            if event.get("job") != job:
+                continue
+            if event["event"] == "attempt_ended":
+                first, last, cause = event.get("from_step"), event.get("to_step"), event.get("cause")
+                progress = isinstance(first, int) and isinstance(last, int) and last > first
+                if not progress and (cause == BAD or (event.get("met") is False and cause in UNMET)):
+                    continue
+                stuck = 0 if progress else stuck + 1
+                pauses, trained = 0, trained or progress or event.get("met") is True
+            elif event["event"] == "requeue" and event.get("code") == UNFIT:
+                stuck += 1
+            elif event["event"] == "waiting":
+                pauses += 1
+        return Past(stuck, pauses, trained)
+
+
+def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
+    """After an attempt."""
     told = f": {ended.first}" if ended.first else ""
     if ended.cause == FINISHED:
         return Move(END, DONE, "training is done")
-    if ended.cause == BAD:
-        return Move(END, ended.code, f"bad input, which does not get better by trying again{told}")
+    if ended.cause == BAD and not (past.trained and ended.asked):
+        return bad_input(f"bad input{told}", past, limits)
     if ended.cause == SICK:
         return Move(END, ended.code, f"training is unhealthy{told}")
     if ended.cause == STOP and ended.code != STOPPED:
         return Move(END, ended.code, "interrupted at once by a second SIGINT")
     if limits.oom_ends and ended.first and OUT_OF_MEMORY in ended.first.text:
         return Move(END, ended.code, f"out of memory, as it would be again{told}")
-    if stuck >= limits.attempts:
-        return Move(END, ended.code, f"{stuck} attempts in a row have saved no newer checkpoint{told}")
+    if not ended.asked and not ended.met and ended.cause in BROKEN and ended.cause in UNMET:
+        return after_a_pause(ended.code, f"{ended.cause}, before all ranks had met{told}", past, limits)
+    if past.stuck >= limits.attempts:
+        return Move(END, ended.code, f"{past.stuck} attempts in a row have saved no newer checkpoint{told}")
     if ended.cause == STOP:
-        return Move(REQUEUE, STOPPED, f"stopped on request; {ended.saved}")
+        return Move(REQUEUE, STOPPED, f"stopped on request{f' ({ended.first})' if ended.first else ''}; {ended.saved}")
     if ended.asked or ended.cause == TIMEOUT:
         return Move(REQUEUE, STOPPED, f"ended ({ended.cause}) while it was to stop; {ended.saved}")
     return Move(RELAUNCH, ended.code, f"{ended.cause}{told}")
 
 
+def bad_input(told: str, past: Past, limits: Limits) -> Move:
+    """When a configuration or its files are refused. They were good if the job has trained: a file may come back."""
+    if not past.trained:
+        return Move(END, BAD_INPUT, f"{told}; it does not get better by trying again")
+    return after_a_pause(BAD_INPUT, f"{told}; this job has trained with it before", past, limits)
+
+
+def after_a_pause(code: int, reason: str, past: Past, limits: Limits) -> Move:
+    """Another attempt after a pause, which is longer each time; the end, with `code`, where there were enough."""
+    if past.pauses >= limits.pauses:
+        return Move(END, code, f"{reason}; {past.pauses} pauses in a row have not mended that")
+    return Move(RELAUNCH, code, reason, min(PAUSES[0] * 2**past.pauses, PAUSES[1]))
+
+
 def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
-    """When fewer nodes than `least` are fit. stuck: as in `next_move`, with this start of the job."""
+    """When fewer nodes than `least` are fit. stuck: as in `Past`, with this start of the job."""
     told = f"{count} of at least {least} nodes are fit for use"
     if stuck >= limits.attempts:
         return Move(END, UNFIT, f"{told}, and {stuck} attempts in a row have saved no newer checkpoint")
@@ -95,21 +160,6 @@ def why_not_requeue(job: Job | None, restart: int, limits: Limits) -> str:
     if restart >= limits.requeues:
         return f"it was requeued {restart} times"
     return ""
-
-
-def count_stuck(events: Iterable[Event], job: str) -> int:
-    """Attempts of a job in a row, up to the last, that saved no newer checkpoint. Starts without nodes count too."""
-    stuck = 0
-    for event in events:
-        if event.get("job") != job:
-            continue
-        if event["event"] == "attempt_ended":
-            first, last = event.get("from_step"), event.get("to_step")
-            progress = isinstance(first, int) and isinstance(last, int) and last > first
-            stuck = 0 if progress else stuck + 1
-        elif event["event"] == "requeue" and event.get("code") == UNFIT:
-            stuck += 1
-    return stuck
 
 
 def struck_nodes(events: Iterable[Event], now: float, strikes: int) -> dict[str, int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .events import Event
@@ -35,6 +35,20 @@ def lock(run: RunFolder) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+@contextmanager
+def submitting(run: RunFolder) -> Iterator[None]:
+    """Let one process at a time look whether a job of the run is there, and submit one; others wait for it."""
+    folder = run.path / "launch"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def local_rival(run: RunFolder, events: Sequence[Event]) -> str:

@@ -23,6 +23,7 @@ STATE = re.compile(r"^   JobState=([A-Z_]+) Reason=(\S+)", re.MULTILINE)
 COUNTS = re.compile(r"^   Requeue=([01]) Restarts=(\d+)", re.MULTILINE)
 NODES = re.compile(r"^   NodeList=(\S*)", re.MULTILINE)
 GONE = "Invalid job id"
+UNFIT = ("drain", "down", "fail")  # how states of nodes begin on which nothing new should be started
 
 T = TypeVar("T")
 
@@ -88,6 +89,13 @@ class Slurm:
         answer = self._call(["scontrol", "show", "hostnames", nodes]) if nodes else Answer(1, "", "")
         names = answer.out.split()
         return names if answer.code == 0 and all(NODE.fullmatch(name) for name in names) else []
+
+    def unfit(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Nodes on which nothing new should be started, and why, as an administrator has drained them; none if Slurm
+        does not answer."""
+        answer = self._call(["sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T|%E"])
+        rows = [line.strip().split("|", 2) for line in answer.out.splitlines()] if answer.code == 0 else []
+        return {row[0]: f"{row[1]}: {row[2]}" for row in rows if len(row) == 3 and row[1].startswith(UNFIT)}
 
     def requeue(self) -> str:
         """Ask Slurm to put the job back into its queue. Returns why it refused; empty if it did not."""

@@ -26,6 +26,7 @@ from .preflight.findings import sheet_path
 from .preflight.thresholds import load_thresholds
 from .processes import NAMES
 from .slurm import Job, Slurm
+from .verdict import srun_failed
 
 AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
 AGAIN = 5.0  # seconds until ranks that have not ended are asked once more: they may not have been there
@@ -50,6 +51,7 @@ class Options:
     thresholds: Path | None = None  # the site's own, by which nodes are compared
     srun: Sequence[str] = ()  # more options for the srun of the ranks, as for a container
     guard_seconds: float = 60.0
+    patience: float = 600.0  # seconds with a Slurm that starts no checks
     master: str = ""  # host of rank 0; "": the first node
 
 
@@ -60,6 +62,7 @@ class Ranks:
     process: subprocess.Popen[bytes]
     slurm: Slurm
     log: Path
+    left: bool = field(default=False, init=False)  # steps may be left: Slurm did not answer when they were killed
     _asked: float = field(default=-AGAIN)
 
     def poll(self) -> int | None:
@@ -75,13 +78,15 @@ class Ranks:
         """Kill srun, then all steps but the guard: without their srun they would go on."""
         ask(self.process, signal.SIGKILL)
         deadline, told = time.monotonic() + DYING, set[str]()
-        while left := {step for step, name in (self.slurm.steps() or {}).items() if name != GUARD}:
+        self.left = (steps := self.slurm.steps()) is None
+        while left := {step for step, name in (steps or {}).items() if name != GUARD}:
             for step in left - told:
                 self.slurm.kill(step)
             told |= left
             if time.monotonic() >= deadline:
                 return
             pause(0.2)
+            steps = self.slurm.steps()
 
     def said(self) -> list[str]:
         try:
@@ -103,6 +108,7 @@ class SlurmBackend:
         self._names: list[str] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._guard_on = ""
+        self._ranks: Ranks | None = None
         self._held: list[str] | None = None
         self._board = ""  # the port at which nodes that are checked find each other
 
@@ -126,7 +132,17 @@ class SlurmBackend:
         return self._names
 
     def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:
-        """Run the preflight command on every node; where a group of nodes fails, on each of its nodes alone."""
+        """Run the preflight command on every node; where a group of nodes fails, on each of its nodes alone.
+
+        Nodes that were drained are left alone.
+        """
+        unfit = self.slurm.unfit(nodes) if nodes else {}
+        nodes = [node for node in nodes if node not in unfit]
+        return {**self._all_examined(nodes, folder, full, stopped), **unfit}
+
+    def _all_examined(
+        self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]
+    ) -> dict[str, str]:
         self._board = str(self._port(nodes[0], len(PORTS) // 2)) if nodes else ""
         size = -(-len(nodes) // AT_ONCE)
         groups = [tuple(nodes[first : first + size]) for first in range(0, len(nodes), size)] if nodes else []
@@ -163,13 +179,19 @@ class SlurmBackend:
             process = self._srun(
                 [*how, *place, *size, *logs, *self.options.srun, *ranks], said, environment(start, more)
             )
-        return Ranks(process, self.slurm, log)
+        self._ranks = Ranks(process, self.slurm, log)
+        return self._ranks
 
     def requeue(self) -> str:
         return self.slurm.requeue()
 
     def begin(self) -> None:
-        """Start the guard, or start it anew if it is gone. On one node there is nothing for it to do."""
+        """Start the guard, or start it anew if it is gone. On one node there is nothing for it to do.
+
+        Before, end what may be left of ranks.
+        """
+        if self._ranks is not None and self._ranks.left:
+            self._ranks.kill(self.pause)
         self.heart.start()
         if len(self._names) < 2 or (self._guard and self._guard.poll() is None and self._guard_on in self._names):
             return
@@ -181,11 +203,10 @@ class SlurmBackend:
             self._guard = self._srun([*options, *command], said)
 
     def end(self) -> None:
+        """An srun whose step was never launched, as on a job that is just cancelled, hangs on SIGTERM for a minute."""
         self.heart.stop()
         if self._guard is not None:
-            ask(self._guard, signal.SIGTERM)  # on which srun kills its step
-            with suppress(subprocess.TimeoutExpired):
-                self._guard.wait(LEAVING)
+            _end([self._guard], self.pause)
 
     def _hold(self) -> list[str]:
         """What has signals wait until a rank can hear them; needs GNU coreutils 8.31."""
@@ -216,7 +237,34 @@ class SlurmBackend:
         stopped: Callable[[], bool],
         together: Sequence[str] = (),
     ) -> dict[tuple[str, ...], str]:
-        """Groups of nodes on which the check has failed, and why. together: nodes that check each other as well."""
+        """Groups of nodes on which the check has failed, and why. together: nodes that check each other as well.
+
+        Where srun itself fails, as while Slurm's controller restarts, the check is made again after a pause.
+        """
+        bad: dict[tuple[str, ...], str] = {}
+        left, wait, waited = list(groups), 1.0, 0.0
+        while left:
+            found = self._examine_once(left, folder, full, stopped, together)
+            left = [group for group in found if srun_failed(_lines(_log(folder, group)))]
+            bad.update(found)
+            if waited >= self.options.patience or stopped():
+                break
+            for group in left:
+                del bad[group]
+            until = time.monotonic() + (wait if left else 0)
+            while time.monotonic() < until and not stopped():
+                self.pause(0.1)
+            waited, wait = waited + wait, min(2 * wait, 30.0)
+        return bad
+
+    def _examine_once(
+        self,
+        groups: Sequence[tuple[str, ...]],
+        folder: Path,
+        full: bool,
+        stopped: Callable[[], bool],
+        together: Sequence[str],
+    ) -> dict[tuple[str, ...], str]:
         under_way: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
         bad: dict[tuple[str, ...], str] = {}
         for group in groups:
@@ -232,12 +280,7 @@ class SlurmBackend:
                         bad[group] = _last_line(_log(folder, group)) or f"the check ended with {process.returncode}"
             self.pause(0.02)
         bad.update((group, f"gave no answer within {self.options.preflight_seconds:.0f} s") for group in under_way)
-        for signal_number, patience in ((signal.SIGTERM, LEAVING), (signal.SIGKILL, 60.0)):
-            for process in under_way.values():
-                ask(process, signal_number)
-            deadline = time.monotonic() + patience
-            while any(process.poll() is None for process in under_way.values()) and time.monotonic() < deadline:
-                self.pause(0.02)
+        _end(list(under_way.values()), self.pause)
         return bad
 
     def _check(self, folder: Path, full: bool, together: Sequence[str]) -> list[str]:
@@ -265,6 +308,16 @@ def cluster() -> str:
     return os.environ.get("SLURM_CLUSTER_NAME", "")
 
 
+def _end(sruns: Sequence[subprocess.Popen[bytes]], pause: Pause) -> None:
+    """Have sruns kill their steps; kill those that have not ended after a moment."""
+    for number, patience in ((signal.SIGTERM, LEAVING), (signal.SIGKILL, 60.0)):
+        for process in sruns:
+            ask(process, number)
+        deadline = time.monotonic() + patience
+        while any(process.poll() is None for process in sruns) and time.monotonic() < deadline:
+            pause(0.02)
+
+
 def _on(nodes: Sequence[str]) -> list[str]:
     """One task on each of these nodes."""
     count = len(nodes)
@@ -275,9 +328,15 @@ def _log(folder: Path, group: Sequence[str]) -> Path:
     return folder / f"preflight-{group[0]}.log"
 
 
-def _last_line(log: Path) -> str:
+def _lines(log: Path) -> list[str]:
+    """The last lines of a log that are not empty."""
     with suppress(OSError):
-        lines = [line.strip() for line in read_bytes(log)[-20_000:].decode(errors="replace").splitlines()]
-        told = [line for line in lines if line and not line.startswith("srun: ")] or [line for line in lines if line]
-        return told[-1][:300] if told else ""
-    return ""
+        lines = (line.strip() for line in read_bytes(log)[-20_000:].decode(errors="replace").splitlines())
+        return [line for line in lines if line]
+    return []
+
+
+def _last_line(log: Path) -> str:
+    lines = _lines(log)
+    told = [line for line in lines if not line.startswith("srun: ")] or lines
+    return told[-1][:300] if told else ""

@@ -7,7 +7,6 @@ decision is an event of the run folder, and a line on stderr.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -20,31 +19,17 @@ from typing import Any
 from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
+from .frozen import Frozen
 from .layout import Attempt, RunFolder
-from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, read_failures, read_outcome
-from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Patience
+from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read_failures, read_outcome
+from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience, Wants
+from .room import no_room
 from .slurm import Job, patiently
-from .verdict import BROKEN, HANG, LOST, SICK, Ended, First, Seen, judge
+from .verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
 from .words import counted, escaped
 
 LOOK = 0.1  # seconds between two looks whether the ranks have ended
-LEAST = 2**20  # bytes that are free where there is room for anything
 LOOKS = 5  # of these, between two looks at the files
-
-
-@dataclass(frozen=True)
-class Wants:
-    """How many nodes, and with how many ranks each. nodes: 0 for all but the spares."""
-
-    nodes: int = 0
-    least: int = 0  # 0: as many as `nodes`
-    spares: int = 0
-    ranks_per_node: int = 1
-
-    def of(self, allocated: int) -> Wants:
-        """With numbers in place of 0, for a job that has so many nodes."""
-        nodes = self.nodes or max(1, allocated - self.spares)
-        return replace(self, nodes=nodes, least=min(self.least or nodes, nodes))
 
 
 class Clock:
@@ -82,10 +67,12 @@ class Supervisor:
         limits: Limits,
         check: Callable[[int], Check] = lambda ranks: Check(0),
         clock: Clock | None = None,
+        frozen: Frozen | None = None,
     ) -> None:
         self.run_folder, self.command, self.backend, self.limits = run, list(command), backend, limits
         self.wants, self.clock, self._check = wants, clock or Clock(), check
         self.asked: list[int] = []  # signals that were heard
+        self.frozen = frozen
         self.events: list[Event] = []
         self._number, self._told_left_out = 0, set[str]()
         self._checks: dict[int, Check] = {}
@@ -106,7 +93,13 @@ class Supervisor:
             return BAD_INPUT
         try:
             return self._go_on()
+        except Exception as error:
+            reason = f"the supervisor has failed: {type(error).__name__}: {error}"
+            self.note("end", f"ends with exit code {FAILED}: {reason}", code=FAILED, reason=reason)
+            raise
         finally:
+            if self.frozen is not None:
+                self.frozen.end()
             self.backend.end()
             self._show(at_once=True)
 
@@ -135,6 +128,12 @@ class Supervisor:
         except OSError:
             return []
 
+    def _before_this(self) -> list[Event]:
+        """What had happened before this start of the job began, by the order of the file, which all see alike."""
+        events, mine = self._remembered(), ("begin", self.backend.job)
+        begun = [at for at, event in enumerate(events) if (event["event"], event.get("job")) == mine]
+        return events[: begun[-1]] if begun else []
+
     def _go_on(self) -> int:
         job = self._standing()
         nodes = self.backend.nodes(job)
@@ -144,6 +143,10 @@ class Supervisor:
         told = f"begins at step {step} on {counted(len(nodes), 'node')}{f', {spares} to spare' if spares else ''}"
         where = {"backend": self.backend.where, "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
         self.note("begin", told, nodes=nodes, spares=spares, step=step, **where)
+        if self.backend.where == "slurm" and (rival := self.backend.rival(self._before_this())):
+            reason = f"{rival} has begun in this run folder at the same moment, and goes on"
+            self.note("end", f"ends with exit code {BAD_INPUT}: {reason}", code=BAD_INPUT, reason=reason)
+            return BAD_INPUT
         while True:
             move = self._one(nodes)
             if move.kind == REQUEUE:
@@ -154,6 +157,8 @@ class Supervisor:
             if move.kind == END:
                 self.note("end", f"ends with exit code {move.code}: {move.reason}", code=move.code, reason=move.reason)
                 return move.code
+            if move.pause:
+                self._wait(move)
             job = self._standing()
             if job is not None and not job.goes_on(self.backend.restart):
                 why = policy.why_not_requeue(job, self.backend.restart, self.limits)
@@ -184,7 +189,19 @@ class Supervisor:
         if self._folder_is_lost():
             return Move(END, UNHEALTHY, self._lost)
         self._suspicious = ended.cause in (HANG, LOST)
-        return policy.next_move(ended, policy.count_stuck(self.events, self.backend.job), self.limits)
+        return policy.next_move(ended, self._past(), self.limits)
+
+    def _past(self) -> Past:
+        return Past.of(self.events, self.backend.job)
+
+    def _wait(self, move: Move) -> None:
+        """Pause before another attempt; a signal ends the pause."""
+        text = f"waits {move.pause:.0f} s before another attempt: {move.reason}"
+        self.note("waiting", text, seconds=move.pause, reason=move.reason)
+        until = self.clock.now() + move.pause
+        while self.clock.now() < until and not self.asked:
+            self.clock.pause(min(LOOK * LOOKS, until - self.clock.now()))
+            self._show()
 
     def _make_folders(self) -> Start:
         """The folders of the next attempt. Raises OSError."""
@@ -200,6 +217,7 @@ class Supervisor:
 
     def _choose(self, folder: Path, nodes: list[str]) -> tuple[str, ...] | Move:
         """Nodes for the next attempt, or what to do instead of it."""
+        self._checks = {size: check for size, check in self._checks.items() if not check.refuses}  # a file may be back
         full = self._suspicious
         bad = self.backend.examine(nodes, folder, full, lambda: bool(self.asked))
         healthy = [node for node in nodes if node not in bad]
@@ -221,10 +239,9 @@ class Supervisor:
             check = self._checks[min(self.wants.nodes, choice.fit)]
             wanted = self._checks.get(self.wants.nodes) or self._checked(self.wants.nodes)
             if wanted.refuses:
-                return Move(END, BAD_INPUT, f"refused: {wanted.text}")
+                return policy.bad_input(f"refused: {wanted.text}", self._past(), self.limits)
             return Move(REQUEUE, UNFIT, f"training does not fit the {choice.fit} nodes that are left: {check.text}")
-        stuck = policy.count_stuck(self.events, self.backend.job) + 1
-        return policy.no_nodes(choice.fit, self.wants.least, stuck, self.limits)
+        return policy.no_nodes(choice.fit, self.wants.least, self._past().stuck + 1, self.limits)
 
     def _fits(self, nodes: int) -> bool:
         return not self._checked(nodes).refuses
@@ -236,41 +253,44 @@ class Supervisor:
 
     def _attempt(self, start: Start) -> Ended:
         """Start ranks and wait for their end."""
-        before, began = self.run_folder.newest_step(), self.clock.now()
+        before, reported, began = self.run_folder.newest_step(), self.run_folder.reported(), self.clock.now()
         ranks = len(start.nodes) * self.wants.ranks_per_node
         fewer = f" (of {self.wants.nodes} wanted)" if len(start.nodes) < self.wants.nodes else ""
         where = f"{counted(ranks, 'rank')} on {counted(len(start.nodes), 'node')}{fewer}"
-        told = f"attempt {start.name}: {where} from step {before}"
+        told = f"attempt {start.name}: {where}, the newest checkpoint is of step {before}"
         self.note("attempt", told, attempt=start.name, nodes=list(start.nodes), ranks=ranks, step=before)
         try:
             running = self.backend.start(start, self.command)
         except OSError as error:
-            seen = Seen(start.nodes, self.wants.ranks_per_node, FAILED, said=[str(error)])
+            seen = Seen(start.nodes, self.wants.ranks_per_node, FAILED, said=[str(error)], met=False)
         else:
             seen = self._watch(start, running)
         ended = judge(seen)
         if ended.first is None and ended.cause in BROKEN and seen.said:
             ended = replace(ended, first=First(None, None, seen.said[-1]))
-        if ended.first is None and ended.cause == SICK and (told := _no_room(self.run_folder.path)):
-            ended = replace(ended, first=First(None, None, told))  # which ranks could not write down
-        steps = (before, self.run_folder.newest_step())
+        resumed = self.run_folder.resumed_step(reported)
+        steps = (before if resumed is None else resumed, self.run_folder.newest_step())
         ended = replace(ended, asked=bool(self.asked), steps=steps, seconds=self.clock.now() - began)
         first = asdict(ended.first) if ended.first else None
-        text = f"attempt {start.name} ended after {ended.seconds:.0f} s: {ended.cause}, steps {before} to {steps[1]}"
+        text = f"attempt {start.name} ended after {ended.seconds:.0f} s: {ended.cause}, steps {steps[0]} to {steps[1]}"
         text += f"; {ended.first}" if ended.first else ""
-        details = {"from_step": before, "to_step": steps[1], "seconds": ended.seconds, "asked": ended.asked}
+        details = {"from_step": steps[0], "to_step": steps[1], "seconds": ended.seconds}
+        details |= {"asked": ended.asked, "met": ended.met}
         self.note("attempt_ended", text, attempt=start.name, cause=ended.cause, code=ended.code, first=first, **details)
         return ended
 
     def _watch(self, start: Start, running: Running) -> Seen:
         """Look after ranks until they have ended. Signals are handed on, and what does not end is killed."""
         patience, handed_on, killed, looks = Patience(self.limits, self.clock.now()), 0, "", 0
+        if self.frozen is not None:
+            self.frozen.look()
         while (code := running.poll()) is None:
             if self.asked and (handed_on < len(self.asked) or self.backend.where == "slurm"):
                 for number in self.asked[handed_on:] or self.asked[-1:]:
                     running.ask_to_stop(number)
                 handed_on = len(self.asked)
             if looks % LOOKS == 0:
+                self._tell_edits()
                 self._show()
             if looks % LOOKS == 0 and not killed:
                 killed = self._lost if self._folder_is_lost() else self._too_long(start, patience)
@@ -288,8 +308,26 @@ class Supervisor:
             out_of_time = job is not None and "TimeLimit" in (job.reason, job.state.title())
         failures, outcome, said = read_failures(start.folder), read_outcome(start.folder), running.said()
         dumps = any((start.folder / "flight").glob("rank_*.json"))
-        ranks, silent = self.wants.ranks_per_node, bool(killed) and patience.silent
-        return Seen(start.nodes, ranks, code, failures, outcome, said, killed, silent, dumps, out_of_time)
+        return Seen(
+            start.nodes,
+            self.wants.ranks_per_node,
+            code,
+            failures,
+            outcome,
+            said,
+            reaped=killed,
+            silent=bool(killed) and patience.silent,
+            dumps=dumps,
+            out_of_time=out_of_time,
+            asked=bool(self.asked),
+            full=no_room(self.run_folder.path) if code else "",
+            met=self.backend.where == "local" or have_met(start.folder),  # on one machine nobody is waited for
+        )
+
+    def _tell_edits(self) -> None:
+        """Say what of the configuration's files has been edited since the job was submitted."""
+        if self.frozen is not None and (text := self.frozen.found()):
+            self.note("edited", text, frozen=str(self.frozen.path), used=self.frozen.used)
 
     def _folder_is_lost(self) -> bool:
         """Whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""
@@ -351,15 +389,6 @@ class Supervisor:
 
     def _heard(self) -> str:
         return f"stopped by {signal.Signals(self.asked[0]).name}"
-
-
-def _no_room(path: Path) -> str:
-    """That a file system is full; empty if it is not."""
-    try:
-        free = shutil.disk_usage(path).free
-    except OSError:
-        return ""
-    return f"{path}: No space left on device" if free < LEAST else ""
 
 
 def _is_there(path: Path) -> bool:

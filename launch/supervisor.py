@@ -22,15 +22,16 @@ from pathlib import Path
 from .arguments import natural, seconds, words
 from .backend import Backend
 from .errors import UserError
+from .frozen import Frozen
 from .layout import RunFolder
 from .local_backend import LocalBackend
 from .outcome import BAD_INPUT, FAILED
-from .policy import Limits
+from .policy import Limits, Wants
 from .preflight.thresholds import load_thresholds
 from .processes import HEARD
 from .slurm import Slurm
 from .slurm_backend import Options, SlurmBackend
-from .supervise import Check, Supervisor, Wants
+from .supervise import Check, Supervisor
 
 LIMITS = Limits()
 CHECKING = 600.0  # seconds that a check of the configuration may take
@@ -83,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
     )
     checks.add_argument("--thresholds", type=Path, metavar="FILE", help="the site's own, by which nodes are compared")
     checks.add_argument("--preflight-seconds", type=seconds, default=180.0, metavar="S", help="that it may take")
+    frozen = found.add_argument_group("configuration")
+    frozen.add_argument("--frozen", type=Path, metavar="FILE", help="as it was when the job was submitted")
+    frozen.add_argument(
+        "--resolve", type=words, default=[], metavar="COMMAND", help="prints it as it is now; what differs is told"
+    )
     bounds = found.add_argument_group("bounds")
     for name, default, text in (
         ("attempts", LIMITS.attempts, "in a row without a newer checkpoint, after which the job ends"),
@@ -123,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load_thresholds(options.thresholds)
     backend = _backend(options, run)
     wants = Wants(options.nodes, options.min_nodes, options.spares, options.ranks_per_node)
-    supervisor = Supervisor(run, options.command, backend, wants, limits, _checker(options.check))
+    used = str(options.frozen) not in options.command
+    frozen = None if options.frozen is None else Frozen(options.frozen, options.resolve, used)
+    supervisor = Supervisor(run, options.command, backend, wants, limits, _checker(options.check), frozen=frozen)
     for number in HEARD:
         if signal.getsignal(number) != signal.SIG_IGN or options.backend == "slurm":  # nohup has SIGHUP ignored
             signal.signal(number, supervisor.hear)
@@ -149,6 +157,7 @@ def _backend(options: argparse.Namespace, run: RunFolder) -> Backend:
         thresholds=options.thresholds,
         srun=options.srun_option,
         guard_seconds=options.guard_seconds,
+        patience=options.patience_seconds,
         master=options.master,
     )
     return SlurmBackend(Slurm(job), int(restart), run.path, how, time.sleep)

@@ -2,13 +2,14 @@
 
 srun tells the highest exit code of all ranks, and those that it has ended itself have one too. So what ranks have
 written counts first (`outcome`), then what srun says of single tasks, and the exit code only if there is nothing else.
+Where a disk is full, ranks could write nothing and end with any code: then that is the cause, unless a signal was.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, Failure, Outcome
 
@@ -18,6 +19,12 @@ BROKEN = (CRASH, LOST, HANG, KILLED)  # after which it is worth trying again
 CAUSE = {DONE: FINISHED, STOPPED: STOP, BAD_INPUT: BAD, UNHEALTHY: SICK, LOST_CONTACT: LOST, INTERRUPTED: STOP}
 TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
+OWN = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
+    r"srun: (?:error|fatal): (?P<why>.*(?:controller|configuration source|Socket timed out|Zero Bytes|temporarily"
+    r"|Connection (?:refused|reset|timed out)|Communication connection"
+    r"|Unable to create step(?!.*(?:not available \(|already|nvalid|xpired))).*)"
+)
+OF_NODES = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too
 TRACEBACK = "Traceback (most recent call last)"
 ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
 
@@ -56,6 +63,9 @@ class Seen:
     silent: bool = False  # it was killed because nothing moved
     dumps: bool = False  # ranks have dumped their flight recorders, as they do when nothing moves
     out_of_time: bool = False  # Slurm says that the time limit of the job is over
+    asked: bool = False  # the supervisor was asked to stop
+    full: str = ""  # which file system that the run writes to is full
+    met: bool = True  # rank 0 has noted that all ranks have met
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class Ended:
     asked: bool = False  # to stop, by a signal to the supervisor
     steps: tuple[int, int] = (0, 0)  # of the newest checkpoint before and after
     seconds: float = field(default=0.0, compare=False)
+    met: bool = field(default=True, compare=False)  # all ranks have met
 
     @property
     def saved(self) -> str:
@@ -77,24 +88,51 @@ class Ended:
 
 def judge(seen: Seen) -> Ended:
     """The verdict. See the module's text for what counts first."""
+    met = seen.met or any(failure.step for failure in seen.failures) or bool(seen.outcome and seen.outcome.step)
+    return replace(_judged(seen), met=met)
+
+
+def srun_failed(said: Sequence[str]) -> str:
+    """The error of srun itself, which has started nothing; empty if there is none, or it tells of tasks and nodes."""
+    if any(TASKS.search(line) or OF_NODES.search(line) for line in said):
+        return ""
+    return next((found["why"] for line in said if (found := OWN.search(line))), "")
+
+
+def _judged(seen: Seen) -> Ended:
     if seen.outcome is not None and not _belied(seen, seen.outcome):
         return Ended(CAUSE.get(seen.outcome.code, CRASH), seen.outcome.code)
     if seen.out_of_time:
         return Ended(TIMEOUT, STOPPED, _first_said(seen))
     told = seen.failures[0] if seen.failures else None
     if told is not None and not told.follows:
-        return Ended(*_meaning(told.code), First(told.rank, told.node or None, told.text))
+        return _found(seen, told.code, First(told.rank, told.node or None, told.text))
     killed = _first_said(seen)
     if killed is not None and not (told is not None and _code(killed.text) == LOST_CONTACT):
-        return Ended(*_meaning(_code(killed.text)), killed)
+        return _found(seen, _code(killed.text), killed)
     if told is not None:
         hangs = seen.dumps or seen.silent
         return Ended(HANG if hangs else LOST, LOST_CONTACT, _who(seen, told))
+    if seen.silent and seen.full:
+        return Ended(SICK, UNHEALTHY, First(None, None, seen.full))
     if seen.silent:
         return Ended(HANG, LOST_CONTACT, _missing(seen))
     if seen.reaped:
         return Ended(KILLED, LOST_CONTACT, _missing(seen))
-    return Ended(*_meaning(seen.code), None)
+    if not seen.met and not seen.full and (why := srun_failed(seen.said)):
+        return Ended(LOST, LOST_CONTACT, First(None, None, why))
+    return _found(seen, seen.code, None)
+
+
+def _found(seen: Seen, code: int, first: First | None) -> Ended:
+    """The verdict by the exit code of the first to fail."""
+    cause, meant = _meaning(code)
+    if cause == STOP and first is None and code == STOPPED and not seen.asked and not seen.full:
+        return Ended(cause, meant, First(None, None, "its exit code says so, and no rank has told it"))
+    if not seen.full or cause in (FINISHED, KILLED) or (cause == STOP and (seen.asked or code == INTERRUPTED)):
+        return Ended(cause, meant, first)
+    said = f"{seen.full} ({first.summary})" if first and first.summary else seen.full
+    return Ended(SICK, UNHEALTHY, First(first.rank if first else None, first.node if first else None, said))
 
 
 def _belied(seen: Seen, outcome: Outcome) -> bool:

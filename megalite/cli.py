@@ -74,6 +74,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="check configuration, data and checkpoint, print what would start, and end",
     )
     train.add_argument("--world-size", type=_count, metavar="N", help="with --check: number of ranks of the job")
+    train.add_argument(
+        "--resolved", action="store_true", help="print the configuration as one YAML file, unchecked, and end"
+    )
     verify.add_argument("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"

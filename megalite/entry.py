@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megalite.config.errors import InputError, printable
+from megalite.config.errors import InputError, Unhealthy, printable
 from megalite.exit_codes import ExitCode
 from megalite.output import Lost, give_up, standard_streams
 from megalite.stop import Stopped
@@ -15,8 +15,8 @@ TRACEBACK = "MEGALITE_TRACEBACK"  # environment: set, what the system refuses is
 def exit_code(command: str, work: Callable[[], int | None]) -> int:
     """Do `work` and return its exit code, DONE where it gives none.
 
-    BAD_INPUT is also for a file that the system refuses and a stdout that cannot be written to. All errors are told on
-    stderr.
+    UNHEALTHY is for a disk that is full before there are ranks. BAD_INPUT is also for a file that the system refuses
+    and a stdout that cannot be written to. All errors are told on stderr.
     """
     standard_streams(give_up)
     try:
@@ -27,6 +27,9 @@ def exit_code(command: str, work: Callable[[], int | None]) -> int:
     except InputError as error:
         print(f"{command}: error: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
+    except Unhealthy as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return ExitCode.UNHEALTHY
     except Lost as lost:
         if str(lost):
             print(f"{command}: error: {lost}", file=sys.stderr)

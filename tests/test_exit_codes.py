@@ -45,8 +45,9 @@ def final() -> list[str]:
 
 
 def test_the_slurm_script_goes_by_them(final: list[str]) -> None:
-    always, of_a_rank = ({int(code) for code in NUMBER.findall(codes)} for codes in final)
-    assert always == {ExitCode.BAD_INPUT, ExitCode.UNHEALTHY, ExitCode.INTERRUPTED}
+    untrained, always, of_a_rank = ({int(code) for code in NUMBER.findall(codes)} for codes in final)
+    assert untrained == {ExitCode.BAD_INPUT}
+    assert always == {ExitCode.UNHEALTHY, ExitCode.INTERRUPTED}
     assert of_a_rank == {ExitCode.FAILED}
 
 

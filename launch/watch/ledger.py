@@ -99,9 +99,11 @@ class Ledger:
             self.phase, self._resumed = "starting", False
             if step is not None and not self._heard:
                 self.step = step
-        self._unbound, self.job_on = False, True
         assert self._part is not None
-        self._part.name, self._part.nodes, self._part.ranks, self._part.from_step = name, nodes, ranks, step
+        self._part.name, self._part.nodes, self._part.ranks = name, nodes, ranks
+        if not self._unbound:
+            self._part.from_step = step
+        self._unbound, self.job_on = False, True
 
     def attempt_ended(
         self, time: int, cause: str, code: Optional[int], first: Optional[dict[str, Any]], step: Optional[int]
@@ -132,6 +134,8 @@ class Ledger:
             self._close(before if self.phase == "training" else now)
             self._open(f"start {len(self.parts) + 1}", None if waited else self.cursor, now)
             self._unbound = True
+        assert self._part is not None
+        self._part.from_step = step  # not the newest checkpoint, where that is damaged
         self._resumed, self._heard = True, True
         self._go_back(step)
         self.phase = "starting"

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from ..arguments import count, natural
 from ..errors import UserError
@@ -98,11 +98,14 @@ def _tell(
 ) -> Optional[Path]:
     """Print what is known. Returns the log that was shown."""
     failures = read_failures(folder.attempt(attempt)) if attempt is not None else []
-    first = failures[0] if failures else None
+    ended = _named(events, "attempt_ended", attempt) if attempt is not None else None
+    seen = _seen(ended)
+    first = _first(failures, seen)
     if attempt is not None:
-        for line in _head(folder, events, attempt, first):
+        for line in _head(folder, events, attempt, first, ended):
             print(line)
-    shown = rank if rank is not None else first.rank if first is not None else 0
+    known = seen.rank if seen is not None else None
+    shown = next((each for each in (rank, first.rank if first else None, known) if each is not None), 0)
     log = log_of(folder, attempt, shown)
     if log is None:
         where = printable(folder.logs(attempt) if attempt is not None else folder.path / "logs")
@@ -117,10 +120,27 @@ def _tell(
     return log
 
 
-def _head(folder: RunFolder, events: Sequence[Event], attempt: Attempt, first: Optional[Failure]) -> Iterator[str]:
+def _seen(ended: Optional[Event]) -> Optional[First]:
+    """The first to fail as who looked after the ranks has told it; None if nobody has."""
+    first = ended.get("first") if ended is not None else None
+    if not isinstance(first, dict):
+        return None
+    node = first.get("node")
+    return First(whole(first.get("rank")), str(node) if node else None, str(first.get("text") or ""))
+
+
+def _first(failures: Sequence[Failure], seen: Optional[First]) -> Optional[Failure]:
+    """The report of the first to fail: a rank that was killed has none, and those who missed it were not the first."""
+    if seen is None or (seen.rank is None and seen.node is None):
+        return failures[0] if failures else None
+    return next((failure for failure in failures if failure.rank == seen.rank), None)
+
+
+def _head(
+    folder: RunFolder, events: Sequence[Event], attempt: Attempt, first: Optional[Failure], ended: Optional[Event]
+) -> Iterator[str]:
     """The attempt, its first failure, and what ranks have found out about it."""
     began = _named(events, "attempt", attempt)
-    ended = _named(events, "attempt_ended", attempt)
     nodes = began.get("nodes") if began is not None else None
     told = f"attempt {attempt}"
     if began is not None:
@@ -134,9 +154,11 @@ def _head(folder: RunFolder, events: Sequence[Event], attempt: Attempt, first: O
         yield f"ended {clock(outcome.time)} with exit code {outcome.code}, step {outcome.step:,} saved"
     else:
         yield "goes on, or nobody has told its end"
-    if first is None:
-        seen = ended.get("first") if ended is not None else None
-        yield "no rank has reported a failure" + (f"; {_seen_text(seen)}" if isinstance(seen, dict) else "")
+    seen = _seen(ended)
+    if first is None and seen is not None and (seen.rank is not None or seen.node is not None):
+        yield f"\nfirst to fail: {printable(seen, WIDTH)}; it could report nothing itself"
+    elif first is None:
+        yield "no rank has reported a failure" + (f"; {printable(seen, WIDTH)}" if seen is not None else "")
     else:
         yield ""
         step = f"in step {first.step:,}, " if first.step else ""
@@ -167,12 +189,6 @@ def _ended_text(ended: Event) -> str:
     return f"{told}; " + (
         f"saved up to step {after:,}" if after > before else f"nothing was saved after step {before:,}"
     )
-
-
-def _seen_text(first: dict[str, Any]) -> str:
-    """What the supervisor knows of the first failure."""
-    rank, node = whole(first.get("rank")), first.get("node")
-    return printable(First(rank, str(node) if node else None, str(first.get("text") or "")), WIDTH)
 
 
 def _of(event: Event, attempt: Attempt) -> bool:

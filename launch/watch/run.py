@@ -70,6 +70,7 @@ class Watched:
         self.nodes: dict[str, Node] = {}
         self.decisions: deque[tuple[float, str, str]] = deque(maxlen=DECISIONS)
         self.supervised = False  # whether there are events of a supervisor
+        self._begun: dict[str, set[str]] = {}  # jobs that have not told their end, and others that were heard since
         self.over: Optional[tuple[int, str]] = None  # code and reason of the end
         self.ended: str = ""  # how training says that it has ended: "done", "stopped" or "failed"
         self.reason = ""
@@ -130,13 +131,18 @@ class Watched:
     # events.jsonl
 
     def _event(self, at: int, event: Event) -> None:
-        kind, ledger = event["event"], self.ledger
+        kind, ledger, job = event["event"], self.ledger, str(event.get("job"))
         self.supervised = True
+        if job in self._begun and kind != "begin":  # a sign of life, which a job that was killed does not give
+            for other, alive in self._begun.items():
+                if other != job:
+                    alive.add(job)
         if kind == "submitted":
             ledger.submitted(at)
             self.over = None
         elif kind == "begin":
             ledger.job_began(at)
+            self._begun[job] = set()
             self.over = None
         elif kind == "attempt" and Attempt.parse(str(event.get("attempt"))) is not None:
             nodes = event.get("nodes")
@@ -148,7 +154,10 @@ class Watched:
         elif kind == "attempt_ended":
             self._attempt_ended(at, event)
         elif kind == "requeue":
+            self._begun.pop(job, None)
             ledger.job_ended(at)
+        elif kind == "end" and self._begun.pop(job, set()) & self._begun.keys():
+            ledger.at(at)  # another job is at work, which was there before: this one has done nothing
         elif kind == "end":
             ledger.job_ended(at)
             code = event.get("code")

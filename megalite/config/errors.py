@@ -1,5 +1,6 @@
 """Errors that stop a command with a message instead of a traceback."""
 
+import errno
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ class InputError(ValueError):
 
 class Unhealthy(RuntimeError):
     """Training was stopped by one of its guards, on every rank: shown as one message, exit code UNHEALTHY."""
+
+
+def unwritable(path: object, rule: str, error: OSError, fix: str) -> Exception:
+    """The error to raise where a run cannot write: Unhealthy on a full disk, which no other input mends; InputError."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = f"{path}: {rule}: {error.strerror}; {'make room, and the same command goes on' if full else fix}"
+    return Unhealthy(text) if full else InputError(text)
 
 
 def _listed(problems: Sequence[Problem]) -> str:

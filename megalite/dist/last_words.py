@@ -18,7 +18,7 @@ from megalite.exit_codes import ExitCode
 from megalite.output import Outlet
 from megalite_launch.files import write_whole
 from megalite_launch.layout import ATTEMPT, RunFolder, node_name
-from megalite_launch.outcome import Failure, read_failures, write_failure, write_outcome
+from megalite_launch.outcome import Failure, read_failures, write_failure, write_met, write_outcome
 from megalite_launch.words import escaped
 
 PATIENCE = 5.0  # seconds that a rank which ends waits for a file system to take its report
@@ -74,6 +74,12 @@ def note_failure(code: int, text: str, rank_info: RankInfo, step: int = 0) -> No
     if attempt := os.environ.get(ATTEMPT):
         failure = Failure(time.time(), rank_info.rank, node_name(), int(code), step, text)
         briefly(lambda: write_failure(Path(attempt), failure))
+
+
+def note_meeting(rank_info: RankInfo) -> None:
+    """Write down for the supervisor, on rank 0, that all ranks have met."""
+    if rank_info.rank == 0 and (attempt := os.environ.get(ATTEMPT)):
+        briefly(lambda: write_met(Path(attempt)))
 
 
 def note_end(code: int, rank_info: RankInfo) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megalite import __version__
 from megalite.config.errors import InputError
+from megalite.dist.last_words import note_meeting
 from megalite.dist.local import MEETING
 from megalite.dist.ranks import RankInfo
 from megalite.output import warn
@@ -80,6 +81,7 @@ def meet(rank_info: RankInfo, timeout: float, facts: Mapping[str, Any] | None = 
         if store.add("arrived", 1) == rank_info.world_size:
             store.set("complete", str(_deputy(hosts, rank_info.world_size)))
         deputy = int(read("complete"))
+        note_meeting(rank_info)
         if attempt := store.get("attempt").decode():  # only the launcher of rank 0 may know it
             os.environ.setdefault(ATTEMPT, attempt)
         if rank_info.local_rank == 0 and hosts.get("0") != hosts.get(str(deputy)):

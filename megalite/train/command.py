@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.resume import check_export, check_start, starting_point
-from megalite.config.errors import InputError
-from megalite.config.load import load
+from megalite.config.errors import InputError, Unhealthy
+from megalite.config.load import dump, load
 from megalite.config.rules.doubts import doubts
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
@@ -35,7 +35,13 @@ WORKER = "megalite.train.worker"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or with `args.check` only tell what would start. Returns the exit code."""
+    """Train, or with `args.check` only tell what would start. Returns the exit code.
+
+    With `args.resolved`, print the configuration: the same for all starts that would read the same.
+    """
+    if args.resolved:
+        print(dump(load(args.files, args.overrides)), end="")
+        return ExitCode.DONE
     rank_info = find_rank_info()
     if args.check:
         with ended_at_once(ExitCode.STOPPED):
@@ -52,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     except InputError:
         if rank_info.rank != 0:
             let_others_speak(2)
-        note_outcome(2)
+        note_outcome(ExitCode.BAD_INPUT)
+        raise
+    except Unhealthy:
+        note_outcome(ExitCode.UNHEALTHY)
         raise
 
 
@@ -65,6 +74,9 @@ def _noting_failures(rank_info: RankInfo) -> Iterator[None]:
         if rank_info.rank != 0:
             end_silently_with(ExitCode.BAD_INPUT)  # as soon as rank 0 has told, which may be before this one has noted
         note_failure(ExitCode.BAD_INPUT, f"error: {error}", rank_info)
+        raise
+    except Unhealthy as error:
+        note_failure(ExitCode.UNHEALTHY, f"error: {error}", rank_info)
         raise
     except Exception as error:
         note_failure(ExitCode.FAILED, "".join(traceback.format_exception(error)), rank_info)

@@ -5,7 +5,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, unwritable
 from megalite.config.schema import Config
 from megalite.dist.local import log_file
 from megalite_launch.files import foreign
@@ -37,11 +37,11 @@ class Folder:
             raise InputError("\n  ".join(["the run folder cannot be written to", *found, remedy]))
 
     def make(self) -> None:
-        """Make those folders that a launcher needs."""
+        """Make those folders that a launcher needs. Raises InputError, and Unhealthy on a full disk."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{self.logs}: cannot be made: {error.strerror}; set run.dir") from error
+            raise unwritable(self.logs, "cannot be made", error, "set run.dir") from error
 
     @property
     def logs(self) -> Path:

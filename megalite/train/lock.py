@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, unwritable
 from megalite.config.shape import TEXT, WHOLE, misfits
 from megalite.dist.activity import HIDDEN
 from megalite_launch.files import opened
@@ -116,7 +116,7 @@ class Lock:
 
         launcher: the process id of this process's launcher, whose lock passes to this process. Waits for a look or two
         if the owner is on another machine, and for up to `LOOKS` if it may be dead. Raises InputError if the owner is
-        alive, or if `run` cannot be written to.
+        alive, or if `run` cannot be written to; Unhealthy if its disk is full.
         """
         folder = run / "lock"
         try:
@@ -124,7 +124,7 @@ class Lock:
             return _take(folder, Owner.this(), launcher)
         except OSError as error:
             remedy = f"make {run} a folder that can be written to, or set run.dir"
-            raise InputError(f"{folder}: cannot be read and written: {error.strerror}; {remedy}") from error
+            raise unwritable(folder, "cannot be read and written", error, remedy) from error
 
     @staticmethod
     def holder(run: Path) -> Owner | None:

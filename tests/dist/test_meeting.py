@@ -20,6 +20,8 @@ from megalite.dist import meeting
 from megalite.dist.local import MEETING
 from megalite.dist.meeting import LostPeer, kept, meet, reason
 from megalite.dist.ranks import RankInfo
+from megalite_launch.layout import ATTEMPT
+from megalite_launch.outcome import have_met
 
 RATE = {"optim.lr": 0.1, "data.train[0].weight": 1.0}
 
@@ -197,3 +199,15 @@ def test_a_full_disk_at_the_end_does_not_abort_a_rank(tmp_path: Path, monkeypatc
         stores.clear()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_that_all_have_met_is_noted_for_the_supervisor(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    alone = outcomes(partial(meet, RankInfo(0, 2, 0), 0.3))
+    assert isinstance(alone[0], LostPeer)
+    assert not have_met(tmp_path)
+    monkeypatch.setenv("MASTER_PORT", str(port + 1))
+    outcomes(partial(meet, RankInfo(0, 2, 0), 60.0), partial(meet, RankInfo(1, 2, 1), 60.0))
+    assert have_met(tmp_path)

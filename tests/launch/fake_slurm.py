@@ -5,10 +5,10 @@ from pathlib import Path
 
 from megalite_launch.events import read_events
 from megalite_launch.layout import RunFolder
-from megalite_launch.outcome import Failure, write_failure, write_outcome
-from megalite_launch.policy import Limits
+from megalite_launch.outcome import Failure, write_failure, write_met, write_outcome
+from megalite_launch.policy import Limits, Wants
 from megalite_launch.slurm import Job
-from megalite_launch.supervise import Check, Supervisor, Wants
+from megalite_launch.supervise import Check, Supervisor
 
 RUNNING = Job("RUNNING", may_requeue=True, nodes="n[1-3]")
 
@@ -33,10 +33,12 @@ class Ranks:
 
     def __init__(self, script: Callable[["Ranks"], int | None], folder: Path, run: RunFolder) -> None:
         self.script, self.folder, self.run = script, folder, run
-        self.looks, self.asked, self.killed = 0, list[int](), False
+        self.looks, self.asked, self.killed, self.meet = 0, list[int](), False, True
 
     def poll(self) -> int | None:
         self.looks += 1
+        if self.meet and self.looks == 1:
+            write_met(self.folder)
         return -9 if self.killed else self.script(self)
 
     def ask_to_stop(self, number: int) -> None:
@@ -66,6 +68,7 @@ class Fake:
     def __init__(self, run: RunFolder, *attempts: Callable[[Ranks], int | None]) -> None:
         self.run, self.attempts = run, list(attempts)
         self.where, self.job, self.restart, self.other = "slurm", "7", 0, ""
+        self.meet = True  # whether all ranks meet
         self.jobs: list[Job | None] = [RUNNING]
         self.bad: list[dict[str, str]] = [{}]
         self.refusals = [""]
@@ -92,6 +95,7 @@ class Fake:
         self.ran.append(start.nodes)  # type: ignore[attr-defined]
         script = self.attempts.pop(0) if len(self.attempts) > 1 else self.attempts[0]
         self.ranks.append(Ranks(script, start.folder, self.run))  # type: ignore[attr-defined]
+        self.ranks[-1].meet = self.meet
         return self.ranks[-1]
 
     def requeue(self) -> str:

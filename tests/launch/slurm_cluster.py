@@ -146,6 +146,16 @@ class Cluster:
         """Switch a node on again that has crashed."""
         self._daemon(node, "slurmd", "-D", "-N", node)
 
+    def stop_controller(self) -> None:
+        """Have Slurm's controller go away, as for an upgrade."""
+        controller = self._daemons.pop("slurmctld")
+        controller.terminate()
+        controller.wait(30)
+
+    def start_controller(self) -> None:
+        """Have it come back, with the state that it has left."""
+        self._daemon("slurmctld", "slurmctld", "-D")
+
     def _of_node(self, node: str) -> set[int]:
         """Processes of jobs on a node, and the daemons of their steps."""
         jobs = set(self.processes(SLURMD_NODENAME=node))

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from megalite_launch.layout import ATTEMPT, Attempt, RunFolder, node_name
-from megalite_launch.outcome import Failure, write_failure, write_outcome
+from megalite_launch.outcome import Failure, write_failure, write_met, write_outcome
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LOST = 3.0  # seconds without a sign of life of a peer
@@ -88,6 +88,7 @@ class Rank:
         if len(list(self.attempt.glob("alive-*"))) < self.ranks:
             return
         if self.step == 0:
+            write_met(self.attempt)
             self.step, self.state = self.resume()
         here = Attempt.parse(self.attempt.name)
         others = (Attempt.parse(path.name) for path in self.run.attempts.iterdir())

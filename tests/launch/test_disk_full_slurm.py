@@ -103,6 +103,16 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
         for path in complete(run / "checkpoints").values():
             check_complete(path)
 
+        with full(disk):  # before the start
+            attempts = len(case.all("attempt"))
+            case = submit("restart", f"train.steps={MANY}")
+            assert case.ended(60) == ("FAILED", "4:0", "0"), (folder / "restart.log").read_text()
+            assert len(case.all("attempt")) <= attempts + 1
+        said = (folder / "restart.log").read_text()
+        assert "ends with exit code 4: " in said.splitlines()[-1]
+        assert f"{run}" in said.splitlines()[-1]
+        assert "No space left on device" in said.splitlines()[-1]
+
         step = newest(run)
         case = submit("third", f"train.steps={step + 4}")
         assert case.ended(90)[:2] == ("COMPLETED", "0:0"), (folder / "third.log").read_text()

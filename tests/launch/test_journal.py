@@ -8,6 +8,7 @@ import pytest
 from megalite_launch.commands import run
 from megalite_launch.events import append_event, read_events
 from megalite_launch.layout import ATTEMPT
+from megalite_launch.outcome import write_met
 from megalite_launch.policy import STUCK
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import summary
@@ -85,6 +86,8 @@ def test_a_stop_is_no_end(tmp_path: Path) -> None:
 
 def test_an_attempt_whose_machine_was_killed_counts_too(tmp_path: Path) -> None:
     for number in range(3):
+        (tmp_path / f"attempts/uid-1.0.{number}").mkdir(parents=True)
+        write_met(tmp_path / f"attempts/uid-1.0.{number}")
         append_event(tmp_path / "events.jsonl", "attempt", "node", "", job="uid-1", attempt=f"uid-1.0.{number}", step=0)
         if number < 2:
             append_event(tmp_path / "events.jsonl", "attempt_ended", "node", "", job="uid-1", from_step=0, to_step=0)
@@ -107,3 +110,32 @@ def test_a_program_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
     assert told(tmp_path)[-1] == "end"
     with pytest.raises(SystemExit):
         run("node", [*options, "--job", "../x", "--", "true"])
+
+
+MET = 'import os; open(os.environ["MEGALITE_ATTEMPT"] + "/met", "w")\n'
+
+
+def test_a_pod_that_stays_pending_does_not_end_the_job(tmp_path: Path) -> None:
+    """The ranks of machine 0 wait for the others, and end with 5, which Kubernetes counts by itself."""
+    assert [start(tmp_path, "raise SystemExit(5)") for _ in range(5)] == [5] * 5
+    assert [event["met"] for event in read_events(tmp_path / "events.jsonl") if "met" in event] == [False] * 5
+    append_event(tmp_path / "events.jsonl", "attempt", "node", "", job="uid-1", attempt="uid-1.0.5", step=0)
+    assert start(tmp_path, "raise SystemExit(5)") == 5  # machine 0 was killed while it waited
+    assert [start(tmp_path, MET + "raise SystemExit(5)") for _ in range(3)] == [5, 5, STUCK]
+
+
+def test_a_file_that_is_away_ends_only_a_job_that_has_not_trained(tmp_path: Path) -> None:
+    assert start(tmp_path, MET + "raise SystemExit(1)") == 1
+    assert [start(tmp_path, "raise SystemExit(2)", node) for node in (0, 1, 0, 0, 0)] == [5] * 5
+    assert told(tmp_path).count("waiting") == 4
+    assert "end" not in told(tmp_path)
+    assert start(tmp_path, WELL.replace("CODE", "0")) == 0
+    assert start(tmp_path / "other", "raise SystemExit(2)") == 2
+
+
+def test_a_file_that_stays_away_ends_the_job(tmp_path: Path) -> None:
+    assert start(tmp_path, MET + "raise SystemExit(1)") == 1
+    for _ in range(12):
+        append_event(tmp_path / "events.jsonl", "waiting", "node", "", job="uid-1")
+    assert start(tmp_path, "raise SystemExit(2)") == 2
+    assert told(tmp_path)[-1] == "end"

@@ -11,9 +11,9 @@ from megalite_launch.policy import (
     REQUEUE,
     UNFIT,
     Limits,
+    Past,
     Patience,
     choose,
-    count_stuck,
     next_move,
     no_nodes,
     slow_nodes,
@@ -58,18 +58,18 @@ def attempt(job: str = "7", cause: str = "crash", node: str | None = "n2", steps
     ],
 )
 def test_what_follows_on_an_attempt(cause: str, code: int, asked: bool, kind: str, exit_code: int) -> None:
-    move = next_move(ended(cause, code, asked), 0, LIMITS)
+    move = next_move(ended(cause, code, asked), Past(), LIMITS)
     assert (move.kind, move.code) == (kind, exit_code)
 
 
 def test_attempts_without_a_newer_checkpoint_are_bounded() -> None:
-    assert next_move(ended("crash", 1), 2, LIMITS).kind == RELAUNCH
-    move = next_move(ended("crash", 1), 3, LIMITS)
+    assert next_move(ended("crash", 1), Past(2), LIMITS).kind == RELAUNCH
+    move = next_move(ended("crash", 1), Past(3), LIMITS)
     assert (move.kind, move.code) == (END, 1)
     assert move.reason == "3 attempts in a row have saved no newer checkpoint: rank 3 on n2: a line; the table"
-    assert next_move(Ended("stopped", 3), 1, LIMITS).reason.endswith("; nothing was saved yet")
-    assert next_move(ended("stopped", 3), 3, LIMITS).kind == END
-    assert next_move(ended("finished", 0), 3, LIMITS).code == 0
+    assert next_move(Ended("stopped", 3), Past(1), LIMITS).reason.endswith("; nothing was saved yet")
+    assert next_move(ended("stopped", 3), Past(3), LIMITS).kind == END
+    assert next_move(ended("finished", 0), Past(3), LIMITS).code == 0
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_attempts_without_a_newer_checkpoint_are_bounded() -> None:
 )
 def test_a_gpu_out_of_memory_ends_a_job_that_asks_for_that(text: str, kind: str) -> None:
     found = Ended("crash", 1, First(3, "n2", text))
-    assert next_move(found, 1, replace(LIMITS, oom_ends=True)).kind == kind
-    assert next_move(found, 1, LIMITS).kind == RELAUNCH
+    assert next_move(found, Past(1), replace(LIMITS, oom_ends=True)).kind == kind
+    assert next_move(found, Past(1), LIMITS).kind == RELAUNCH
 
 
 def test_starts_without_enough_nodes_are_bounded() -> None:
@@ -119,11 +119,47 @@ def test_a_job_is_requeued_only_if_slurm_says_that_it_runs(job: Job | None, rest
 
 def test_progress_starts_the_count_of_attempts_anew() -> None:
     events = [attempt(), attempt(), attempt(steps=(0, 5))]
-    assert count_stuck(events, "7") == 0
-    assert count_stuck([*events, attempt(steps=(5, 5)), attempt("8")], "7") == 1
-    assert count_stuck([*events, attempt(), {"event": "requeue", "job": "7", "code": UNFIT, "time": EVER}], "7") == 2
-    assert count_stuck([*events, attempt(), {"event": "requeue", "job": "7", "code": 3, "time": EVER}], "7") == 1
-    assert count_stuck([attempt(steps=(None, "9"))], "7") == 1
+    assert Past.of(events, "7").stuck == 0
+    assert Past.of([*events, attempt(steps=(5, 5)), attempt("8")], "7").stuck == 1
+    assert Past.of([*events, attempt(), {"event": "requeue", "job": "7", "code": UNFIT, "time": EVER}], "7").stuck == 2
+    assert Past.of([*events, attempt(), {"event": "requeue", "job": "7", "code": 3, "time": EVER}], "7").stuck == 1
+    assert Past.of([attempt(steps=(None, "9"))], "7").stuck == 1
+
+
+@pytest.mark.parametrize("cause", ["lost_contact", "hang", "killed", "stopped", "timeout"])
+def test_attempts_in_which_ranks_never_met_count_for_nothing(cause: str) -> None:
+    unmet = attempt(cause=cause, met=False)
+    assert Past.of([unmet] * 9, "7") == Past()
+    assert Past.of([attempt(met=True), *[unmet] * 9], "7") == Past(stuck=1, trained=True)
+    assert Past.of([attempt(cause="crash", met=False)] * 2, "7").stuck == 2  # a rank has failed by itself
+    assert Past.of([attempt(cause=cause)] * 2, "7").stuck == 2  # as events were before
+
+
+def test_bad_input_of_a_job_that_has_trained_does_not_count_as_stuck() -> None:
+    bad = attempt(cause="bad_input", met=True)
+    assert Past.of([bad, bad], "7") == Past()
+    waiting = {"event": "waiting", "job": "7", "time": EVER}
+    assert Past.of([attempt(met=True), bad, waiting, bad, waiting], "7") == Past(1, 2, True)
+    assert Past.of([attempt(met=True), bad, waiting, attempt(met=True)], "7") == Past(2, 0, True)
+    assert Past.of([attempt(cause="bad_input", steps=(0, 5))], "7").trained  # it has saved before the file went away
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words"),
+    [
+        (ended("bad_input", 2), 2, "this job has trained with it before"),
+        (replace(ended("lost_contact", 5), met=False), 5, "lost_contact, before all ranks had met"),
+        (replace(ended("killed", 5), met=False), 5, "before all ranks had met"),
+    ],
+)
+def test_what_may_mend_itself_is_waited_for_with_growing_pauses_and_an_end(found: Ended, code: int, words: str) -> None:
+    moves = [next_move(found, Past(0, pauses, True), LIMITS) for pauses in range(LIMITS.pauses + 1)]
+    assert [move.pause for move in moves[:8]] == [5, 10, 20, 40, 80, 160, 300, 300]
+    assert {(move.kind, move.code) for move in moves[:-1]} == {(RELAUNCH, code)}
+    assert (moves[-1].kind, moves[-1].code) == (END, code)
+    assert words in moves[0].reason
+    assert "12 pauses in a row have not mended that" in moves[-1].reason
+    assert next_move(replace(found, asked=True), Past(0, 3, True), LIMITS).kind == REQUEUE
 
 
 def test_a_node_that_fails_first_twice_is_remembered_for_a_day() -> None:

@@ -1,24 +1,30 @@
 """Ranks, checks and the guard as steps of a job, with stand-ins for the commands of Slurm."""
 
 import os
+import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megalite_launch.backend import Start
-from megalite_launch.slurm import Slurm
+from megalite_launch.slurm import Answer, Slurm
 from megalite_launch.slurm_backend import PORTS, Options, SlurmBackend
 
 # Writes its arguments down. With a node in `bad`, the check of it fails, and with one in `frozen` it never ends.
 SRUN = """#!/usr/bin/env python3
-import os, sys, time
+import os, signal, sys, time
 nodes = next(word.partition("=")[2] for word in sys.argv if word.startswith("--nodelist=")).split(",")
 with open(os.environ["CALLS"], "a") as calls:
     print(*sys.argv[1:], sep="\\t", file=calls)
 if set(nodes) & set(os.environ.get("FROZEN", "").split()):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(os.environ["CALLS"] + ".frozen", "w").close()
     time.sleep(60)
+if len(open(os.environ["CALLS"]).readlines()) <= int(os.environ.get("AWAY", "0")):
+    sys.exit("srun: error: Unable to create step for job 7: Unable to contact slurm controller (connect failure)")
 for node in sorted(set(nodes) & set(os.environ.get("BAD", "").split())):
     print("ECC errors on " + node)
     print("srun: error: " + node + ": task 0: Exited with exit code 69", file=sys.stderr)
@@ -35,6 +41,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools.mkdir()
     (tools / "srun").write_text(SRUN)
     (tools / "srun").chmod(0o755)
+    (tools / "sinfo").write_text('#!/bin/sh\nprintf "$DRAINED"\n')
+    (tools / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     (tmp_path / "calls").touch()
@@ -88,9 +96,9 @@ def test_nodes_are_examined_and_tell_what_is_wrong(slurm: Path, monkeypatch: pyt
     monkeypatch.setenv("BAD", "n2")
     monkeypatch.setenv("FROZEN", "n3")
     command = ["check", "--{mode}", "{attempt}"]
-    how = backend(slurm, preflight="full", preflight_command=command, preflight_seconds=1.0)
+    how = backend(slurm, preflight="full", preflight_command=command, preflight_seconds=4.0)
     bad = how.examine(["n1", "n2", "n3"], slurm, True, lambda: False)
-    assert bad == {"n2": "ECC errors on n2", "n3": "gave no answer within 1 s"}
+    assert bad == {"n2": "ECC errors on n2", "n3": "gave no answer within 4 s"}
     assert {words[-1] for words in calls(slurm)} == {str(slurm)}
     assert {words[-2] for words in calls(slurm)} == {"--full"}
     how.examine(["n1"], slurm, False, lambda: False)
@@ -136,3 +144,61 @@ def test_the_guard_is_a_step_of_the_last_node(slurm: Path) -> None:
     assert first == second
     assert "--nodelist=n3" in first
     assert how.beat.read_bytes() == b"over\n"
+
+
+def test_a_guard_whose_srun_hangs_does_not_outlive_the_supervisor(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROZEN", "n2")
+    how = backend(slurm)
+    how._names = ["n1", "n2"]
+    how.begin()
+    assert how._guard is not None
+    while not (slurm / "calls.frozen").exists():
+        time.sleep(0.01)
+    how.end()
+    assert how._guard.returncode == -signal.SIGKILL
+
+
+def test_a_check_that_srun_itself_fails_to_start_is_made_again(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while Slurm's controller restarts: this speaks against no node."""
+    monkeypatch.setenv("AWAY", "3")
+    monkeypatch.setenv("BAD", "n2")
+    how = backend(slurm)
+    assert how.examine(["n1", "n2"], slurm, False, lambda: False) == {"n2": "ECC errors on n2"}
+    assert len(calls(slurm)) > 3
+    monkeypatch.setenv("AWAY", "99")
+    bad = backend(slurm, patience=0.5).examine(["n1"], slurm, False, lambda: False)
+    assert "Unable to contact slurm controller" in bad["n1"]
+    looks = iter([False] * 3)
+    began = time.monotonic()
+    assert set(backend(slurm).examine(["n1"], slurm, False, lambda: next(looks, True))) == {"n1"}
+    assert time.monotonic() - began < 30
+
+
+def test_nodes_that_were_drained_are_left_alone(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loud = "n2|draining|a fan is loud\n"
+    monkeypatch.setenv("DRAINED", f"n1|allocated|none\n{loud}n3|down*|Not responding\nn4|mixed|none\n{loud}")
+    bad = backend(slurm).examine(["n1", "n2", "n3", "n4"], slurm, False, lambda: False)
+    assert bad == {"n2": "draining: a fan is loud", "n3": "down*: Not responding"}
+    asked = {next(word for word in words if word.startswith("--nodelist"))[11:] for words in calls(slurm)}
+    assert asked == {"n1", "n4"}
+
+
+def test_ranks_that_could_not_be_killed_without_a_controller_are_killed_before_the_next_attempt(slurm: Path) -> None:
+    asked: list[list[str]] = []
+    answers = [Answer(1, "", "Unable to contact slurm controller"), Answer(0, "7.3 train\n", ""), Answer(0, "", "")]
+
+    def call(command: Sequence[str]) -> Answer:
+        asked.append(list(command))
+        return answers.pop(0) if command[0] == "squeue" else Answer(0, "", "")
+
+    how = SlurmBackend(Slurm("7", call), 0, slurm, Options(2, master="127.0.0.1"), time.sleep)
+    how._names = ["n1"]
+    ranks = how.start(start(slurm), ["train"])
+    ranks.kill(time.sleep)
+    assert ranks.left
+    how.begin()
+    assert not ranks.left
+    assert ["scancel", "--signal=KILL", "7.3"] in asked
+    how.begin()
+    assert answers == []
+    how.end()

@@ -7,15 +7,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_slurm import RUNNING, Ranks, World
 
 from megalite_launch.events import append_event, read_events
-from megalite_launch.policy import UNFIT, Limits
+from megalite_launch.policy import UNFIT, Limits, Wants
 from megalite_launch.slurm import Job
-from megalite_launch.supervise import Check, Supervisor, Wants
+from megalite_launch.supervise import Check, Supervisor
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_the_largest_number_of_nodes_that_the_check_accepts(world: World) -> Non
     world.check = lambda ranks: Check(0 if asked.append(ranks) or ranks < 8 else 2, "must be divisible")
     assert world.supervisor(crash, lambda ranks: ranks.finish()).run() == 0
     assert world.slurm.ran == [("n1",), ("n1",)]
-    assert asked == [12, 8, 4]  # each once
+    assert asked == [12, 8, 4, 12, 8]  # what was refused is asked for again: a file may have been away
 
 
 def test_what_fits_no_number_of_nodes_is_bad_input(world: World) -> None:
@@ -392,6 +391,117 @@ def test_a_run_folder_that_is_out_of_sight_for_a_moment(world: World) -> None:
 
 
 def test_a_full_disk_is_told_where_ranks_could_not(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
-    assert world.supervisor(lambda ranks: 4).run() == 4
-    assert f"{world.folder.path}: No space left on device" in world.last("end")["reason"]
+    monkeypatch.setattr("megalite_launch.supervise.no_room", lambda path: f"{path}/logs: No space left on device")
+    for code in (1, 2, 3, 4, 5):
+        assert world.supervisor(lambda ranks, code=code: code).run() == 4
+        assert f"{world.folder.path}/logs: No space left on device" in world.last("end")["reason"]
+        assert world.last("attempt_ended")["cause"] == "unhealthy"
+    assert world.slurm.did.count("requeue") == 0
+
+
+def test_a_stop_that_was_asked_for_on_a_full_disk_is_a_stop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite_launch.supervise.no_room", lambda path: f"{path}: No space left on device")
+    supervisor = world.supervisor(crash)
+    world.slurm.attempts = [lambda ranks: supervisor.hear(signal.SIGTERM) or 3]  # type: ignore[func-returns-value]
+    assert supervisor.run() == 3
+    assert world.last("attempt_ended")["cause"] == "stopped"
+
+
+def test_a_file_that_is_away_for_a_while_does_not_end_a_job_that_has_trained(world: World) -> None:
+    bad = [lambda ranks: ranks.fail(2, text="error: data: is not there")] * 5
+    assert world.supervisor(crash, *bad, lambda ranks: ranks.finish()).run() == 0
+    waiting = [event for event in read_events(world.folder.events) if event["event"] == "waiting"]
+    assert [event["seconds"] for event in waiting] == [5, 10, 20, 40, 80]
+    assert 155 <= world.clock.time < 160
+    assert "data: is not there; this job has trained with it before" in waiting[0]["text"]
+
+
+def test_a_file_that_stays_away_ends_it(world: World) -> None:
+    assert world.supervisor(crash, lambda ranks: ranks.fail(2)).run() == 2
+    assert len(world.slurm.ran) == world.limits.pauses + 2
+    assert "12 pauses in a row have not mended that" in world.last("end")["reason"]
+
+
+def test_a_check_that_refuses_what_has_trained_is_asked_again(world: World) -> None:
+    answers = [Check(0), Check(2, "data: is not there"), Check(2, "data: is not there"), Check(0)]
+    world.check = lambda ranks: answers.pop(0)
+    world.wants = Wants(2, 2, 0, 2)
+    assert world.supervisor(lambda ranks: ranks.save(5) or ranks.finish(3)).run() == 3  # and Slurm starts it again
+    answers.insert(0, Check(2, "data: is not there"))
+    supervisor = world.supervisor(lambda ranks: ranks.finish())
+    world.slurm.restart, world.slurm.jobs = 1, [replace(RUNNING, restarts=1)]
+    assert supervisor.run() == 0
+    assert world.told().count("waiting") == 3
+    assert "refused: data: is not there" in world.last("waiting")["reason"]
+
+
+def test_a_signal_ends_the_pause(world: World) -> None:
+    supervisor = world.supervisor(crash, lambda ranks: ranks.fail(2))
+    pause = world.clock.pause
+
+    def pausing(seconds: float) -> None:
+        pause(seconds)
+        if "waiting" in world.told() and world.clock.time > 2 and not supervisor.asked:
+            supervisor.hear(signal.SIGTERM)
+
+    world.clock.pause = pausing  # type: ignore[method-assign]
+    assert supervisor.run() == 3
+    assert world.clock.time < 4
+    assert "before the ranks were started" in world.last("requeue")["reason"]
+
+
+def test_attempts_in_which_ranks_never_meet_wait_and_do_not_count(world: World) -> None:
+    supervisor = world.supervisor(*[lambda ranks: 5] * 6, lambda ranks: ranks.finish())
+    world.slurm.meet = False
+    assert supervisor.run() == 0
+    assert len(world.slurm.ran) == 7
+    assert world.told().count("waiting") == 6
+    ended = [event for event in read_events(world.folder.events) if event["event"] == "attempt_ended"]
+    assert {event["met"] for event in ended[:-1]} == {False}
+    assert ended[-1]["met"]  # as it has made steps
+
+
+def test_a_supervisor_that_fails_says_so(world: World) -> None:
+    supervisor = world.supervisor(crash)
+    world.slurm.examine = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        supervisor.run()
+    end = world.last("end")
+    assert (end["code"], end["reason"]) == (1, "the supervisor has failed: ZeroDivisionError: division by zero")
+    assert world.slurm.did[-1] == "end"
+
+
+def test_the_step_from_which_ranks_went_on_is_what_they_say(world: World) -> None:
+    """The newest checkpoint was damaged."""
+
+    def resume(ranks: Ranks) -> int | None:
+        (ranks.run.checkpoints / "step-00000160").rename(ranks.run.checkpoints / "step-00000160.damaged")
+        with ranks.run.metrics.open("a") as file:
+            file.write('{"step": 160, "loss": 1.0}\n{"event": "resumed", "step": 140}\n')
+        ranks.save(150)
+        return ranks.fail(1)
+
+    (world.folder.checkpoints / "step-00000140").mkdir(parents=True)
+    (world.folder.checkpoints / "step-00000160").mkdir()
+    world.folder.metrics.write_text('{"event": "resumed", "step": 20}\n')
+    assert world.supervisor(resume, lambda ranks: ranks.finish()).run() == 0
+    ended = [event for event in read_events(world.folder.events) if event["event"] == "attempt_ended"]
+    assert [(event["from_step"], event["to_step"]) for event in ended] == [(140, 150), (150, 150)]
+    assert "steps 140 to 150" in ended[0]["text"]
+
+
+def test_of_two_jobs_that_begin_at_the_same_moment_the_second_ends(world: World) -> None:
+    """By the order of their events: when each looked for the other, neither had begun."""
+    supervisor = world.supervisor(crash)
+    append_event(world.folder.events, "begin", "supervisor", "", job="6", restart=0)
+    seen: list[list[str]] = []
+
+    def rival(events: list[dict]) -> str:
+        seen.append([event["job"] for event in events])
+        return "Slurm job 6" if len(seen) == 2 else ""
+
+    world.slurm.rival = rival  # type: ignore[method-assign, assignment]
+    assert supervisor.run() == 2
+    assert seen == [["6"], ["6"]]
+    assert (world.slurm.ran, world.told()) == ([], ["begin", "begin", "end"])
+    assert "Slurm job 6 has begun in this run folder at the same moment" in world.last("end")["reason"]

@@ -138,3 +138,66 @@ def test_a_kill_that_srun_tells_late_is_still_the_cause() -> None:
         assert (ended.cause, ended.first) == ("killed", First(3, "n2", "Killed"))
     both = [missed, TERMINATED[0], killed, "srun: error: n1: task 0: Killed"]  # by Slurm, as they did not end
     assert judge(seen(said=both, failures=told)).cause == "lost_contact"
+
+
+FULL = "/run/logs: No space left on device"
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 77])
+def test_a_full_disk_is_the_cause_whatever_ranks_have_ended_with(code: int) -> None:
+    """They could write down neither why nor that."""
+    ended = judge(seen(code, full=FULL))
+    assert (ended.cause, ended.code, ended.first) == ("unhealthy", 4, First(None, None, FULL))
+    said = [f"srun: error: n2: task 3: Exited with exit code {code}", *TERMINATED]
+    ended = judge(seen(143, full=FULL, said=said))
+    assert (ended.cause, ended.first) == (
+        "unhealthy",
+        First(3, "n2", f"{FULL} (Exited with exit code {code})"),
+    )
+    assert judge(seen(failures=[failure(2, text="error: x: cannot be made")], full=FULL)).cause == "unhealthy"
+
+
+def test_a_full_disk_hides_neither_a_kill_nor_an_end_that_was_told_or_asked_for() -> None:
+    assert judge(seen(said=[KILLED, *TERMINATED], full=FULL)).cause == "killed"
+    assert judge(seen(-9, full=FULL)).cause == "killed"
+    assert judge(seen(0, full=FULL)).cause == "finished"
+    assert judge(seen(3, outcome=Outcome(5.0, 3, 9), full=FULL)).cause == "stopped"
+    assert judge(seen(3, asked=True, full=FULL)).cause == "stopped"
+    assert judge(seen(130, full=FULL)).code == 130
+    assert judge(seen(-9, silent=True, reaped="3600 s", full=FULL)).cause == "unhealthy"  # nothing could move
+
+
+@pytest.mark.parametrize(
+    ("said", "own"),
+    [
+        (["srun: error: Unable to create step for job 7: Unable to contact slurm controller (connect failure)"], True),
+        (["srun: error: Unable to confirm allocation for job 7: Socket timed out on send/recv operation"], True),
+        (
+            ["srun: error: Unable to create step for job 7: Memory required by task is not available"],
+            True,
+        ),  # just after
+        (["srun: fatal: Could not establish a configuration source"], True),
+        (["srun: error: Task launch for StepId=7.0 failed on node n2: Socket timed out on send/recv operation"], False),
+        (
+            ["srun: error: n2: task 3: Exited with exit code 1", "srun: error: Unable to contact slurm controller"],
+            False,
+        ),
+        (["srun: error: Application launch failed: Socket timed out on send/recv operation"], False),
+        (["srun: error: Unable to create step for job 7: Required node not available (down or drained)"], False),
+        (["srun: error: Unable to create step for job 7: Job/step already completing or completed"], False),
+        ([], False),
+    ],
+)
+def test_an_error_of_srun_itself_is_no_crash_of_training(said: list[str], own: bool) -> None:
+    ended = judge(seen(1, said=said, met=False))
+    assert (ended.cause == "lost_contact") == own
+    if own:
+        assert ended.first is not None
+        assert said[0].endswith(ended.first.text)
+    assert judge(seen(1, said=said)).cause == "crash"  # as training was under way
+
+
+def test_a_stop_of_which_only_the_exit_code_tells_is_no_certainty() -> None:
+    assert "no rank has told it" in str(judge(seen(3)).first)
+    assert judge(seen(3, asked=True)).first is None
+    assert judge(seen(3, outcome=Outcome(5.0, 3, 9))).first is None

@@ -19,11 +19,13 @@ from megalite_launch.commands import run
 from megalite_launch.events import read_events
 from megalite_launch.yaml_text import yaml_text
 
+PYTHON = sys.executable
 SLURM = ("slurm", "a config.yaml", "--nodes", "32")
 KUBECTL = '[ "$1" = get ] || cp "$3" applied'
 PODS = ("kubernetes", "a config.yaml", "--nodes", "2", "--image", "registry.example/megalite:1")
 MEGALITE = """#!/bin/sh
 echo "$@" >>asked
+[ "$2" != --resolved ] || { echo "model: {layers: 2}"; exit; }
 [ -z "$REFUSED" ] || { echo "megalite: error: no such model" >&2; exit 2; }
 printf 'ranks   256\\nlayout  tp 8\\nfolder  runs/the run\\nsteps   0 to 10\\n'
 """
@@ -61,7 +63,9 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert code == 0
     assert (
         tmp_path / "asked"
-    ).read_text() == "train --check --world-size 256 -- a config.yaml run.name=x y$(touch hurt)\n"
+    ).read_text() == "train --check --world-size 256 -- a config.yaml run.name=x y$(touch hurt)\n" + (
+        "train --resolved -- a config.yaml run.name=x y$(touch hurt)\n"
+    )
     folder = tmp_path / "runs" / "the run"
     text = (folder / "launch" / "001.sbatch").read_text()
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
@@ -76,16 +80,13 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     supervised = supervisor.parser().parse_args(command[command.index("supervise") + 1 :])  # it knows all of them
     assert (supervised.run, supervised.grace_seconds) == (folder, 1140.0)
     check = shlex.split(command[command.index("--check") + 1])
-    assert check[1:] == [
-        "train",
-        "--check",
-        "--world-size",
-        "{ranks}",
-        "--",
-        "a config.yaml",
-        "run.name=x y$(touch hurt)",
-    ]
-    assert command[command.index("--") + 2 :] == ["train", "a config.yaml", "run.name=x y$(touch hurt)"]
+    frozen = folder / "launch" / "001.config.yaml"
+    assert check[1:] == ["train", "--check", "--world-size", "{ranks}", "--", str(frozen)]
+    assert command[command.index("--") + 2 :] == ["train", str(frozen)]
+    assert (supervised.frozen, supervised.resolve[1:4]) == (frozen, ["train", "--resolved", "--"])
+    assert supervised.resolve[4:] == ["a config.yaml", "run.name=x y$(touch hurt)"]
+    assert frozen.read_text() == "model: {layers: 2}\n"
+    assert f'--chdir="{tmp_path}"' in directives
     (event,) = read_events(folder / "events.jsonl")
     assert (event["event"], event["job"]) == ("submitted", "4711")
     told = capsys.readouterr().out
@@ -264,3 +265,34 @@ def test_every_way_has_help(start: Start, capsys: pytest.CaptureFixture[str]) ->
 )  # fmt: skip
 def test_limits_of_time_are_read_as_sbatch_does(text: str, seconds: int | None) -> None:
     assert limit_seconds(text) == seconds
+
+
+def test_of_two_submissions_at_once_one_is_refused(start: Start, tmp_path: Path) -> None:
+    """The second waits until the first has told its job, and then asks Slurm about it."""
+    slow = "sleep 0.3; echo 4711 >>submitted; echo 4711"
+    (tmp_path / "bin/sleep").symlink_to(str(shutil.which("sleep")))
+    start("--help", sbatch=slow, squeue="[ -e submitted ] && echo PENDING")
+    words = [*SLURM, "--megalite", "bin/megalite"]
+    code = f"import sys; from megalite_launch.commands import run; sys.exit(run('launch', {words!r}))"
+    command = [PYTHON, "-c", code]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        assert sorted(process.wait(60) for process in both) == [0, 2]
+    finally:
+        for process in both:
+            process.kill()
+    assert (tmp_path / "submitted").read_text() == "4711\n"
+
+
+def test_a_script_can_be_submitted_from_anywhere_and_says_what_it_freezes(start: Start, tmp_path: Path) -> None:
+    assert start(*SLURM, "--as-edited", sbatch="echo 4711", squeue="exit 1") == 0
+    folder = tmp_path / "runs/the run/launch"
+    text = (folder / "001.sbatch").read_text()
+    assert f'#SBATCH --chdir="{tmp_path}"\n' in text
+    assert "-- megalite train 'a config.yaml'" in text.replace(f"{tmp_path}/bin/", "")
+    assert "--frozen" in text
+    assert start(*SLURM, sbatch="echo 4712", squeue="exit 1") == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "001.config.yaml", "001.sbatch", "002.config.yaml", "002.sbatch", "lock",
+    ]  # fmt: skip
+    assert f"train '{folder}/002.config.yaml'" in (folder / "002.sbatch").read_text()

@@ -10,6 +10,7 @@ from made_up_run import MadeUp, made_up
 
 from megalite_launch import commands
 from megalite_launch.layout import Attempt
+from megalite_launch.outcome import Failure, write_failure
 from megalite_launch.watch import logs
 from megalite_launch.watch.logs import followed, log_of, tail_of
 
@@ -68,7 +69,28 @@ def test_a_failure_that_no_rank_could_report(tmp_path: Path, capsys: pytest.Capt
     run.attempt("1.0.1", 20)
     text = told(capsys, str(tmp_path / "run"))
     assert text.startswith("attempt 1.0.0 began")
-    assert "no rank has reported a failure; n002: Node failure on n002\n" in text
+    assert "\nfirst to fail: n002: Node failure on n002; it could report nothing itself\n" in text
+
+
+def test_a_rank_that_was_killed_is_first_and_not_those_that_missed_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MadeUp(tmp_path / "run")
+    run.job(0, 1)
+    run.attempt("1.0.0", 20)
+    attempt = Attempt("1", 0, 0)
+    run.run.attempt(attempt).mkdir(parents=True)
+    write_failure(run.run.attempt(attempt), Failure(run.now, 0, "n001", 5, 21, "lost a peer: closed by peer"))
+    run.run.logs(attempt).mkdir(parents=True)
+    for rank in (0, 3):
+        (run.run.logs(attempt) / f"n00{1 + rank // 2}-{rank}.log").write_text(f"rank {rank} was here\n")
+    first = {"rank": 3, "node": "n002", "text": "Killed"}
+    run.event("attempt_ended", "supervisor", "…", attempt="1.0.0", cause="killed", code=5, first=first)
+    text = told(capsys, str(tmp_path / "run"))
+    assert "first to fail: rank 3 on n002: Killed; it could report nothing itself\n" in text
+    assert "rank 3 was here" in text
+    assert "ranks: 1 reported a failure\n  rank 0 on n001, code 5: lost a peer: closed by peer" in text
+    assert text.count("first to fail") == 1
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def test_a_stopped_job_comes_back_and_a_cancelled_one_does_not(work, cluster, su
 def test_a_launched_job_is_checked_looked_after_and_watched(work, cluster, expected: list[float]) -> None:
     """megalite-launch writes the script; the supervisor has both nodes check each other before it starts the ranks."""
     size = ("--nodes", "2", "--gpus-per-node", "2", "--cpus-only", "--cpus-per-task", "1")
-    told = cluster.run("megalite-launch", "slurm", "config.yaml", *size, "run.name=launched", folder=work.folder)
+    (work.folder / "launched.yaml").write_text((work.folder / "config.yaml").read_text())
+    told = cluster.run("megalite-launch", "slurm", "launched.yaml", *size, "run.name=launched", folder=work.folder)
     run = work.folder / "runs" / "launched"
     (submitted,) = [event for event in read_events(run / "events.jsonl") if event["event"] == "submitted"]
     job = submitted["job"]
@@ -110,3 +111,13 @@ def test_a_launched_job_is_checked_looked_after_and_watched(work, cluster, expec
     assert all({"clock", "read_back"} <= sheet["measured"].keys() for sheet in sheets)  # by asking each other
     assert "finished" in work.run("megalite-status", str(run)).stdout
     assert "done" in (run / "status.html").read_text()
+    # Again, as its first line advises, from another folder, and after an edit that nobody has asked for.
+    edited = (work.folder / "launched.yaml").read_text().replace("steps: 4", "steps: 9")
+    (work.folder / "launched.yaml").write_text(edited)
+    job = cluster.run("sbatch", "--parsable", str(run / "launch" / "001.sbatch"), folder=cluster.folder)
+    ended = cluster.wait(job, 180)
+    log = (run / "logs" / f"slurm-{job}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert work.losses("launched") == expected
+    (told,) = [event for event in read_events(run / "events.jsonl") if event["event"] == "edited"]
+    assert "- steps: 4, + steps: 9; not used" in told["text"]

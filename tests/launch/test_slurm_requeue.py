@@ -9,7 +9,12 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sbatch"
 COMMANDS = {
-    "megalite": 'printf "ranks   4\\nfolder  %s\\n" "${FOLDER:-a run}"; exit ${CHECK:-0}',
+    "megalite": """
+        printf "ranks   4\\nfolder  %s\\n" "${FOLDER:-a run}"
+        echo checked >>calls
+        [ "$(grep -c checked calls)" -gt "${AWAY:-0}" ] || exit 2
+        exit ${CHECK:-0}""",
+    "df": 'printf "device blocks used room share at\\nx 9 9 %s 9%% /disk\\n" "${ROOM:-99999}"',
     "srun": 'echo "$@" >srun; eval "$JOB"',
     "scontrol": """
         case "$1 $2" in
@@ -141,3 +146,27 @@ def test_a_saved_job_ends_with_3_whatever_slurm_answers(
     assert (done.returncode, requeues(tmp_path)) == (3, requeued), done.stderr
     assert words in done.stderr
     assert not requeued or "asked" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5])
+def test_a_full_disk_ends_it_whatever_srun_says(run: Run, tmp_path: Path, code: int) -> None:
+    done = run(f"exit {code}", ROOM="12")
+    assert (done.returncode, requeues(tmp_path)) == (4, 0)
+    assert "megalite: job 7 /disk: No space left on device" in done.stderr
+    assert run("exit 137", ROOM="12").returncode == 137  # of which a signal is the cause
+    assert run(outcome(3), ROOM="12").returncode == 3  # a rank could write
+
+
+def test_a_file_that_is_away_ends_only_a_job_that_has_not_trained(run: Run, tmp_path: Path) -> None:
+    assert (run(outcome(2)).returncode, requeues(tmp_path)) == (2, 0)
+    assert (run(f"{SAVE} {outcome(2)}").returncode, requeues(tmp_path)) == (2, 1)
+    assert [(run(outcome(2), restart).returncode, requeues(tmp_path)) for restart in (1, 2, 3)] == [
+        (2, 1),
+        (2, 1),
+        (2, 0),
+    ]
+    assert (run(outcome(0), AWAY="1").returncode, (tmp_path / "calls").read_text().split()) == (2, ["checked"])
+    done = run("exit 0", 1, AWAY="3")
+    assert (done.returncode, (tmp_path / "calls").read_text().split().count("slept")) == (0, 3)
+    assert "looks again in 60 s" in done.stderr
+    assert run("exit 0", 1, AWAY="99").returncode == 2  # in the end

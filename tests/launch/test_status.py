@@ -378,3 +378,33 @@ def test_python_3_9_runs_the_programs(tmp_path: Path) -> None:
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert words in done.stdout
+
+
+def test_the_end_of_a_second_job_is_not_that_of_the_first(tmp_path: Path) -> None:
+    """Two were submitted in one second, both began, and the second could not get the lock of the run folder."""
+    run = MadeUp(tmp_path / "run")
+    for job in ("1", "2"):
+        run.event("begin", "supervisor", "begins", job=job, restart=0, step=0)
+    for job in ("1", "2"):
+        run.event("attempt", "supervisor", "…", job=job, attempt=f"{job}.0.0", nodes=["n"], ranks=1, step=0)
+    run.event("end", "supervisor", "ends", job="2", code=2, reason="bad input: another job trains in this folder")
+    assert not seen(run.run.path, run.now + 1)["over"]
+    run.event("end", "supervisor", "ends", job="1", code=0, reason="training is done")
+    assert seen(run.run.path, run.now + 1)["over"]
+
+
+def test_a_job_that_was_killed_without_a_word_does_not_hide_the_end_of_a_later_one(tmp_path: Path) -> None:
+    run = MadeUp(tmp_path / "run")
+    run.event("begin", "supervisor", "begins", job="1", restart=0, step=0)
+    run.event("begin", "supervisor", "begins", job="2", restart=0, step=0)
+    run.event("end", "supervisor", "ends", job="2", code=2, reason="bad input")
+    assert seen(run.run.path, run.now + 1)["over"]
+
+
+def test_an_attempt_began_where_ranks_say_and_not_at_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run = MadeUp(tmp_path / "run")
+    run.job(0, 1)
+    run.attempt("1.0.0", 20)
+    run.event("attempt", "supervisor", "…", attempt="1.0.1", nodes=["n1"], ranks=1, step=160)
+    run.metric(140, event="resumed")
+    assert [attempt["from_step"] for attempt in seen(run.run.path, run.now + 1)["attempts"]] == [0, 140]

@@ -96,7 +96,9 @@ def test_ctrl_c_in_a_terminal_saves_and_ends(tmp_path: Path) -> None:
     run, megalite = tmp_path / "run", tmp_path / "megalite"
     checked = f"ranks 1\nlayout tp 1\nfolder {run}\nsteps 0 to 10\n"
     stands_in = shlex.join([sys.executable, stand_in.__file__, str(run), "--steps", "100000"])
-    megalite.write_text(f"#!/bin/sh\ncase $2 in --check) printf '{checked}' ;; *) exec {stands_in} ;; esac\n")
+    megalite.write_text(
+        f"#!/bin/sh\ncase $2 in --check) printf '{checked}' ;; --resolved) echo run: ;; *) exec {stands_in} ;; esac\n"
+    )
     megalite.chmod(0o755)
     words = [
         sys.executable,

@@ -270,6 +270,36 @@ def test_a_frozen_node_is_left_behind(submit: Submit, cluster: Cluster) -> None:
     assert case.ended()[0] == "COMPLETED"
 
 
+def test_a_controller_that_restarts_and_a_node_that_is_drained(submit: Submit, cluster: Cluster) -> None:
+    cluster.until(cluster.idle, "two idle nodes")
+    case = submit("controller", *ENDLESS, supervisor=("--min-nodes", "1"))
+    case.trains()
+    cluster.stop_controller()
+    try:
+        os.kill(case.ranks(3), signal.SIGKILL)
+        case.until(lambda: bool(case.all("attempt_ended")), "the end of the attempt")
+        time.sleep(3)
+    finally:
+        cluster.start_controller()
+    case.until(lambda: len(case.all("attempt")) == 2, "the second attempt")
+    case.trains()
+    assert [event["ok"] for event in case.all("preflight")] == [list(NODES)] * 2  # srun's own errors were not theirs
+    cluster.run("scontrol", "update", f"nodename={NODES[1]}", "state=drain", "reason=a fan is loud")
+    try:
+        os.kill(case.ranks(2), signal.SIGKILL)
+        case.until(lambda: len(case.all("attempt")) == 3, "the third attempt")
+        case.trains()
+    finally:
+        cluster.run("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    assert case.all("attempt")[2]["nodes"] == [NODES[0]]
+    assert "a fan is loud" in case.all("preflight")[2]["bad"][NODES[1]]
+    cluster.run("scancel", case.job)
+    assert case.ended()[::2] == ("CANCELLED", "0"), case.log
+    assert case.causes()[1] == "killed"  # of the first end srun may have heard nothing
+    states = stand_in.recorded(case.run)
+    assert states == stand_in.curve(len(states))
+
+
 @pytest.mark.parametrize("dead", [True, False], ids=["dead", "frozen"])
 def test_the_guard_requeues_a_job_without_its_batch_host(submit: Submit, cluster: Cluster, dead: bool) -> None:
     cluster.until(cluster.idle, "two idle nodes")

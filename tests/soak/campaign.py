@@ -146,13 +146,16 @@ class Training(Campaign):
     def submit(self, supervisor: tuple[str, ...], path: str) -> Case:
         write_inputs(self.work)
         (self.work / "tmp").mkdir()
-        check = shlex.join([MEGALITE, "train", "--check", "--world-size", "{ranks}", "config.yaml"])
+        resolve, frozen = [MEGALITE, "train", "--resolved", "config.yaml"], self.work / "frozen.yaml"
+        frozen.write_text(subprocess.check_output(resolve, cwd=self.work, text=True, timeout=120))
+        check = shlex.join([MEGALITE, "train", "--check", "--world-size", "{ranks}", str(frozen)])
         how = (*supervisor, "--check", check, "--ranks-per-node", "1")
+        how += ("--frozen", str(frozen), "--resolve", shlex.join(resolve))
         self.cluster.environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.work / "tmp")}
         return supervised_job.submit(
             self.cluster,
             "training",
-            "config.yaml",
+            str(frozen),
             command=(MEGALITE, "train"),
             supervisor=how,
             sbatch=(f"--chdir={self.work}",),

@@ -86,6 +86,27 @@ def stop_while_slurm_fails(run: Campaign) -> None:
     run.broken.unlink()
 
 
+def take_a_file_away(run: Campaign) -> None:
+    """The data, in a restart, for some seconds."""
+    waited, files = len(run.case.all("waiting")), list(run.work.glob("tokens*"))
+    for path in files:
+        path.rename(run.work / f"away-{path.name}")
+    kill_a_rank(run)
+    run.case.until(lambda: len(run.case.all("waiting")) > waited + 1, "a second pause", PATIENCE)
+    for path in files:
+        (run.work / f"away-{path.name}").rename(path)
+
+
+def edit_the_configuration(run: Campaign) -> None:
+    """In a way that would show in the curve, if it was used."""
+    told, path = len(run.case.all("edited")), run.work / "config.yaml"
+    before = path.read_text()
+    path.write_text(f"{before}optim: {{lr: {run.random.uniform(0.01, 0.1):.6f}}}\n")
+    kill_a_rank(run)
+    run.case.until(lambda: len(run.case.all("edited")) > told, "the edit told", PATIENCE)
+    path.write_text(before)
+
+
 def freeze_a_node(run: Campaign) -> None:
     """The last one, until the run goes on without it. Then the job is requeued by hand to have it back."""
     since = time.time()
@@ -126,5 +147,7 @@ TRAINING: dict[Fault, int] = {
     run_out_of_memory: 3,
     stop_a_rank: 4,
     kill_a_rank_beside_a_stopped_one: 3,
+    take_a_file_away: 3,
+    edit_the_configuration: 3,
     **BY_SLURM,
 }

@@ -1,5 +1,6 @@
 """What is in the way in a run folder is told before anything starts, all of it, and by name."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -8,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.config.errors import InputError
+from megalite.config.errors import InputError, Unhealthy
+from megalite.entry import exit_code
+from megalite.exit_codes import ExitCode
 from megalite.train import folder
 from megalite.train.folder import FILES, FOLDERS, Folder
+from megalite.train.lock import Lock
 from megalite_launch.files import LINKS, foreign
 
 NEITHER = "neither a file nor a folder"
@@ -99,3 +103,27 @@ def test_a_file_with_a_second_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").hardlink_to(tmp_path / "other")
     with pytest.raises(InputError, match=r"metrics.jsonl: has a second name, a hard link"):
         Folder(tmp_path).check(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, Unhealthy), (errno.EDQUOT, Unhealthy), (errno.EACCES, InputError)]
+)
+def test_a_disk_that_is_full_at_a_start_is_no_bad_input(
+    number: int,
+    kind: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No other input would mend it: the exit code is 4, as for a save that finds no room."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    code = ExitCode.UNHEALTHY if kind is Unhealthy else ExitCode.BAD_INPUT
+    for start in (Folder(tmp_path).make, lambda: Lock.take(tmp_path)):
+        with pytest.raises(kind, match=os.strerror(number)):
+            start()
+        assert exit_code("megalite train", lambda start=start: start() and None) == code
+    assert capsys.readouterr().err.count("make room") == (2 if kind is Unhealthy else 0)

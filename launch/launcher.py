@@ -71,7 +71,7 @@ def _slurm(args: argparse.Namespace) -> int:
     checked = _checked(args)
     run = RunFolder(checked.folder)
     options = dict(_setting(text) for text in args.sbatch)
-    for name in ("time", "partition", "account", "qos", "cpus_per_task"):
+    for name in ("time", "partition", "account", "qos", "cpus_per_task", "mem"):
         if getattr(args, name) is not None:
             options[name.replace("_", "-")] = str(getattr(args, name))
     if not args.cpus_only:
@@ -297,10 +297,17 @@ def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     slurm.add_argument("--min-nodes", type=count, metavar="M", help="train on fewer, down to M (default: --nodes)")
     for name, word in (("time", "LIMIT"), ("partition", "NAME"), ("account", "NAME"), ("qos", "NAME")):
         slurm.add_argument(f"--{name}", metavar=word, help="as of sbatch")
-    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank, as of sbatch")
+    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank, as of sbatch (default: 8)")
+    slurm.add_argument("--mem", metavar="SIZE", help="memory of a node, as of sbatch (default: 0, all of it)")
     slurm.add_argument("--container", metavar="IMAGE", help="run the ranks in it (pyxis: --container-image of srun)")
     slurm.add_argument("--mounts", metavar="A:B,…", help="with --container: folders it sees (--container-mounts)")
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option; repeatable")
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option; repeatable. --sbatch oversubscribe: do not ask for whole nodes (--exclusive)",
+    )
     slurm.add_argument("--srun", action="append", default=[], metavar="OPTION", help="another, as --srun=--mpi=none")
     slurm.add_argument("--preflight", choices=("off", "light", "full"), default="light", help="default: light")
     slurm.add_argument(

@@ -94,6 +94,33 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert not (tmp_path / "hurt").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted", "unwanted"),
+    [
+        ((), {"--cpus-per-task=8", "--mem=0", "--exclusive"}, set()),
+        (("--cpus-per-task", "12", "--mem", "900G"), {"--cpus-per-task=12", "--mem=900G", "--exclusive"}, {"--mem=0"}),
+        (("--sbatch", "mem-per-gpu=100G"), {"--cpus-per-task=8", "--mem-per-gpu=100G"}, {"--mem=0"}),
+        (("--sbatch", "cpus-per-gpu=4", "--sbatch", "mem=9G"), {"--cpus-per-gpu=4", "--mem=9G"}, {"--cpus-per-task=8"}),
+        (("--sbatch", "oversubscribe"), {"--oversubscribe", "--mem=0"}, {"--exclusive"}),
+    ],
+)
+def test_slurm_is_asked_for_whole_nodes_unless_the_user_asks_otherwise(
+    start: Start, options: tuple[str, ...], wanted: set[str], unwanted: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*SLURM, "--dry-run", *options) == 0
+    asked = {
+        line.removeprefix("#SBATCH ") for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH ")
+    }
+    assert wanted <= asked
+    assert not unwanted & asked
+
+
+def test_the_plain_script_asks_for_the_same() -> None:
+    text = (Path(launcher.__file__).parent / "slurm.sbatch").read_text()
+    asked = {line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")}
+    assert {"--cpus-per-task=8", "--mem=0", "--exclusive"} <= asked
+
+
 def test_what_is_wrong_with_the_configuration_starts_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Types of arguments for argparse: each refuses what is wrong with the value and the rule."""
+"""Types of arguments for argparse: each refuses what is wrong with the value and the rule. And options of clusters."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ def words(text: str) -> list[str]:
     if not found:
         raise argparse.ArgumentTypeError("must not be empty")
     return found
+
+
+def pair(text: str) -> tuple[str, str]:
+    """NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text:.60}: must be NAME=VALUE")
+    return name, value
+
+
+def cluster_options(way: argparse.ArgumentParser) -> None:
+    """Those that Slurm and Kubernetes share."""
+    way.add_argument("--nodes", type=count, required=True, metavar="N", help="nodes that train")
+    way.add_argument("--gpus-per-node", type=count, default=8, metavar="G", help="ranks on each (default: 8)")
+    way.add_argument(
+        "--unchecked", metavar="RUN", help="megalite is not installed here: give the run's folder, the job checks"
+    )
+    way.add_argument("--cpus-only", action="store_true", help="ask for no GPUs: the ranks train on CPUs")

@@ -19,6 +19,13 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # of time, for sbatch
 PLACE = re.compile(r"\{[a-z]+\}")
 GRACE = round(Limits.grace)  # seconds that ranks have at least to save
+CORES = "8"  # of a rank with a GPU; slurm.sbatch has as many
+# Whole nodes, unless the user asks otherwise: by the option itself or by one that Slurm takes in its place.
+DEFAULTS = {
+    "cpus-per-task": (CORES, ("cpus-per-gpu",)),
+    "mem": ("0", ("mem-per-cpu", "mem-per-gpu")),  # 0: all that a node has
+    "exclusive": ("", ("oversubscribe",)),
+}
 RESERVE = 60  # seconds that are left before the time limit when ranks that have not saved are killed
 
 
@@ -77,6 +84,7 @@ def batch_script(job: Job) -> str:
         "signal": f"B:USR2@{job.warning}",
         "requeue": "",
         "no-kill": "",
+        **({name: text for name, (text, others) in DEFAULTS.items() if not job.options.keys() & {*others}}),
         **job.options,
     }
     lines = [f"#SBATCH {option_line(name, value)}" for name, value in asked.items()]

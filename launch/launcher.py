@@ -14,21 +14,22 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .arguments import count, natural
+from .arguments import cluster_options, count, natural
 from .batch import Job, batch_script, frozen_options, limit_seconds
 from .checked import Checked, CheckFailed, check, find_megalite, resolved
 from .errors import UserError
 from .events import append_event, read_events
 from .files import PRIVATE, opened
 from .kubernetes import Pods, manifest
+from .kubernetes_options import kubernetes_options, pods_of
 from .layout import RunFolder
 from .outcome import DONE
+from .overlay import read_overlay
 from .preflight.thresholds import load_thresholds
 from .processes import HEARD
 from .rivals import local_rival, submitting
 
 JOB = re.compile(r"\d{1,15}")
-GRACE = 360  # seconds that a pod has to save: a step, a save and some reserve
 WARNING = 300  # seconds before Slurm's time limit
 PATIENCE = 120.0  # seconds that sbatch has
 EPILOG = """\
@@ -76,7 +77,7 @@ def _slurm(args: argparse.Namespace) -> int:
     checked = _checked(args)
     run = RunFolder(checked.folder)
     options = dict(_setting(text) for text in args.sbatch)
-    for name in ("time", "partition", "account", "qos", "cpus_per_task"):
+    for name in ("time", "partition", "account", "qos", "cpus_per_task", "mem"):
         if getattr(args, name) is not None:
             options[name.replace("_", "-")] = str(getattr(args, name))
     if not args.cpus_only:
@@ -132,43 +133,28 @@ def _slurm(args: argparse.Namespace) -> int:
 
 def _kubernetes(args: argparse.Namespace) -> int:
     checked = _checked(args)
-    pods = Pods(
-        name=args.name or re.sub(r"[^a-z0-9-]+", "-", checked.folder.name.lower()).strip("-"),
-        image=args.image,
-        nodes=args.nodes,
-        ranks=args.gpus_per_node,
-        gpu="" if args.cpus_only else args.gpu,
-        cpus=args.cpus,
-        memory=args.memory,
-        claims=args.claim,
-        retries=args.retries,
-        grace=args.grace,
-        directory=os.getcwd(),
-        run=str(checked.folder),
-        arguments=args.arguments,
-        namespace=args.namespace,
-    )
-    text = manifest(pods)
+    pods = pods_of(args, checked.folder)
+    text = manifest(pods, [document for path in args.overlay for document in read_overlay(Path(path))])
+    print(text, end="", flush=True)
     if args.dry_run:
-        print(text, end="")
         return DONE
     RunFolder(checked.folder).check()
-    kubectl = shutil.which("kubectl")
-    if kubectl is not None:
-        _refuse_another(kubectl, pods)
+    kubectl = _kubectl(pods) if args.submit else None
     script = _write(_next(checked.folder / "launch", "yaml"), text)
-    if kubectl is None:
-        print(f"kubectl: is not on the PATH; start the run with:  kubectl apply -f {shlex.quote(str(script))}")
-    else:
+    print()
+    if kubectl is not None:
         done = subprocess.run([kubectl, "apply", "-f", str(script)], stdin=subprocess.DEVNULL, timeout=PATIENCE)
         if done.returncode:
             raise UserError(f"kubectl apply -f {script}: ended with {done.returncode}; it has told why")
         say = f"applied {script} as job {pods.name}"
         append_event(RunFolder(checked.folder).events, "submitted", "launcher", say, job=pods.name, script=str(script))
     _tell(checked, script)
-    print(f"pods     kubectl get pods --selector app={pods.name}")
-    print(f"output   kubectl logs --follow job/{pods.name}")
-    print(f"end      kubectl delete --filename {shlex.quote(str(script))}   saves and ends")
+    file, place = shlex.quote(str(script)), "" if pods.namespace is None else f" --namespace {pods.namespace}"
+    if kubectl is None:
+        print(f"start    kubectl apply -f {file}   or this command with --submit: nothing was started yet")
+    print(f"pods     kubectl get pods --selector app={pods.name}{place}")
+    print(f"output   kubectl logs --follow job/{pods.name}{place}")
+    print(f"end      kubectl delete --filename {file}   saves and ends")
     return DONE
 
 
@@ -211,8 +197,11 @@ def _refuse_a_second(run: RunFolder) -> None:
         )
 
 
-def _refuse_another(kubectl: str, pods: Pods) -> None:
-    """Raises UserError if there is a job of this name: `kubectl apply` would leave it as it is, even if it is over."""
+def _kubectl(pods: Pods) -> str:
+    """The command. Raises UserError if there is a job of this name: `apply` would leave it, even if it is over."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise UserError("kubectl: is not on the PATH; without --submit a file is written that it can apply elsewhere")
     place = [] if pods.namespace is None else ["--namespace", pods.namespace]
     command = [kubectl, "get", "job", pods.name, "--ignore-not-found", "--output=name", *place]
     asked = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
@@ -224,6 +213,7 @@ def _refuse_another(kubectl: str, pods: Pods) -> None:
             f"--name {pods.name}: there is a job of this name. One that is not over goes on by itself; "
             f"one that is over is removed with: {delete}"
         )
+    return kubectl
 
 
 def _submit(script: Path) -> str:
@@ -313,26 +303,24 @@ def _edited_option(way: argparse.ArgumentParser) -> None:
     )
 
 
-def _cluster_options(way: argparse.ArgumentParser) -> None:
-    way.add_argument("--nodes", type=count, required=True, metavar="N", help="nodes that train")
-    way.add_argument("--gpus-per-node", type=count, default=8, metavar="G", help="ranks on each (default: 8)")
-    way.add_argument(
-        "--unchecked", metavar="RUN", help="megalite is not installed here: give the run's folder, the job checks"
-    )
-    way.add_argument("--cpus-only", action="store_true", help="ask for no GPUs: the ranks train on CPUs")
-
-
 def _slurm_options(slurm: argparse.ArgumentParser) -> None:
-    _cluster_options(slurm)
+    cluster_options(slurm)
     _edited_option(slurm)
     slurm.add_argument("--spares", type=natural, default=0, metavar="K", help="further nodes, to replace bad ones")
     slurm.add_argument("--min-nodes", type=count, metavar="M", help="train on fewer, down to M (default: --nodes)")
     for name, word in (("time", "LIMIT"), ("partition", "NAME"), ("account", "NAME"), ("qos", "NAME")):
         slurm.add_argument(f"--{name}", metavar=word, help="as of sbatch")
-    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank, as of sbatch")
+    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank, as of sbatch (default: 8)")
+    slurm.add_argument("--mem", metavar="SIZE", help="memory of a node, as of sbatch (default: 0, all of it)")
     slurm.add_argument("--container", metavar="IMAGE", help="run the ranks in it (pyxis: --container-image of srun)")
     slurm.add_argument("--mounts", metavar="A:B,…", help="with --container: folders it sees (--container-mounts)")
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option; repeatable")
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option; repeatable. --sbatch oversubscribe: do not ask for whole nodes (--exclusive)",
+    )
     slurm.add_argument("--srun", action="append", default=[], metavar="OPTION", help="another, as --srun=--mpi=none")
     slurm.add_argument("--preflight", choices=("off", "light", "full"), default="light", help="default: light")
     slurm.add_argument(
@@ -352,29 +340,8 @@ def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     )
 
 
-def _kubernetes_options(kubernetes: argparse.ArgumentParser) -> None:
-    _cluster_options(kubernetes)
-    kubernetes.add_argument("--image", required=True, metavar="IMAGE", help="that has megalite installed")
-    kubernetes.add_argument("--name", metavar="NAME", help="of the job (default: that of the run)")
-    kubernetes.add_argument("--namespace", metavar="NAME", help="where to start it")
-    kubernetes.add_argument(
-        "--claim", action="append", default=[], metavar="CLAIM:PATH", help="a volume all pods see; repeatable"
-    )
-    kubernetes.add_argument("--gpu", default="nvidia.com/gpu", metavar="RESOURCE", help="default: nvidia.com/gpu")
-    kubernetes.add_argument("--cpus", default="", metavar="Q", help="requested for each node, as in 96")
-    kubernetes.add_argument("--memory", default="", metavar="Q", help="requested for each node, as in 1500Gi")
-    kubernetes.add_argument("--retries", type=count, default=100, metavar="N", help="failures in all (default: 100)")
-    kubernetes.add_argument(
-        "--grace",
-        type=count,
-        default=GRACE,
-        metavar="S",
-        help=f"seconds that an evicted pod has to save ({GRACE})",
-    )
-
-
 WAYS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentParser], None]]] = {
     "local": (_local, "on this machine, and again after a crash or hang", _local_options),
     "slurm": (_slurm, "by Slurm, in one job that survives the loss of nodes", _slurm_options),
-    "kubernetes": (_kubernetes, "on Kubernetes, as an Indexed Job", _kubernetes_options),
+    "kubernetes": (_kubernetes, "on Kubernetes, as an Indexed Job", kubernetes_options),
 }

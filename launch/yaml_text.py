@@ -15,11 +15,17 @@ def yaml_text(value: Any, indent: int = 0) -> str:
     """Mappings, lists, texts, numbers and truth values as YAML, which ends in a line end."""
     margin = " " * indent
     if isinstance(value, Mapping) and value:
-        return "".join(f"{margin}{_scalar(key)}:{_inner(item, indent + 2)}" for key, item in value.items())
+        return "".join(f"{margin}{_key(key, margin)}:{_inner(item, indent + 2)}" for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         lines = [yaml_text(item, indent + 2) for item in value]
         return "".join(f"{margin}- {line[indent + 2 :]}" for line in lines)
     return f"{margin}{_scalar(value)}\n"
+
+
+def _key(key: Any, margin: str) -> str:
+    """A key, marked as one where it is longer than YAML finds by itself."""
+    text = _scalar(key)
+    return text if len(text) < 1000 else f"? {text}\n{margin}"
 
 
 def _inner(value: Any, indent: int) -> str:

@@ -15,7 +15,8 @@ from ..watch.summary import Summary, summary
 from ..watch.text import WHERE
 from ..words import lasting, printable, table
 from ..words import share as share_text
-from .formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, between_failures, daly, failure_rate, share, young
+from .formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, between_failures, daly, share, young
+from .learned import failure_rate, learned_interval
 from .simulate import simulate
 
 DAY = 86_400.0
@@ -51,30 +52,33 @@ def main(arguments: Sequence[str]) -> int:
 def advice(found: Summary) -> dict[str, Any]:
     """The interval that a run should have, from what it has measured; without `steps` where too little is known."""
     rate = failure_rate(found["failures"], found["rank_hours"])
+    low, high = rate.quantile(0.05), rate.quantile(0.95)
     checkpoint, ranks = found["checkpoint"], found["ranks"]
     advised: dict[str, Any] = {
         "failures": found["failures"],
         "rank_hours": found["rank_hours"],
         "hours_between_failures": rate.hours,
-        "interval_of_hours": [1 / rate.high, 1 / rate.low],
+        "interval_of_hours": [1 / high, 1 / low],
         "steps": None,
     }
     step, save = found["usual_step_seconds"], checkpoint["save_seconds"]
     if step is None or save is None or not ranks:
         return advised
     write = checkpoint["write_seconds"] or 0.0
-    of = {name: Costs(between_failures(ranks, 1 / each), save, write) for name, each in vars(rate).items()}
-    steps = {name: max(round(daly(costs) / step), 1) for name, costs in of.items()}
-    seconds = steps["mean"] * step
+    steps, most, fewest = (
+        max(round(learned_interval(each, rate, found["rank_hours"], ranks, save, write) / step), 1)
+        for each in (rate.mean, low, high)
+    )
+    seconds = steps * step
     return {
         **advised,
-        "steps": steps["mean"],
-        "steps_between": [steps["high"], steps["low"]],
+        "steps": steps,
+        "steps_between": [fewest, most],
         "seconds": seconds,
         "save_seconds": save,
         "write_seconds": write,
         "step_seconds": step,
-        "expected_share": share(of["mean"], max(seconds, write)),
+        "expected_share": share(Costs(between_failures(ranks, rate.hours), save, write), max(seconds, write)),
     }
 
 
@@ -102,8 +106,8 @@ def _advice_text(found: Summary, advised: dict[str, Any]) -> str:
     hours = advised["hours_between_failures"]
     lines = [
         f"failures: {advised['failures']} in {advised['rank_hours']:,.1f} hours of ranks; beside what was known before "
-        f"(one in {HOURS_BETWEEN_FAILURES:,.0f}), {hours:,.0f} hours between failures of a rank, with 90 % certainty "
-        f"{low:,.0f} to {high:,.0f}"
+        f"(most often one in {HOURS_BETWEEN_FAILURES:,.0f}), {hours:,.0f} hours between failures of a rank, "
+        f"with 90 % certainty {low:,.0f} to {high:,.0f}"
     ]
     if advised["steps"] is None:
         missing = "a checkpoint" if found["usual_step_seconds"] is not None else "a step"

@@ -9,12 +9,12 @@ goes on from the newest checkpoint that can be resumed from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, expm1, fsum, inf, lgamma, log, sqrt
+from math import exp, expm1, inf, sqrt
 
 HOUR = 3600.0
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, §3.3.4).
 HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419  # of one GPU
-ROUNDS = 60  # of Newton's method, which needs fewer than ten, and of halving
+ROUNDS = 60  # of Newton's method, which needs fewer than ten
 
 
 @dataclass(frozen=True)
@@ -92,37 +92,3 @@ def approximation(costs: Costs, interval: float) -> float:
     """`share` where failures are rare: 1 − δ/(τ + δ) − (τ/2 + L + D + R)/M. It may be negative where they are not."""
     failing = interval / 2 + costs.write + costs.detect + costs.restart
     return 1 - costs.save / (interval + costs.save) - failing / costs.between
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Failures per GPU and hour, with an interval that holds the true rate with a probability of 90 %."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def hours(self) -> float:
-        """Between failures of one GPU."""
-        return 1 / self.mean
-
-
-def failure_rate(failures: int, gpu_hours: float) -> Rate:
-    """What `failures` in `gpu_hours` tell of the rate, beside what was known before.
-
-    That is one failure in HOURS_BETWEEN_FAILURES: a gamma distribution, which few failures hardly move, and many leave
-    behind.
-    """
-    count, hours = 1 + failures, HOURS_BETWEEN_FAILURES + gpu_hours
-    return Rate(count / hours, _quantile(count, 0.05) / hours, _quantile(count, 0.95) / hours)
-
-
-def _quantile(count: int, probability: float) -> float:
-    """Of a gamma distribution of whole shape `count`: where that many events of a Poisson process have come."""
-    low, high = 0.0, count + 10 * sqrt(count) + 10
-    for _ in range(ROUNDS):
-        middle = (low + high) / 2
-        fewer = fsum(exp(at * log(middle) - middle - lgamma(at + 1)) for at in range(count))
-        low, high = (middle, high) if 1 - fewer < probability else (low, middle)
-    return high

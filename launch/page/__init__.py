@@ -110,7 +110,9 @@ def _attempts(found: Summary) -> str:
     bars = [(each["name"], each["began"], each["began"] + each["seconds"], each["accounts"]) for each in attempts]
     rows = [attempt_row(each, 300) for each in reversed(attempts[-ATTEMPTS:])]
     header = ("attempt", "began", "took", "nodes", "from step", "saved step", "how it ended")
-    return section(f"Attempts: {len(attempts):,}", attempts_chart(bars, COLOUR, WHERE), table(header, rows, (0, 6)))
+    return section(
+        f"Attempts: {len(attempts):,}", attempts_chart(bars, COLOUR, WHERE), table(header, rows, (0, 6), "attempts")
+    )
 
 
 def _nodes(found: Summary) -> str:

@@ -45,8 +45,8 @@ def wide(inner: str) -> str:
     return f'<div class="wide" tabindex="0">{inner}</div>'
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str | Key]], text: Iterable[int] = (0,)) -> str:
-    """A table. text: columns that are aligned left; the others hold numbers."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str | Key]], text: Iterable[int] = (0,), of: str = "") -> str:
+    """A table of a class. text: columns that are aligned left; the others hold numbers."""
     left = set(text)
 
     def line(cells: Sequence[str | Key], tag: str) -> str:
@@ -56,7 +56,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str | Key]], text: Iter
         return f"<tr>{inner}</tr>"
 
     body = "\n".join(line(row, "td") for row in rows)
-    return wide(f"<table><thead>{line(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>")
+    return wide(f"<table{_class(of)}><thead>{line(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>")
 
 
 def legend(keys: Iterable[Key]) -> str:

@@ -62,6 +62,14 @@ td.text { min-width: 8.5rem; }
 .timeline { background: #fff; border: 1px solid var(--line); border-radius: 6px; }
 .timeline svg { display: block; }
 footer { margin-top: 2rem; }
+@media (max-width: 40rem) {
+  .attempts, .attempts thead, .attempts tbody { display: block; }
+  .attempts tr { display: grid; grid-template-columns: 4fr 5fr 4fr 3fr 3.5fr 3.5fr; padding: .3rem 0;
+    border-bottom: 1px solid var(--line); }
+  .attempts th, .attempts td { border: 0; padding: 0 .2rem; min-width: 0; white-space: normal; font-size: .75rem; }
+  .attempts td { overflow-wrap: anywhere; }
+  .attempts :is(th, td):last-child { grid-column: 1 / -1; }
+}
 @media print {
   :root { --paper: #fff; --panel: #f4f6f8; --ink: #000; --pale: #444; --line: #bbb; --mark: #b3261e; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }

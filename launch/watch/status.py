@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from .. import page
 from ..errors import UserError
@@ -22,6 +23,7 @@ from .text import one_line, status_text
 EVERY = 2.0  # seconds between two looks
 TELL = 30.0  # seconds between two lines of a pipe on which nothing happens
 CLEAR = "\x1b[H\x1b[J"
+INDENT = "    "  # of what does not fit on a line
 
 
 def open_run(path: str) -> Watched:
@@ -89,8 +91,9 @@ class _Screen(_Teller):
 
     def __call__(self, runs: Sequence[Watched], found: Sequence[Summary]) -> None:
         width, height = shutil.get_terminal_size()
-        lines = "\n\n".join(map(status_text, found)).splitlines()[: height - 1]
-        print(CLEAR + "\n".join(line[:width] for line in lines), flush=True)
+        whole = "\n\n".join(map(status_text, found)).splitlines()
+        lines = [part for line in whole for part in wrap(line, width, subsequent_indent=INDENT) or [""]]
+        print(CLEAR + "\n".join(lines[: height - 1]), flush=True)
 
 
 class _Lines(_Teller):

@@ -12,6 +12,7 @@ from megalite.config.files import as_json, read_object, write_whole
 from megalite.experiment.folder import LARGEST, ExperimentFolder, Status, read_status, write_status
 from megalite.experiment.pool import Task
 from megalite.experiment.schema import Launch
+from megalite_launch.batch import CORES
 from megalite_launch.errors import UserError
 from megalite_launch.job_array import Array, array_script, element_states, largest_array, submitted
 from megalite_launch.slurm import Call, call
@@ -90,6 +91,8 @@ def _submit_one(
         options.setdefault("cpus-per-task", str(launch.cpus_per_task))
     if not launch.cpus_only:
         options.setdefault("gpus-per-node", str(shape.ranks))
+        if "cpus-per-gpu" not in options:
+            options.setdefault("cpus-per-task", CORES)
     limit = 60 * launch.minutes if launch.minutes is not None else float("inf")
     array = Array(
         name=f"{folder.path.name}-{name}",

@@ -1,7 +1,9 @@
 """Which runs of an experiment are to be started, and as what: the story of `megalite-sweep launch`."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from megalite.experiment.results import Row, row_of
 from megalite.experiment.states import standing
 from megalite.train.lock import Lock
 
+COMMAND = "megalite-sweep"
 HEADING = "# What all runs of the experiment "  # of base.yaml
 Known = dict[str, tuple[Status, int]]  # by id, each with the step that it has reached
 
@@ -179,6 +182,29 @@ def prepare(expanded: Expanded, cells: Sequence[Cell], known: Known, surveyed: f
         if status.state != "planned":
             status = status.now("planned", f"was {status.state}: {status.reason}" if status.reason else "")
         write_status(run, replace(status, launch="", place=0, job=""))
+
+
+@contextmanager
+def alone(setup: Setup) -> Iterator[None]:
+    """Keep other launchers out while runs are submitted to Slurm: they would submit the same ones. Raises InputError.
+
+    On this machine launchers may work side by side: a run's own lock lets one of them start it.
+    """
+    if setup.experiment.launch.kind != "slurm":
+        yield
+        return
+    try:
+        lock = Lock.take(setup.folder)
+    except InputError:
+        if (owner := Lock.holder(setup.folder)) is None:
+            raise
+        told = f"another {COMMAND} launch submits runs of this experiment, {owner}"
+        raise InputError(f"{setup.folder}: {told}; wait for its end, and launch again") from None
+    try:
+        with lock.beating(lambda lost: print(f"{COMMAND}: {lost}", file=sys.stderr, flush=True)):
+            yield
+    finally:
+        lock.free()
 
 
 def start(expanded: Expanded, cells: Sequence[Cell], megalite: str) -> int | list[tuple[str, int]]:

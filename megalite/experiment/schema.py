@@ -94,7 +94,7 @@ class Launch:
     devices: list[int] | None = None  # local: GPUs of the pool; null: all that there are
     gpus_per_node: int = 8  # slurm
     cpus_only: bool = False  # slurm: ask for no GPUs
-    cpus_per_task: int | None = None  # slurm: cores of a rank
+    cpus_per_task: int | None = None  # slurm: cores of a rank; None: 8 beside a GPU
     sbatch: dict[str, Any] = field(default_factory=dict)  # slurm: further options, such as partition: NAME
     srun: list[str] = field(default_factory=list)  # slurm: further options of srun, such as a container's
 

@@ -28,7 +28,7 @@ from megalite.train.build import Job
 from megalite.train.records import WARM_UP
 from megalite.train.report import Report, duration
 from megalite_launch.events import read_events
-from megalite_launch.goodput.formulas import Costs, Rate, between_failures, daly, failure_rate
+from megalite_launch.goodput.learned import Rate, failure_rate, learned_interval
 from megalite_launch.goodput.measured import interruptions
 from megalite_launch.words import scaled
 
@@ -67,9 +67,9 @@ class Decision:
 
 
 def decide(save: float, write: float, step_seconds: float, ranks: int, failures: int, rank_hours: float) -> Decision:
-    """The interval by Daly's formula, in whole steps."""
+    """The interval that `megalite_launch.goodput.learned` finds, in whole steps."""
     rate = failure_rate(failures, rank_hours)
-    seconds = daly(Costs(between_failures(ranks, rate.hours), save, write))
+    seconds = learned_interval(rate.mean, rate, rank_hours, ranks, save, write)
     steps = max(round(seconds / step_seconds), ceil(write / step_seconds), 1)
     return Decision(steps, save, write, step_seconds, failures, rate)
 
@@ -149,7 +149,8 @@ class Automatic(Cadence):
             self._decide(step)
 
     def due(self, step: int) -> bool:
-        if step == self._last or (self._interval and step >= self._base + self._interval):
+        # Where nothing is saved yet, the first save comes at once: it measures, and a failure finds it.
+        if step == self._last or (self._interval and (self._base == 0 or step >= self._base + self._interval)):
             return True
         checkpoint = self._job.config.checkpoint
         regular = any(every and step % every == 0 for every in (checkpoint.keep_every, checkpoint.export_every))
@@ -182,6 +183,7 @@ class Automatic(Cadence):
         with suppress(OSError):
             failures, rank_hours = interruptions(read_events(run / "events.jsonl"), time.time())
         ranks = self._job.mesh.layout.world_size
+        rank_hours = max(rank_hours, ranks * self._clock / 3600)  # no supervisor writes attempts down: this start's
         return decide(save, write, median(self._steps), ranks, failures, rank_hours)
 
     def _agreed(self, interval: int) -> int:

@@ -95,6 +95,33 @@ def test_two_launchers_and_one_that_is_killed(tmp_path: Path) -> None:
     assert (tmp_path / "journal").read_text().count("end ") == 4
 
 
+def test_two_launchers_under_slurm_submit_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits in sbatch; the second one would have seen the same planned runs. GPUs get cores."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    wait = "for _ in $(seq 600); do [ -e go ] && break; sleep 0.1; done"
+    for name, text in (("sbatch", f"echo x >>submitted; {wait}; echo 7"), ("squeue", "exit 0"), ("sacct", "exit 1")):
+        (bin_ / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_ / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
+    launch = {"kind": "slurm", "parallel": 2, "max_gpu_hours": 100, "flops_per_second": 1e9, "gpus_per_node": 1}
+    faked = Faked(tmp_path, {}, grid={"optim.lr": RATES[:2]}, launch=launch)
+    with subprocess.Popen(faked.command("launch"), cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE) as first:
+        try:
+            _until(lambda: (tmp_path / "submitted").exists())
+            told = faked.sweep("launch", code=2).stderr
+            assert "another megalite-sweep launch submits runs of this experiment" in told
+            (tmp_path / "go").touch()
+            assert first.wait(60) == 0
+        finally:
+            first.kill()
+    assert (tmp_path / "submitted").read_text() == "x\n"
+    script = (tmp_path / "experiments/exp/launches/001.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=8" in script
+    faked.sweep("launch")  # it is free again; what Slurm does not know any more is planned anew
+    assert (tmp_path / "submitted").read_text() == "x\nx\n"
+
+
 def test_ctrl_c_has_runs_save_and_a_second_one_kills(tmp_path: Path) -> None:
     faked = Faked(tmp_path, {"seconds": 0.3}, grid={"optim.lr": RATES[:3]}, launch={"parallel": 2})
     launcher = subprocess.Popen(faked.command("launch"), cwd=tmp_path, env=faked.environment, stderr=subprocess.PIPE)

@@ -1,6 +1,6 @@
 """The share of time that counts: formulas, and a simulation of the same model."""
 
-from math import inf, log
+from math import inf
 from random import Random
 from statistics import mean
 
@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite_launch.goodput.formulas import (
-    HOURS_BETWEEN_FAILURES,
     Costs,
     approximation,
     best,
     between_failures,
     daly,
-    failure_rate,
     segment,
     share,
     young,
@@ -128,18 +126,3 @@ def test_an_interval_is_not_shorter_than_writing() -> None:
 
 def test_an_interval_without_end_counts_nothing() -> None:
     assert share(Costs(1.0, save=1), 1e9) == 0
-
-
-def test_few_failures_hardly_move_what_was_known() -> None:
-    nothing, one = failure_rate(0, 0), failure_rate(1, 100)
-    assert nothing.hours == pytest.approx(HOURS_BETWEEN_FAILURES)
-    assert one.hours == pytest.approx(HOURS_BETWEEN_FAILURES / 2, rel=0.01)
-    assert nothing.low == pytest.approx(-log(0.95) / HOURS_BETWEEN_FAILURES)  # of one event, this is exact
-    assert nothing.high == pytest.approx(-log(0.05) / HOURS_BETWEEN_FAILURES)
-
-
-def test_many_failures_tell_the_rate() -> None:
-    found = failure_rate(400, 400 * 1000)
-    assert found.hours == pytest.approx(1000, rel=0.15)
-    assert found.low < found.mean < found.high
-    assert found.high / found.low < 1.2

@@ -7,7 +7,7 @@ import pytest
 from made_up_run import MadeUp, made_up
 
 from megalite_launch import commands
-from megalite_launch.goodput.formulas import Costs, between_failures, daly, failure_rate
+from megalite_launch.goodput.learned import failure_rate, learned_interval
 
 GOAL = [
     "simulate",
@@ -76,7 +76,8 @@ def test_a_run_is_accounted_for_and_advised(tmp_path: Path, capsys: pytest.Captu
     advised = found["advice"]
     rate = failure_rate(2, advised["rank_hours"])
     step = advised["step_seconds"]
-    assert advised["steps"] == round(daly(Costs(between_failures(16, rate.hours), 1.5, 20.0)) / step)
+    assert advised["steps"] == round(learned_interval(rate.mean, rate, advised["rank_hours"], 16, 1.5, 20.0) / step)
+    assert advised["hours_between_failures"] == pytest.approx(advised["rank_hours"] / 2, rel=0.5)
     fewest, most = advised["steps_between"]
     assert fewest < advised["steps"] < most
     assert commands.run("goodput", [str(tmp_path / "run")]) == 0

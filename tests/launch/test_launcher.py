@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megalite_launch import launcher, supervisor
@@ -96,6 +96,33 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert not (tmp_path / "hurt").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted", "unwanted"),
+    [
+        ((), {"--cpus-per-task=8", "--mem=0", "--exclusive"}, set()),
+        (("--cpus-per-task", "12", "--mem", "900G"), {"--cpus-per-task=12", "--mem=900G", "--exclusive"}, {"--mem=0"}),
+        (("--sbatch", "mem-per-gpu=100G"), {"--cpus-per-task=8", "--mem-per-gpu=100G"}, {"--mem=0"}),
+        (("--sbatch", "cpus-per-gpu=4", "--sbatch", "mem=9G"), {"--cpus-per-gpu=4", "--mem=9G"}, {"--cpus-per-task=8"}),
+        (("--sbatch", "oversubscribe"), {"--oversubscribe", "--mem=0"}, {"--exclusive"}),
+    ],
+)
+def test_slurm_is_asked_for_whole_nodes_unless_the_user_asks_otherwise(
+    start: Start, options: tuple[str, ...], wanted: set[str], unwanted: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*SLURM, "--dry-run", *options) == 0
+    asked = {
+        line.removeprefix("#SBATCH ") for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH ")
+    }
+    assert wanted <= asked
+    assert not unwanted & asked
+
+
+def test_the_plain_script_asks_for_the_same() -> None:
+    text = (Path(launcher.__file__).parent / "slurm.sbatch").read_text()
+    asked = {line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")}
+    assert {"--cpus-per-task=8", "--mem=0", "--exclusive"} <= asked
+
+
 def test_what_is_wrong_with_the_configuration_starts_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +180,10 @@ def test_a_second_job_for_a_run_is_refused_while_the_first_is_there(
         ((*PODS, "--name", "A_b"), {}, "--name A_b: must be a name for Kubernetes"),
         ((*PODS, "--claim", "data"), {}, "--claim data: must be CLAIM:PATH"),
         ((*PODS, "--memory", "much"), {}, "--memory much: must be a quantity"),
-        (PODS, {"kubectl": "[ $1 = get ]"}, "kubectl apply"),
+        ((*PODS, "--submit"), {"kubectl": "[ $1 = get ]"}, "kubectl apply"),
+        ((*PODS, "--submit"), {}, "kubectl: is not on the PATH"),
+        ((*PODS, "--overlay", "none.json"), {}, "none.json: No such file"),
+        ((*PODS, "--env", "NCCL_DEBUG"), {}, "NCCL_DEBUG: must be NAME=VALUE"),
     ],
 )
 def test_bad_input(
@@ -183,7 +213,8 @@ def expanded(word: str) -> str:
 
 
 def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) -> None:
-    options = ("--claim", "shared:/shared", "--memory", "1500Gi", "--gpus-per-node", "8", *ODD, "run.name=$(HOME)")
+    options = ("--submit", "--claim", "shared:/shared", "--memory", "1500Gi", "--gpus-per-node", "8", *ODD)
+    options = (*options, "run.name=$(HOME)")
     assert start(*PODS, *options, kubectl=KUBECTL) == 0
     service, job = yaml.safe_load_all((tmp_path / "applied").read_text())
     assert (service["kind"], service["spec"]["clusterIP"], job["metadata"]["name"]) == ("Service", "None", "the-run")
@@ -215,25 +246,35 @@ def test_pods_are_a_job_that_knows_the_exit_codes(start: Start, tmp_path: Path) 
     master = container["command"][container["command"].index("--master") + 1]
     assert master == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "memory": "1500Gi"}
     assert {"name": "claim-0", "mountPath": "/shared"} in container["volumeMounts"]
 
 
 def test_a_job_of_the_same_name_is_refused(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(*PODS, "--namespace", "ours", kubectl="echo job.batch/the-run") == 2
+    assert start(*PODS, "--submit", "--namespace", "ours", kubectl="echo job.batch/the-run") == 2
     assert "removed with: kubectl delete job the-run --namespace ours" in capsys.readouterr().err
-    assert start(*PODS, kubectl="exit 3") == 2
+    assert start(*PODS, "--submit", kubectl="exit 3") == 2
     assert "kubectl get job the-run: ended with 3" in capsys.readouterr().err
     assert not (tmp_path / "runs/the run/launch").exists()
 
 
-def test_without_kubectl_the_manifest_is_there_to_be_applied(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_manifest_is_shown_and_written_and_submitted_only_when_that_is_asked_for(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert start(*PODS) == 0
-    assert "kubectl apply -f" in capsys.readouterr().out
-    assert (tmp_path / "runs/the run/launch/001.yaml").exists()
-    assert start(*PODS) == 0
+    assert start(*PODS, "--namespace", "ours", kubectl="touch hurt") == 0
+    told = capfd.readouterr().out
+    text = (tmp_path / "runs/the run/launch/001.yaml").read_text()
+    assert told.startswith(text)
+    assert (
+        f"start    kubectl apply -f '{tmp_path}/runs/the run/launch/001.yaml'   or this command with --submit" in told
+    )
+    assert "kubectl get pods --selector app=the-run --namespace ours" in told
+    assert not (tmp_path / "hurt").exists()
+    assert not (tmp_path / "runs/the run/events.jsonl").exists()
+    assert start(*PODS, "--submit", kubectl='echo "I was asked to $1"') == 2  # it says that there is a job
+    assert start(*PODS, "--submit", kubectl='[ "$1" = get ] || echo "I was asked to $1"') == 0
+    told = capfd.readouterr().out
+    assert 0 < told.index("kind: Job") < told.index("I was asked to apply")
     assert (tmp_path / "runs/the run/launch/002.yaml").exists()
 
 
@@ -245,6 +286,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
+@example([{"k" * 2000: None, "a": {"é" * 900: [1, {}]}}])
 def test_what_is_written_as_yaml_is_read_as_it_was(value: object) -> None:
     assert yaml.safe_load(yaml_text(value)) == value
 

@@ -349,6 +349,20 @@ def test_following_on_a_terminal_draws_in_place(tmp_path: Path) -> None:
     assert b"finished: all done" in drawn.getvalue()
 
 
+def test_a_narrow_terminal_wraps_what_it_cannot_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut line would lose how an attempt ended, which is its last column."""
+    made = made_up(tmp_path / "run")
+    monkeypatch.setattr(status.shutil, "get_terminal_size", lambda: os.terminal_size((60, 200)))
+    found = seen(made.run.path, made.now + 1)
+    status._Screen()([], [found])
+    told = capsys.readouterr().out.removeprefix(status.CLEAR)
+    assert max(map(len, told.splitlines())) <= 60
+    assert "CUDA error: an illegal memory access was encountered" in " ".join(told.split())
+    assert "".join(told.split()) == "".join(status_text(found).split())
+
+
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     made_up(tmp_path / "run")
     command = " ".join([f"'{word}'" for word in [*PROGRAM, str(tmp_path / "run"), "--follow", "--json"]])

@@ -59,6 +59,15 @@ def test_bars_of_attempts_are_as_long_as_their_times(text: str) -> None:
     assert max(float(box.get("x", "")) + float(box.get("width", "")) for box in boxes) == pytest.approx(1000, abs=0.1)
 
 
+def test_a_phone_has_how_attempts_ended_on_a_line_of_its_own(text: str) -> None:
+    """Seven columns are wider than its screen, and the last one would only be seen by scrolling sideways."""
+    table = text[text.index('<table class="attempts">') :]
+    assert "how it ended" in table[: table.index("</thead>")]
+    narrow = text[text.index("@media (max-width: 40rem)") : text.index("@media print")]
+    assert ".attempts tr { display: grid" in narrow
+    assert ".attempts :is(th, td):last-child { grid-column: 1 / -1; }" in narrow
+
+
 def test_texts_of_others_are_escaped(tmp_path: Path) -> None:
     run = MadeUp(tmp_path / "run")
     run.job(0, 1)

@@ -25,7 +25,7 @@ from megalite.train import cadence
 from megalite.train.cadence import FEWEST, WARM_UP, Automatic, decide
 from megalite.train.loop import Batches, train
 from megalite_launch.events import append_event
-from megalite_launch.goodput.formulas import HOURS_BETWEEN_FAILURES, Costs, between_failures, daly
+from megalite_launch.goodput.learned import learned_interval
 
 FIRST = WARM_UP + FEWEST  # the step after which there is a first interval
 
@@ -37,9 +37,9 @@ def automatic(steps: int, layout: Layout, **checkpoint: object) -> Config:
 
 
 @given(st.floats(1e-4, 60), st.floats(0, 600), st.floats(1e-3, 100), st.integers(1, 16_384))
-def test_an_interval_is_that_of_daly_in_whole_steps(save: float, write: float, step: float, ranks: int) -> None:
-    found = decide(save, write, step, ranks, 0, 0.0)
-    seconds = daly(Costs(between_failures(ranks), save, write))
+def test_an_interval_is_that_of_the_rule_in_whole_steps(save: float, write: float, step: float, ranks: int) -> None:
+    found = decide(save, write, step, ranks, 2, 3.0)
+    seconds = learned_interval(found.rate.mean, found.rate, 3.0, ranks, save, write)
     assert found.steps >= 1
     assert found.steps * step >= write
     assert abs(found.steps * step - seconds) <= step
@@ -47,10 +47,20 @@ def test_an_interval_is_that_of_daly_in_whole_steps(save: float, write: float, s
 
 
 def test_more_failures_shorten_the_interval() -> None:
-    calm = decide(1.0, 0.0, 1.0, 64, 0, 64 * 24)
-    failing = decide(1.0, 0.0, 1.0, 64, 50, 64 * 24)
-    assert calm.rate.hours == pytest.approx(HOURS_BETWEEN_FAILURES + 64 * 24)
+    calm, first, failing = (decide(1.0, 0.0, 1.0, 64, failures, 64 * 24) for failures in (0, 1, 50))
+    assert calm.rate.hours > 64 * 24
+    assert first.steps < calm.steps
     assert failing.steps < calm.steps / 5
+
+
+def test_a_run_without_a_supervisor_has_survived_its_own_time() -> None:
+    """Nobody writes attempts down there; a ceiling of 100 times a save's cost for good would cost a hundredth."""
+    with one_rank(), patch.object(cadence, "interruptions", lambda *_: (0, 0.0)):
+        found = Automatic(make(automatic(100, Layout())), None)
+        found._steps.append(1.0)
+        found._saves.append(0.01)
+        found._clock = 3600.0
+        assert found._decision(Path("none")).steps > 10
 
 
 def test_a_run_measures_before_it_saves_and_goes_on_from_that(tmp_path: Path) -> None:
@@ -88,6 +98,15 @@ def test_a_run_measures_before_it_saves_and_goes_on_from_that(tmp_path: Path) ->
     ):  # nothing measured anew: what was kept holds
         run_job(automatic(25, Layout()), run)
     assert [step_of(path) for path in complete(run)] == [9, 13, 17, 19, 23, 25]
+
+
+def test_the_first_save_waits_for_no_interval(tmp_path: Path) -> None:
+    """It measures what a save takes, and a failure before the interval is over finds a checkpoint."""
+    with one_rank(), patch.object(cadence, "learned_interval", lambda *_: 1e6):
+        run_job(automatic(12, Layout()), tmp_path)
+        assert [step_of(path) for path in complete(tmp_path)] == [FIRST + 1, 12]
+        run_job(automatic(24, Layout()), tmp_path)
+    assert [step_of(path) for path in complete(tmp_path)] == [FIRST + 1, 12, 24]
 
 
 def test_a_save_to_the_nodes_alone_is_told_and_moves_no_other() -> None:
@@ -141,7 +160,7 @@ def _steps_saved(folder: str, config: Config) -> list[int]:
     reload = partial(restorer(job).newest, Path(folder) / "checkpoints", lambda _: None)
     saved: list[int] = []
 
-    def jump(costs: Costs) -> float:
+    def jump(*_: object) -> float:
         return 0.02 * (2 + rank + len(saved))  # every rank would choose another interval
 
     with saver(job, Path(folder) / "checkpoints") as writer:
@@ -151,7 +170,7 @@ def _steps_saved(folder: str, config: Config) -> list[int]:
             saved.append(progress.step)
             save(progress, shared)
 
-        with patch.object(writer, "save", noted), patch.object(cadence, "daly", jump):
+        with patch.object(writer, "save", noted), patch.object(cadence, "learned_interval", jump):
             train(job, Batches(Notebook(job), None), Progress(), writer, reload, notes)  # type: ignore[arg-type]
     return saved
 

@@ -26,7 +26,7 @@ from megalite_launch.checked import find_megalite
 from megalite_launch.errors import UserError
 from megalite_launch.layout import RunFolder
 
-COMMAND = "megalite-sweep"
+COMMAND = launching.COMMAND
 LONGEST = 40  # runs that a table of a launch shows
 UNDONE = tuple(state for state in ENDED if state != "done")
 COLORS = {"done": "green", "running": "cyan", "oom": "red", "diverged": "red", "timeout": "red", "failed": "red"}
@@ -208,8 +208,12 @@ def _launch(options: argparse.Namespace) -> int:
         check_budget(costs, expanded, launching.spent(expanded, known))
         if options.dry_run:
             return ExitCode.DONE
-        launching.write_files(expanded, known)
-        code = _start(expanded, cells, known, surveyed, megalite)
+        with launching.alone(setup):
+            if setup.experiment.launch.kind == "slurm":  # another launcher may have submitted some meanwhile
+                expanded, known = launching.expanded_now(setup)
+                cells = launching.chosen(expanded, known, only)
+            launching.write_files(expanded, known)
+            code = _start(expanded, cells, known, surveyed, megalite)
         rounds = setup.experiment.halving is not None and setup.experiment.launch.kind == "local"
         if code == ExitCode.STOPPED or not cells or not rounds:
             return code

@@ -57,7 +57,7 @@ class Net:
         return size / self.bandwidth(group, "messages") + self._hop(group)
 
     def links(self, kind: Kind, whole: float, group: Group) -> Links:
-        """For how long a collective, or a message, keeps links busy: the slowest of them until it has ended."""
+        """For how long a collective, or a message, keeps links busy, its start included."""
         shares = self._shares(kind, group)
         if group.size <= 1:
             return shares
@@ -65,8 +65,7 @@ class Net:
             moved, rounds, start = whole, 1, self._hop(group)
         else:
             moved, rounds, start = (group.size - 1) / group.size * whole, ROUNDS[kind], self._start(group)
-        slowest = max(shares)
-        return tuple(rounds * (moved * share + (share == slowest) * start) for share in shares)
+        return tuple(rounds * (moved * share + (share > 0) * start) for share in shares)
 
     def bandwidth(self, group: Group, kind: Kind = "all_gather") -> float:
         """Bytes/s that every rank of the group can send, when all send at once."""

@@ -168,6 +168,8 @@ def test_fewer_tokens_make_no_step_slower(case: tuple[Config, str], what: str) -
         "an odd length": replace(config, model=replace(config.model, sequence_length=length - parts)),
         "batch": replace(config, batch=replace(batch, global_=batch.global_ // 2)),
     }[what]
+    if config.parallel.pipeline.schedule == "dualpipev":  # with fewer micro-batches it is another schedule
+        assume(micro_batches(fewer) >= 2 * config.parallel.pp)
     try:
         fewer = check(fewer, config.parallel.layout.world_size)
     except InputError:

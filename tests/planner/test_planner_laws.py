@@ -15,7 +15,6 @@ from megalite.plan.pipeline import micro_batches
 from megalite.plan.split import balance
 from megalite.plan.traffic import step_traffic
 from megalite.planner.hardware import Cluster, Gpu, Level, Link, known_clusters, load_cluster
-from megalite.planner.network import Group
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.stages import Timer
 from megalite.planner.traffic import busy_links
@@ -102,25 +101,25 @@ def test_no_step_is_faster_than_what_it_sends_on_any_link(case: tuple[Config, st
 
 
 def bytes_sent(found: Prediction, pipeline_rank: int) -> dict[Link, float]:
-    """Bytes that a rank sends over its node's links and its adapter at least: without any constant or start."""
+    """Bytes that a rank sends over each kind of link at least: without any constant or start."""
     config, cluster = found.config, found.cluster
     rank = config.parallel.layout.rank(pp=pipeline_rank, dp_replicate=0, dp_shard=0, cp=0, tp=0)
-    sent = {cluster.levels[-1].link: 0.0, cluster.network: 0.0}
+    sent = dict.fromkeys((*(level.link for level in cluster.levels), cluster.network), 0.0)
     for each in step_traffic(found.plan, rank, micro_batches(config)):
         if each.kind == "receive" or each.axis in ("world", "stage") or each.ranks == 1:
             continue
-        group: Group = groups(config)[each.axis]
-        near = max(1, min(group.size, cluster.gpus_per_node // group.stride))
-        moved = each.total * (1 if each.kind == "send" else (group.size - 1) / group.size)
-        moved *= 2 if each.kind == "all_reduce" else 1
-        if near == group.size:
-            sent[cluster.levels[-1].link] += moved
-        elif each.kind == "send":
-            sent[cluster.network] += moved
-        elif each.kind == "all_to_all":
-            sent[cluster.network] += moved * (group.size - near) / (group.size - 1)
-        else:
-            sent[cluster.network] += moved / near
+        group, near, link = groups(config)[each.axis], 1, cluster.network
+        for level in cluster.levels:  # the outermost link that the group spans, and the ranks that are nearer than that
+            if group.size <= level.gpus // group.stride:
+                link = level.link
+                break
+            near = max(near, level.gpus // group.stride)
+        if each.kind == "send":
+            sent[link] += each.total
+            continue
+        moved = each.total * (group.size - 1) / group.size * (2 if each.kind == "all_reduce" else 1)
+        further = (group.size - near) / (group.size - 1)
+        sent[link] += moved * further if each.kind == "all_to_all" else moved / near
     return sent
 
 

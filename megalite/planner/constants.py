@@ -12,19 +12,19 @@ class Constants:
     """Numbers without a unit, unless one is named.
 
     sustained, throttle: a matrix product keeps up the best measured rate times `sustained - throttle · (TFLOP/s / W)`,
-    with the datasheet's peak and power: the more arithmetic a watt feeds, the further clocks fall below those of a
-    short test. memory: share of the memory's bandwidth that passes over tensors reach. node, network: share of a link's
-    bandwidth that collectives reach. launch: seconds before a collective moves anything. hop: of a link's latency, for
-    every rank that a ring passes. overlap: share of the time of hidden communication by which it slows the compute
-    beside it. spread: half the width of the interval, relative to the estimate; unknown: that of a program of which no
-    profile is known.
+    with that rate and the datasheet's power: the more arithmetic a watt feeds, the further clocks fall below those of a
+    short test, but not so far that more of it would take longer. memory: share of the memory's bandwidth that passes
+    over tensors reach. node, network: share of a link's bandwidth that collectives reach. launch: seconds before a
+    collective moves anything. hop: of a link's latency, for every rank that a ring passes. overlap: share of the time
+    of hidden communication by which it slows the compute beside it. spread: half the width of the interval, relative to
+    the estimate; unknown: that of a program of which no profile is known.
     """
 
-    sustained: float = 1.078
-    throttle: float = 0.211
+    sustained: float = 1.05
+    throttle: float = 0.235
     memory: float = 0.663
     node: float = 0.965
-    network: float = 0.807
+    network: float = 0.77
     launch: float = 40e-6
     hop: float = 0.508
     overlap: float = 0.14

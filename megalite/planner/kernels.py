@@ -23,7 +23,9 @@ LEAST_SPLIT = 512  # elements that such a part takes the time of at least
 SPLIT_COST = 0.02  # for every further part, to add up the parts
 ALIGNED = 8  # elements: rows of other lengths cannot be loaded in whole vectors
 UNALIGNED = 2.0  # how much longer such products take
-FP8_POWER = 0.75  # how far fp8 products lower clocks, bf16 being 1; from NVIDIA's runs on H100, B200, GB200 and GB300
+# Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
+# as NVIDIA's runs on H100, B200, GB200 and GB300 tell.
+POWER = {"fp8": 0.375}
 BEST = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 
 
@@ -52,15 +54,18 @@ class Kernels:
 
     def rate(self, precision: str) -> float:
         """FLOP/s that large matrix products keep up."""
-        peak = self.gpu.peak.get(precision, self.gpu.peak["bf16"])
-        best = self.gpu.measured.get(precision, BEST * peak)
-        return best * self._clock(FP8_POWER) * self.fp8 if precision == "fp8" else best * self._clock(1.0)
+        best = self.gpu.measured.get(precision) or BEST * self.gpu.peak.get(precision, self.gpu.peak["bf16"])
+        return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
 
-    def _clock(self, power: float) -> float:
-        """How far clocks stay below those of the best measured product, for want of power: of a product that takes
-        `power` times that of one in bf16."""
-        per_watt = self.gpu.peak["bf16"] / 1e12 / self.gpu.power
-        return self.constants.sustained - self.constants.throttle * power * per_watt
+    def _clock(self, best: float) -> float:
+        """How far clocks stay below those of a short product at `best` FLOP/s, for want of power.
+
+        Never above them; and arithmetic beyond what a watt can feed makes products neither faster nor slower.
+        """
+        sustained, throttle, per_watt = self.constants.sustained, self.constants.throttle, best / 1e12 / self.gpu.power
+        most = sustained / (2 * throttle)  # TFLOP/s a watt at which products are fastest
+        falls = sustained - throttle * min(per_watt, most)
+        return min(1.0, falls * min(1.0, most / per_watt))
 
     @cached_property
     def _memory(self) -> float:

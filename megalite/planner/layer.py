@@ -4,13 +4,13 @@ A pass takes as long as its kernels, one after another, and the communication th
 as the host needs to launch them, if that is longer.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from megalite.plan.window import attended_pairs
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
-from megalite.planner.kernels import Kernels
+from megalite.planner.kernels import ALIGNED, Kernels
 from megalite.planner.network import Group, Net
 from megalite.planner.program import HOST_BACKWARD, Program, attention_shares
 from megalite.planner.work import Recompute, Work
@@ -56,11 +56,16 @@ KINDS = tuple(field.name for field in fields(Seconds))
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Times of one layer and micro-batch. weights: of backward, the seconds that make the gradients of weights."""
+    """Times of one layer and micro-batch.
+
+    backward: what is recomputed included. weights: of it, the seconds that make the gradients of weights. inputs: all
+    else of it by itself, with all launches: as long at least as what weights leave of the whole.
+    """
 
     forward: Seconds
-    backward: Seconds  # what is recomputed included
+    backward: Seconds
     weights: float
+    inputs: Seconds
 
 
 class LayerModel:
@@ -83,11 +88,12 @@ class LayerModel:
             backward += Seconds(attention=forward.attention)
         elif recompute == "selective":
             backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
+        inputs = _launched(replace(backward, products=backward.products - weights), launched[1])
         forward, backward = _launched(forward, launched[0]), _launched(backward, launched[1])
         if program.waits:
             waits = Seconds(host=program.waits)
             forward, backward = forward + waits, backward + waits if recompute == "full" else backward
-        return LayerTime(forward, backward, weights)
+        return LayerTime(forward, backward, weights, inputs)
 
     @cached_property
     def _alone(self) -> tuple[Seconds, Seconds, float]:
@@ -111,7 +117,7 @@ class LayerModel:
 
     def head(self) -> tuple[float, float, float]:
         """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
-        work, t, v = self.work, self.work.tokens, self.work.vocab / self.work.tp
+        work, t, v = self.work, _aligned(self.work.tokens), self.work.vocab / self.work.tp
         precision = work.outside
         forward = self.kernels.matmul(t, v, work.width, precision=precision)
         weights = self.kernels.matmul(v, work.width, t, precision=precision)
@@ -128,7 +134,7 @@ class LayerModel:
 
     def _matrices(self) -> list[tuple[float, float, float]]:
         """Rows, columns and depth of a layer's matrix products on one rank."""
-        work, tokens = self.work, self.work.tokens
+        work, tokens = self.work, _aligned(self.work.tokens)
         wide = 2 if work.gated else 1
         return [
             (tokens, (work.q + 2 * work.k) / work.tp, work.width),
@@ -201,15 +207,22 @@ class LayerModel:
             every = work.element * (2 * work.q + 2 * max(work.k, work.cp * work.head_size)) / work.tp * work.tokens
             both = self.net.collective("all_to_all", every, self.cp)
             return both, both
-        gathered = self.net.collective("all_gather", keys, self.cp)
         if work.method == "all_gather":
+            gathered = self.net.collective("all_gather", keys, self.cp)
             own = attention[0] / work.cp
             return max(0.0, gathered - own), max(0.0, gathered - own) + 2 * gathered
+        gathered, wide = (work.cp - 1) * self.net.transfer(keys / work.cp, self.cp), max(4, work.element) / work.element
+        again = 1 + (wide if self.program.wide_keys else 1)
         there, back = (
             max(compute, sent) + self.overlap * min(compute, sent) - compute
-            for compute, sent in zip(attention, (gathered, 2 * gathered), strict=True)
+            for compute, sent in zip(attention, (gathered, again * gathered), strict=True)
         )
         return there, back
+
+
+def _aligned(tokens: int) -> int:
+    """A number of tokens, in whole vectors: these lie along the features, so that no number of tokens is an odd one."""
+    return -(-tokens // ALIGNED) * ALIGNED
 
 
 def _launched(device: Seconds, host: float) -> Seconds:

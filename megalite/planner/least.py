@@ -25,11 +25,13 @@ from megalite.planner.bounds import (
 )
 from megalite.planner.choice import Choice
 from megalite.planner.estimate import ONCE, Estimate, mixed
+from megalite.planner.network import Group
 from megalite.planner.predict import adamw_seconds
 from megalite.planner.ranks import Ranks
 from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer
 from megalite.planner.step import beside
 from megalite.planner.tables import ROUNDS, enough
+from megalite.planner.wires import Part
 from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED
 from megalite.schedule.orders import first_rounds
@@ -88,8 +90,8 @@ class Least:
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
         edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
         waits = shape.passes.first_waits(pp, fewest, self._hop(shape.choice) + edge)
-        computes = max(shape.computes, start + waits + self._mean(shape, choice, data))
-        return max(computes, self._reductions(shape, choice, data, None)) + self._update(shape, choice, data, 0)
+        computes = max(shape.computes, start + waits + self._mean(shape, choice, data, False))
+        return max(computes, self._sent(shape, choice, data)) + self._update(shape, choice, data, 0)
 
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule."""
@@ -150,22 +152,29 @@ class Least:
         found = waiting.chains
         more, hop = self._longer(shape, choice, data), self._hop(shape.choice)
         both, summed = more.layer[0] + more.layer[1] * whole, data.least.reduced + data.least.summed
-        once = 0.0
-        if whole and choice.mode in ONCE:  # the last backward passes are slower
-            once = self.timer.constants.overlap * min(passes.least[1], summed)
+        once = ends_once = 0.0
+        if whole and choice.mode in ONCE:  # the last backward passes are longer
+            once = self._grown(passes.most[1] + data.most.added, summed, self._least_of(shape, choice)[1])
+            reduced, added = data.end.reduced + data.end.summed, data.end.added
+            ends = [passes.embedding[1], *([passes.head[1]] if len(split) == 1 else [])]
+            ends_once = sum(self._grown(end + added, reduced) for end in ends)
         most = self._way(waiting, len(split), more, hop)
         for each in found:
             there, back = more.exceeding(each.layers, each.ends)
             computes = m * (each.there + there + halves * (each.back + back) + (1 + halves) * each.stages * more.stage)
             waits = each.wait + each.layers_before * both + each.before * more.stage + each.hops * hop
-            last = (each.layers_before + each.first) * once + (choice.schedule in HALVED) * each.fewest * summed
+            last = (
+                (each.layers_before + each.first) * once
+                + ends_once
+                + (choice.schedule in HALVED) * each.fewest * summed
+            )
             most = max(most, computes + waits + last)
         for turn in self._turns(shape, choice) if choice.mode in ONCE else ():
             most = max(most, self._turn(turn, m, data, hop, once))
-        start, end = self._start(shape, choice, data, split[0]), self._end(shape, choice, data, split[0]) * whole
-        computes = max(shape.computes, self._mean(shape, choice, data), start + most + end)
-        reduces = self._reductions(shape, choice, data, choice.schedule)
-        return max(computes, reduces) + self._update(shape, choice, data, max(each.layers for each in found))
+        start = self._start(shape, choice, data, split[0])
+        computes = max(shape.computes, self._mean(shape, choice, data, whole), start + most)
+        sent = max(self._sent(shape, choice, data), self._reductions(shape, choice, data, choice.schedule))
+        return max(computes, sent) + self._update(shape, choice, data, max(each.layers for each in found))
 
     def of_schedule(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
@@ -224,64 +233,75 @@ class Least:
             paces[rank] += seconds[Kind.F] + halves * seconds[Kind.B]
         return paces
 
-    def _mean(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
-        """Seconds in which a rank computes, on average."""
+    def _mean(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> float:
+        """Seconds in which a rank computes, on average. whole: backward passes are."""
         forward, backward = shape.passes.there, shape.passes.back
         copied, added = data.all.copied + 2 * data.end.copied, data.all.added + 2 * data.end.added
-        if choice.mode == "zero3":
-            gathered, constants = data.all.gathered + 2 * data.end.gathered, self.timer.constants
-            forward = beside(forward + copied, gathered, constants)
-            backward = beside(backward + copied + added, gathered, constants)
-        else:
-            backward += added
+        gathered, constants, zero3 = (
+            data.all.gathered + 2 * data.end.gathered,
+            self.timer.constants,
+            choice.mode == "zero3",
+        )
+        reduced = (data.all.reduced + 2 * data.end.reduced) * (whole and choice.mode not in ONCE)
+        forward = beside(forward + zero3 * copied, zero3 * gathered, constants)
+        backward = beside(backward + zero3 * copied + added, zero3 * gathered + reduced, constants)
         return shape.micro_batches * (forward + backward) / choice.pp
+
+    def _sent(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
+        """Seconds for which the wires of data parallelism are busy with each micro-batch, on an average rank."""
+        if choice.mode in ONCE:
+            return 0.0
+        gathered = 2 * (data.all.gathered + 2 * data.end.gathered) * (choice.mode == "zero3")
+        return shape.micro_batches * (gathered + data.all.reduced + 2 * data.end.reduced) / choice.pp
 
     def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
         """What copies, gathers and reductions of each micro-batch add to passes."""
-        passes, constants = shape.passes, self.timer.constants
-        slower = 0.0
-        if choice.mode not in ONCE and choice.schedule in WHOLE:
-            slower = constants.overlap * min(passes.least[1], data.least.reduced)
-        if choice.mode != "zero3":
-            added = 0.0, data.end.added
-            return Longer((0.0, data.least.added + slower), added, added, 0.0)
+        passes, zero3 = shape.passes, choice.mode == "zero3"
+        reduces = choice.mode not in ONCE and choice.schedule in WHOLE
 
-        def grown(compute: float, moved: Moved, added: float) -> float:
-            return beside(compute + moved.copied + added, moved.gathered, constants) - compute
+        def longer(way: int, alone: float, moved: Moved, least: float | None) -> float:
+            more = zero3 * moved.copied + way * moved.added
+            sent = zero3 * moved.gathered + way * reduces * moved.reduced
+            return more + self._grown(alone + more, sent, least)
 
-        layer = [grown(passes.most[0], data.least, 0.0), grown(passes.most[1], data.least, data.least.added)]
-        if not self._known(choice):  # passes may be longer than these
-            beside_it = [constants.overlap * min(each, data.least.gathered) for each in passes.least]
-            layer = [data.least.copied + beside_it[0], data.least.copied + data.least.added + beside_it[1]]
-        embedding, head = (
-            (grown(end[0], data.end, 0.0), grown(end[1], data.end, data.end.added))
-            for end in (passes.embedding, passes.head)
+        layer, embedding, head = (
+            (longer(0, alone[0], moved, least[0]), longer(1, alone[1], moved, least[1]))
+            for alone, moved, least in (
+                (passes.most, data.least, self._least_of(shape, choice)),
+                (passes.embedding, data.end, (None, None)),
+                (passes.head, data.end, (None, None)),
+            )
         )
-        edge = min(data.least.gathered, data.end.gathered)
-        return Longer((layer[0], layer[1] + slower), embedding, head, edge)
+        edge = min(data.least.gathered, data.end.gathered) if zero3 else 0.0
+        return Longer(layer, embedding, head, edge)
+
+    def _least_of(self, shape: Shape, choice: Choice) -> tuple[float | None, float | None]:
+        """Seconds of a layer's passes at least, where nothing is known of how long they take at most."""
+        return (None, None) if self._known(choice) else shape.passes.least
+
+    def _grown(self, alone: float, sent: float, least: float | None = None) -> float:
+        """By how much a pass is longer for communication beside it, at least.
+
+        alone: what it takes at most without; least: if that is not known, what it takes at least.
+        """
+        if least is None:
+            return beside(alone, sent, self.timer.constants) - alone
+        return self.timer.constants.overlap * min(least, sent)
 
     def _known(self, choice: Choice) -> bool:
         """Whether passes of layers take as long as told, rather than longer."""
         return not choice.offload_activations and not mixed(self.config, self.pins, choice)
 
-    def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str | None) -> float:
-        """Seconds until a rank's reductions after micro-batches have ended, which wait for each other.
+    def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str) -> float:
+        """Seconds until a rank's reductions after halves of backward passes have ended, which wait for each other.
 
-        None begins before a micro-batch has come through all stages. Beside the halves of a backward pass nothing is
-        reduced, and replicas are summed each time if there are any.
+        None begins before a micro-batch has come through all stages, and replicas are summed each time.
         """
-        if choice.mode in ONCE:
+        if choice.mode in ONCE or schedule not in SPLITTING:
             return 0.0
-        m, passes, overlap = shape.micro_batches, shape.passes, self.timer.constants.overlap
-        each, layers = halved(schedule, self.estimate.split(choice), m) if schedule in SPLITTING else (0, 0)
-        reduced = data.all.reduced + 2 * data.end.reduced
-        if each:
-            reduced += data.all.summed + 2 * data.end.summed
-        left = 0.0
-        if choice.mode != "zero3" and self._known(choice):  # otherwise, backward passes are longer
-            back = passes.back + data.all.added + 2 * data.end.added
-            left = m * reduced - (1 + overlap) * (m * back - layers * passes.least[1])
-        return passes.there + max(each * reduced, left) / choice.pp
+        each, _ = halved(schedule, self.estimate.split(choice), shape.micro_batches)
+        reduced = data.all.reduced + data.all.summed + 2 * (data.end.reduced + data.end.summed)
+        return shape.passes.there + each * reduced / choice.pp
 
     def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
         """Seconds until the first stage, of `first` layers, has the weights that it waits for."""
@@ -293,19 +313,6 @@ class Least:
             return start
         computes = passes.forward[first] + passes.embedding[0] + one * passes.head[0]
         return start + max(0.0, (1 + one) * data.end.gathered + first * data.least.gathered - computes)
-
-    def _end(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
-        """Seconds of reductions after the last backward pass, which is whole and of the first stage."""
-        if not self._known(choice):
-            return 0.0
-        one, passes = len(self.estimate.split(choice)) == 1, shape.passes
-        back = passes.backward[first] + passes.embedding[1] + one * passes.head[1]
-        back += (1 + one) * data.end.added + first * data.most.added
-        if choice.mode == "zero3":
-            back += (1 + one) * (data.end.copied + data.end.gathered) + first * (data.most.copied + data.most.gathered)
-            back += max(data.end.gathered, data.most.gathered)
-        reduced = (1 + one) * (data.end.reduced + data.end.summed) + first * (data.least.reduced + data.least.summed)
-        return max(0.0, reduced - (1 + self.timer.constants.overlap) * back)
 
     def _way(self, waits: Waits, stages: int, more: Longer, hop: float) -> float:
         """Seconds of a micro-batch on its way through all stages and back; or with others before or after it."""
@@ -336,7 +343,9 @@ class Least:
             return 0.0
         key = first.tp, first.cp, first.micro, first.pp
         if key not in self._hops:
-            self._hops[key] = self.timer.net.transfer(self.estimate.sizes(first).stream, self.gpus // first.pp)
+            self._hops[key] = self.timer.net.transfer(
+                self.estimate.sizes(first).stream, Group(first.pp, self.gpus // first.pp)
+            )
         return self._hops[key]
 
     def _update(self, shape: Shape, choice: Choice, data: Exchanged, layers: int) -> float:
@@ -398,12 +407,12 @@ class Least:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
             passes = self.timer.kernels.passes
 
-            def moved(parameters: float) -> Moved:
-                return Moved(*shared.times(parameters), *(passes(each * parameters) for each in copies))
+            def moved(part: Part, parameters: float) -> Moved:
+                return Moved(*shared.seconds(part), *(passes(each * parameters) for each in copies))
 
             copies = shared.copied, shared.added
             parameters = self.estimate.layer_parameters
-            layers = [moved(parameters[kind] / choice.tp) for kind in self.estimate.kinds]
+            layers = [moved(kind, parameters[kind] / choice.tp) for kind in self.estimate.kinds]
             counts = list(self.estimate.kinds.values())
 
             def joined(join: Callable[[Iterable[float]], float]) -> Moved:
@@ -412,7 +421,7 @@ class Least:
             self._exchanged[key] = Exchanged(
                 joined(min),
                 joined(max),
-                moved(self._matrix / choice.tp),
+                moved("embedding", self._matrix / choice.tp),
                 joined(lambda each: sum(count * seconds for count, seconds in zip(counts, each, strict=True))),
                 passes(shared.last),
             )

@@ -41,4 +41,5 @@ def seconds_under(plan: Plan, table: Table, timer: Timer) -> float:
     whole = sharded(table, sharding_mode(plan.config))
     clock, stages = clock_of(whole, costs_of(whole)), timer.stages(plan)
     end, _ = clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer_seconds(plan.config, timer.net))
-    return end + Trial(plan, timer).update
+    trial = Trial(plan, timer)
+    return max(end, trial.sending) + trial.update

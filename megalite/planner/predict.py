@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megalite.config.errors import InputError
 from megalite.config.schema import Config
+from megalite.plan.activations import Activations
 from megalite.plan.muon import Matrix
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve
@@ -21,8 +23,9 @@ from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
 from megalite.planner.programs import MEGALITE
 from megalite.planner.slowest import waiting
-from megalite.planner.stages import HALVED, HOST_SHARE, SPLIT, WHOLE, Shared, StageTime, Timer, transfer_seconds
+from megalite.planner.stages import HALVED, HOST_SHARE, WHOLE, Shared, StageTime, Timer, transfer_seconds
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
+from megalite.planner.wires import groups, times, total
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
@@ -120,7 +123,17 @@ class Trial:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds without the update. What is left out takes as long as the rounds before, or `pace`.
+        """Seconds without the update: on the clock, but no less than links need for what they carry."""
+        return max(self.clocked, self.sending)
+
+    @cached_property
+    def sending(self) -> float:
+        """Seconds for which the fullest link of a rank is busy."""
+        return sending_seconds(self.plan, self.stages, self.timer)
+
+    @cached_property
+    def clocked(self) -> float:
+        """Seconds on the clock. What is left out takes as long as the rounds before, or `pace`.
 
         The latter is too long where the slowest rank waits in these rounds, and would catch up in later ones.
         """
@@ -170,13 +183,14 @@ class Trial:
 def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: Plan | None = None) -> Prediction:
     """The prediction for a checked `config`, in which `parallel.dp_shard` and `batch.micro` are numbers.
 
-    timer: of the cluster, where several are predicted. Raises InputError for a schedule that cannot run.
+    timer: of the cluster, where several are predicted. Raises InputError for a schedule that cannot run, and for a step
+    that would take more FLOP/s than the peak.
     """
     timer = timer or Timer(cluster)
     plan = plan or resolve(config, costing=timer.costs)
     trial, m = Trial(plan, timer), micro_batches(config)
     stages, makespan, update = trial.stages, trial.makespan, trial.update
-    tail = trial.begun[0] - trial.begun[1]
+    tail = trial.begun[0] - trial.begun[1] + trial.makespan - trial.clocked
     split = _split(plan, timer, m)
     busy = [_busy(plan, stages, split, rank, m) for rank in range(config.parallel.pp)]
     busiest = max(busy, key=lambda seconds: seconds.total)
@@ -188,7 +202,7 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     parts["optimizer"] = update
     seconds = makespan + update
     parts["slowest"] = seconds * (waiting(cluster.gpu.spread, config.parallel.layout.world_size) - 1)
-    return Prediction(
+    found = Prediction(
         config,
         cluster,
         plan,
@@ -197,6 +211,22 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
         parts,
         tuple(seconds.total for seconds in busy),
         tuple(stages),
+    )
+    _refuse_impossible(found)
+    return found
+
+
+def _refuse_impossible(found: Prediction) -> None:
+    """Raises InputError for more FLOP/s than the peak: figures of the cluster contradict each other."""
+    if found.mfu <= 1:
+        return
+    gpu, precision = found.cluster.gpu, found.config.train.precision
+    peak, measured = gpu.peak.get(precision, gpu.peak["bf16"]), gpu.measured.get(precision)
+    best = "" if measured is None else f", gpu.measured.{precision} = {measured / 1e12:g}"
+    raise InputError(
+        f"cluster {found.cluster.name}: a step of {found.seconds:.3g} s would be {found.mfu:.0%} of the peak: "
+        f"figures of the file contradict each other (gpu.peak.{precision} = {peak / 1e12:g} TFLOP/s{best}, "
+        f"gpu.power = {gpu.power:g} W); correct them"
     )
 
 
@@ -220,17 +250,55 @@ def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
     """Seconds that another micro-batch adds at least to a long step: a rank's passes, or its reductions, if they take
     longer and pile up."""
     schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data.mode
-    whole, halves = schedule in WHOLE, 1 + SPLIT * (schedule in HALVED)
+    whole = schedule in WHOLE
     most = 0.0
     for rank in range(plan.config.parallel.pp):
         mine = [stages[stage] for stage in plan.stages_of(rank)]
-        computes = sum(stage.forward.total + halves * stage.backward.total for stage in mine)
+        back = (sum(stage.halves) if schedule in HALVED else stage.backward.total for stage in mine)
+        computes = sum(stage.forward.total for stage in mine) + sum(back)
         reduces = 0.0
         if mode in ("zero2", "zero3"):
-            computes += whole * sum(stage.slowed(False) for stage in mine)
-            reduces = sum(stage.reduce if schedule in HALVED else stage.left(False) for stage in mine)
+            computes += whole * sum(stage.longer[False] for stage in mine)
+            reduces = (schedule in HALVED) * sum(stage.reduce for stage in mine)
         most = max(most, computes, reduces)
     return most
+
+
+def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
+    """Seconds of a step for which the fullest link of a rank is busy, in the direction in which it sends."""
+    config, placement, net = plan.config, plan.placement, timer.net
+    m, last, pipeline = micro_batches(config), plan.stages - 1, groups(config)["pp"]
+    each_time = m if config.parallel.data.mode in ("zero2", "zero3") else 1
+    splits = _table(plan, timer, min(m, enough(config, m))).splits_backward
+    by_stage = {
+        id(stage): total(
+            (
+                times(stage.sent.passes, m),
+                stage.sent.gather,
+                times(stage.sent.reduce, each_time),
+                times(stage.sent.replicas, each_time if splits else 1),
+            )
+        )
+        for stage in {id(stage): stage for stage in stages}.values()
+    }
+    one = net.links("messages", Activations(config).stream, pipeline)
+    tied = config.model.tie_embeddings and placement[0] != placement[last]
+    found = dict[tuple[object, ...], float]()
+    for rank in range(config.parallel.pp):
+        mine = plan.stages_of(rank)
+        messages = sum(
+            (stage < last and placement[stage + 1] != rank) + (stage > 0 and placement[stage - 1] != rank)
+            for stage in mine
+        )
+        copies = tied and rank in (placement[0], placement[last])
+        key = *sorted(id(stages[stage]) for stage in mine), messages, copies
+        if key not in found:
+            sent = [by_stage[id(stages[stage])] for stage in mine]
+            sent.append(times(one, m * messages))
+            if copies:
+                sent.append(net.links("messages", Shared(config, net).of_copy, pipeline))
+            found[key] = max(total(sent))
+    return max(found.values())
 
 
 def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
@@ -240,15 +308,15 @@ def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
         case Kind.F:
             return stage.forward.total
         case Kind.B:
-            return stage.backward.total + (stage.slowed(cost.last) if cost.reduces else 0.0)
+            return stage.backward.total + (stage.longer[cost.last] if cost.reduces else 0.0)
         case Kind.I:
-            return (1 + SPLIT) * (stage.backward.total - stage.weights)
+            return stage.halves[0]
         case Kind.W:
-            return (1 + SPLIT) * stage.weights
+            return stage.halves[1]
         case Kind.GATHER:
             return stage.gather
         case Kind.REDUCE:
-            return stage.reducing(cost.last) if cost.split else stage.left(cost.last)
+            return stage.reducing(cost.last) if cost.split else 0.0  # else it is in the backward pass
     return 0.0
 
 
@@ -278,9 +346,10 @@ def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank:
     each_time = plan.config.parallel.data.mode in ("zero2", "zero3")
     for stage in plan.stages_of(rank):
         time = stages[stage]
-        found += (time.forward + time.backward) * m + time.backward * (SPLIT * split.get(stage, 0.0))
+        longer = sum(time.halves) / time.backward.total - 1
+        found += (time.forward + time.backward) * m + time.backward * (longer * split.get(stage, 0.0))
         if not split:
-            found += Seconds(data=time.slowed(True) + (m - 1) * time.slowed(False) * each_time)
+            found += Seconds(data=time.longer[True] + (m - 1) * time.longer[False] * each_time)
     return found
 
 

@@ -29,6 +29,8 @@ class Program:
         for a matrix product in forward is gathered once more in backward. hidden: share of the communication that runs
         beside compute. rearranges: what ranks gather or reduce is copied once, since its parts lie along another axis.
         gathers_logits: every rank has all logits, and computes the whole loss.
+    Context parallelism:
+        wide_keys: a ring sends gradients of keys and values in float32.
     Data parallelism:
         gradient: bytes of a gradient that is reduced. pieces: collectives in which the gradients of a layer are
         reduced. buckets: bytes of 16-bit gradients that are reduced at once where none are sharded. rings: collectives
@@ -90,6 +92,7 @@ class Program:
     broadcasts: bool = False
     gathers_fp8: bool = False
     gathers_logits: bool = False
+    wide_keys: bool = False
     balances: bool = False
     serial: bool = False
     waits: float = 0.0

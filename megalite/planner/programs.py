@@ -78,6 +78,7 @@ MEGALITE = Program(
     optimizer=32,
     scatters=True,
     reduces_beside=True,
+    wide_keys=True,
 )
 MEGATRON_2025 = Program(
     "Megatron-LM with Transformer Engine",

@@ -2,12 +2,14 @@
 
 Imports no torch.
 
-Communication of data parallelism runs beside the compute of the layers before and after it, as FSDP2's hooks start it;
-what nothing hides (the first gather of a pass, the last reduction) is added.
+Communication of data parallelism runs beside the compute of layers, as FSDP2's hooks start it. A layer's gathering and
+its reduction are on the same wires, one after the other, and a backward pass waits for each layer's before it goes on:
+it takes the sum over its parts of what takes longer. The first gather of a pass is hidden by nothing.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
@@ -23,11 +25,12 @@ from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
 from megalite.planner.layer import LayerModel, LayerTime, Seconds
-from megalite.planner.network import Group, Net
+from megalite.planner.network import Collective, Group, Links, Net
 from megalite.planner.programs import MEGALITE
 from megalite.planner.room import room_for
 from megalite.planner.step import beside
 from megalite.planner.tables import Tables
+from megalite.planner.wires import Part, elements, end_links, groups, layer_links, partial_links, times, total
 from megalite.planner.work import Work
 from megalite.schedule.problem import Beside, StageCosts
 
@@ -39,51 +42,60 @@ WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward p
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
 
 
+class Sent(NamedTuple):
+    """For how long links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
+    gathered once a step, while gradients are reduced, and while replicas sum them."""
+
+    passes: Links
+    gather: Links
+    reduce: Links
+    replicas: Links
+
+
 @dataclass(frozen=True)
 class StageTime:
     """Seconds of one stage and one micro-batch.
 
-    backward: of B, the whole backward pass. weights: of it, what a W does. gather: before the first F of a step, where
-    weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over replicas then.
-    overlap: share of hidden communication by which it slows the compute beside it. parameters: of a rank, before they
-    are sharded.
+    backward: of B, the whole backward pass. inputs, weights: of I and W, if it is split. gather: before the first F
+    of a step, where weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over
+    replicas then. longer: by how much a whole backward pass takes longer with the first beside it, and with both.
+    parameters: of a rank, before they are sharded. sent: on the links.
     """
 
     forward: Seconds
     backward: Seconds
+    inputs: float
     weights: float
     gather: float
     reduce: float
     replicas: float
-    overlap: float
+    longer: tuple[float, float]
     parameters: float
+    sent: Sent
 
     def reducing(self, last: bool) -> float:
         """To reduce the gradients after one backward pass, and on the last of a step over replicas too."""
         return self.reduce + (self.replicas if last else 0.0)
 
-    def slowed(self, last: bool) -> float:
-        """By how much a whole backward pass is slower for the reductions beside it, layer by layer."""
-        return self.overlap * min(self.backward.total, self.reducing(last))
-
-    def left(self, last: bool) -> float:
-        """Of these reductions, what is not done when that pass ends."""
-        return max(0.0, self.reducing(last) - self.backward.total - self.slowed(last))
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Of an I and a W."""
+        return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:
         """For a search for an order, with the memory of `size`."""
-        back, longer = self.backward.total, 1 + SPLIT
-        halves = longer * (back - self.weights), longer * self.weights
-        return StageCosts(self.forward.total, back, *halves, size.kept, size.waiting)
+        return StageCosts(self.forward.total, self.backward.total, *self.halves, size.kept, size.waiting)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What FSDP2 gathers at once: the embedding, a layer or the head. weights: seconds of backward; parameters: of a
-    rank, before sharding."""
+    """What FSDP2 gathers at once. inputs, weights: of backward, as in a layer's time; parameters: of a rank, before
+    sharding."""
 
+    part: Part
     forward: Seconds
     backward: Seconds
+    inputs: Seconds
     weights: float
     parameters: float
 
@@ -98,6 +110,7 @@ class Timer:
         self._models: dict[Work, LayerModel] = {}
         self._layers: dict[Work, LayerTime] = {}
         self._ends: dict[Work, tuple[Piece, Piece]] = {}
+        self._sent: dict[object, tuple[Links, Links]] = {}
 
     def layer(self, work: Work) -> LayerTime:
         if work not in self._layers:
@@ -117,23 +130,26 @@ class Timer:
             looked = model.embedding()
             sent = self.net.collective("all_gather", work.element * work.tokens * work.width, model.tp)
             size = work.vocab * work.width / work.tp
+            there, back = Seconds(passes=looked / 3, tensor=sent), Seconds(passes=looked * 2 / 3, tensor=sent)
+            there_last, back_last = Seconds(forward, tensor=sent), Seconds(backward, tensor=sent)
+            inputs = Seconds(backward - weights, tensor=sent)
             self._ends[work] = (
-                Piece(Seconds(passes=looked / 3, tensor=sent), Seconds(passes=looked * 2 / 3, tensor=sent), 0.0, size),
-                Piece(Seconds(forward, tensor=sent), Seconds(backward, tensor=sent), weights, size),
+                Piece("embedding", there, back, back, 0.0, size),
+                Piece("head", there_last, back_last, inputs, weights, size),
             )
         return self._ends[work]
 
     def stages(self, plan: Plan) -> list[StageTime]:
         """The times of every stage of `plan`."""
         shared, found = Shared(plan.config, self.net), dict[object, StageTime]()
-        times = []
+        stages = []
         for stage in range(plan.stages):
             kinds = [id(plan.kinds[layer]) for layer in plan.layers[stage]]  # quicker to compare than kinds
             key = stage == 0, stage == plan.stages - 1, *kinds, *plan.modes[stage]
             if key not in found:  # most stages are like the one before
                 found[key] = self._stage(plan, stage, shared)
-            times.append(found[key])
-        return times
+            stages.append(found[key])
+        return stages
 
     def costs(self, config: Config, *, with_room: bool = True) -> OrderCosts:
         """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
@@ -160,57 +176,92 @@ class Timer:
     def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
         zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"
         forward = backward = Seconds()
-        weights = gather = reduce = replicas = parameters = 0.0
-        edge = 0.0  # the gather that nothing hides: of what a pass begins with
-        for piece, count in self._pieces(plan, stage):
-            gathered, scattered, summed = shared.times(piece.parameters)
-            again = gathered if zero3 else 0.0
+        inputs = weights = gather = reduce = replicas = parameters = 0.0
+        longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
+        edge = None  # of what a pass begins with: nothing hides its gather
+        for piece, mode, count in self._pieces(plan, stage):
+            moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
+            again, over = (moved.gathered, moved.sent.gather) if zero3 else (0.0, self.net.nothing)
             copied, added = (self.kernels.passes(each * piece.parameters) for each in (shared.copied, shared.added))
-            forward += self._with(piece.forward + Seconds(passes=copied * zero3), again) * count
-            backward += self._with(piece.backward + Seconds(passes=copied * zero3 + added), again) * count
+            copies = Seconds(passes=copied * zero3)
+            compute, alone = piece.backward + copies + Seconds(passes=added), piece.inputs + copies
+            forward += self._with(piece.forward + copies, again, there, over) * count
+            backward += (whole := self._with(compute, again, back, over)) * count
+            inputs += self._with(alone, again, back, over).total * count
+            reduced, summed = (moved.reduced, moved.sent.reduce), (moved.summed, moved.sent.replicas)
+            for last, beside_it in enumerate(([reduced], [reduced, summed])):
+                seconds = again + sum(each for each, _ in beside_it)
+                slower = self._with(compute, seconds, back, over, *(links for _, links in beside_it))
+                longer[last] += (slower.total - whole.total) * count
             weights += (piece.weights + added) * count
-            gather += gathered * count
-            reduce += scattered * count
-            replicas += summed * count
+            gather += moved.gathered * count
+            reduce += moved.reduced * count
+            replicas += moved.summed * count
             parameters += piece.parameters * count
-            edge = edge or gathered
+            for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
+                of_stage.append(times(each, count))
+            edge = edge or moved
+        assert edge is not None
         if zero3:
-            forward, backward, gather = forward + Seconds(data=edge), backward + Seconds(data=edge), 0.0
+            forward, backward = forward + Seconds(data=edge.gathered), backward + Seconds(data=edge.gathered)
+            inputs, gather = inputs + edge.gathered, 0.0
+            sent[0].append(edge.sent.gather)
         elif gather:  # layers wait for their own weights only
-            gather = edge + max(0.0, gather - forward.total) + self.kernels.passes(shared.copied * parameters)
-        return StageTime(forward, backward, weights, gather, reduce, replicas, self.constants.overlap, parameters)
+            gather = edge.gathered + max(0.0, gather - forward.total) + self.kernels.passes(shared.copied * parameters)
+        return StageTime(
+            forward,
+            backward,
+            inputs,
+            weights,
+            gather,
+            reduce,
+            replicas,
+            (longer[0], longer[1]),
+            parameters,
+            Sent(*(total(each) for each in sent)),
+        )
 
-    def _with(self, compute: Seconds, communication: float) -> Seconds:
-        """Compute, and how much longer it takes with communication beside it."""
-        if not communication:
-            return compute
+    def _with(self, compute: Seconds, communication: float, *links: Links) -> Seconds:
+        """Compute, and how much longer it takes with communication beside it, and for links that both of them need."""
         alone = compute.total
-        return compute + Seconds(data=beside(alone, communication, self.constants) - alone)
+        busy = max(map(sum, zip(*links, strict=True)))
+        return compute + Seconds(data=max(beside(alone, communication, self.constants), busy) - alone)
 
-    def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, int]]:
+    def _links(self, config: Config, part: Part, mode: Mode) -> tuple[Links, Links]:
+        """Links in both passes of a part."""
+        model = config.model
+        key = part, mode, work_of(config), model.norm, model.qk_norm and model.qk_norm_width
+        if key not in self._sent:
+            if isinstance(part, str):
+                self._sent[key] = end_links(config, self.net, part)
+            else:
+                self._sent[key] = layer_links(config, self.net, part, mode)
+        return self._sent[key]
+
+    def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, Mode, int]]:
         """What a stage is made of, in order, and how often."""
         config = plan.config
         base = work_of(config)
         embedding, head = self.ends(base)
         if stage == 0:
-            yield embedding, 1
+            yield embedding, "none", 1
         found: dict[tuple[LayerKind, Mode], int] = {}
         for kind, mode in plan.recomputed(stage):
             found[kind, mode] = found.get((kind, mode), 0) + 1
         for (kind, mode), count in found.items():
-            yield self._layer(config, base, kind, mode), count
+            yield self._layer(config, base, kind, mode), mode, count
         if stage == plan.stages - 1:
-            yield head, 1
+            yield head, "none", 1
 
     def _layer(self, config: Config, base: Work, kind: LayerKind, mode: Mode) -> Piece:
         window = kind.attention.window_in(config.model.sequence_length)
         time = self.layer(replace(base, recompute=mode, window=window))
         size = layer_parameters(config.model, kind).total / config.parallel.tp
-        forward, backward = time.forward, time.backward
+        forward, backward, inputs = time.forward, time.backward, time.inputs
         if config.train.offload_activations:
             moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
-            forward, backward = self._offloaded(forward, moved), self._offloaded(backward, moved)
-        return Piece(forward, backward, time.weights, size)
+            forward, backward, inputs = (self._offloaded(each, moved) for each in (forward, backward, inputs))
+        return Piece(kind, forward, backward, inputs, time.weights, size)
 
     def _offloaded(self, compute: Seconds, moved: float) -> Seconds:
         """Compute beside a copy, which has an engine of its own."""
@@ -236,7 +287,8 @@ class Shared:
         replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
         self._replicas = Group(replicas, tp * self._shards.size)
         self.gathers = self._shards.size > 1
-        self._known: dict[float, tuple[float, float, float]] = {}
+        self._config = config
+        self._known: dict[Part, Moved] = {}
         w, r, m = self._element, self._gradient, micro_batches(config)
         reduces = self.gathers or replicas > 1
         self.copied = 2 * w if self.gathers else 0
@@ -248,16 +300,44 @@ class Shared:
             self.added = (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m)
             self.last = 2 * r if reduces else 0
 
-    def times(self, parameters: float) -> tuple[float, float, float]:
-        """Seconds to gather, to reduce over the shards, and to sum over replicas what each of them has reduced."""
-        if parameters not in self._known:
-            whole, shard = self._gradient * parameters, self._gradient * parameters / self._shards.size
-            self._known[parameters] = (
-                self._net.collective("all_gather", self._element * parameters, self._shards),
-                self._net.collective("reduce_scatter", whole, self._shards),
-                self._net.collective("all_reduce", shard, self._replicas),
-            )
-        return self._known[parameters]
+    def seconds(self, part: Part) -> tuple[float, float, float]:
+        """Seconds to gather a part, to reduce over the shards, and to sum over replicas what each has reduced."""
+        found = (self._net.collective(*each) for each in self._collectives(part))
+        gathered, reduced, summed = found
+        return gathered, reduced, summed
+
+    @property
+    def of_copy(self) -> float:
+        """Bytes that the two ranks with a copy of a tied embedding send each other."""
+        count = elements(self._config.model, "embedding", self._shards.stride, self._shards.size)
+        return max(self._element, 4) * count / self._shards.size
+
+    def moved(self, part: Part) -> "Moved":
+        """The same, with what it keeps busy."""
+        if part not in self._known:
+            gather, reduce, replicas = (self._net.links(*each) for each in self._collectives(part))
+            reduce = total((reduce, partial_links(self._config, self._net, part, self._gradient)))
+            self._known[part] = Moved(*self.seconds(part), Sent(self._net.nothing, gather, reduce, replicas))
+        return self._known[part]
+
+    def _collectives(self, part: Part) -> tuple[tuple[Collective, float, Group], ...]:
+        shards, count = self._shards, elements(self._config.model, part, self._shards.stride, self._shards.size)
+        whole = self._gradient * count
+        return (
+            ("all_gather", self._element * count, shards),
+            ("reduce_scatter", whole, shards),
+            ("all_reduce", whole / shards.size, self._replicas),
+        )
+
+
+class Moved(NamedTuple):
+    """Seconds to gather a part, to reduce its gradients and to sum them over replicas; and for how long links are busy
+    with these."""
+
+    gathered: float
+    reduced: float
+    summed: float
+    sent: Sent
 
 
 def _beside(config: Config, times: Sequence[StageTime]) -> Beside | None:
@@ -268,8 +348,7 @@ def _beside(config: Config, times: Sequence[StageTime]) -> Beside | None:
     return Beside(
         gathers=tuple(time.gather for time in times) if mode != "zero3" else None,
         each=mode in ("zero2", "zero3"),
-        slower=tuple((time.slowed(False), time.slowed(True)) for time in times),
-        after_whole=tuple((time.left(False), time.left(True)) for time in times),
+        slower=tuple(time.longer for time in times),
         after_split=tuple((time.reducing(False), time.reducing(True)) for time in times),
     )
 
@@ -279,7 +358,7 @@ def transfer_seconds(config: Config, net: Net) -> float:
     layout = config.parallel.layout
     if layout.pp == 1:
         return 0.0
-    return net.transfer(Activations(config).stream, layout.world_size // layout.pp)
+    return net.transfer(Activations(config).stream, groups(config)["pp"])
 
 
 def work_of(config: Config) -> Work:

@@ -130,7 +130,7 @@ class StepModel:
         if work.pp == 1:
             return 0.0
         size = self.work.element * work.tokens * work.width / (work.tp if self.program.scatters else 1)
-        hop = self.net.transfer(size, work.gpus // work.pp)
+        hop = self.net.transfer(size, Group(work.pp, work.gpus // work.pp))
         each = 1
         if self.program.serial:  # a result and a gradient, with each neighbour
             each = 2 if work.pp == 2 else 4

@@ -3,16 +3,15 @@
 What is sent is known transfer by transfer (`plan.traffic`). The time model says how long each takes alone (`network`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megalite.config.layout import Layout
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.traffic import step_traffic
-from megalite.plan.transfers import Traffic, axis_sizes
-from megalite.planner.network import ROUNDS, Group, Net
+from megalite.plan.transfers import Traffic
+from megalite.planner.network import Group, Kind, Links, Net
 from megalite.planner.predict import Prediction
 from megalite.planner.stages import Timer
+from megalite.planner.wires import groups, kind_of, times, total
 
 # By axis of `plan.transfers.axis_sizes`: what moves, and the part of a prediction in which that is counted.
 MOVES = {
@@ -30,8 +29,8 @@ class Flow:
     """The communication over one axis, of a rank on the busiest pipeline rank.
 
     axis: as in `plan.transfers.axis_sizes`; that of Muon's matrices is stage. what: it moves. bandwidth: bytes/s that
-    each rank can send. sent: bytes that the rank sends in a step. seconds: that this takes alone. part: of
-    `Prediction.parts`, in which it is counted.
+    each rank can send; of several kinds of transfers, in the slowest. sent: bytes that the rank sends in a step.
+    seconds: that this takes alone. part: of `Prediction.parts`, in which it is counted.
     """
 
     axis: str
@@ -53,21 +52,41 @@ def flows(prediction: Prediction, timer: Timer) -> list[Flow]:
 
     Raises InputError for a schedule that cannot run.
     """
-    config, busy = prediction.config, prediction.busy
-    layout = config.parallel.layout
-    rank = layout.rank(pp=busy.index(max(busy)), dp_replicate=0, dp_shard=0, cp=0, tp=0)
-    traffic = step_traffic(prediction.plan, rank, micro_batches(config))
-    sizes = axis_sizes(config)
-    found = []
-    for axis, (what, part) in MOVES.items():
-        group = Group(sizes[axis], _stride(axis, layout, sizes))
-        mine = [each for each in traffic if _axis(each) == axis and group.size > 1]
-        if mine:
-            pair = Group(2, group.stride) if axis == "pp" else group
-            sent = sum(_sent(each) for each in mine)
-            seconds = sum(_seconds(each, group, timer.net) for each in mine)
-            found.append(Flow(axis, what, group, timer.net.bandwidth(pair), sent, seconds, part))
+    config, net = prediction.config, timer.net
+    by_axis, found = groups(config), []
+    for axis, mine in _by_axis(prediction, prediction.busy.index(max(prediction.busy))).items():
+        (what, part), group = MOVES[axis], by_axis[axis]
+        sent = sum(_sent(each) for _, each in mine)
+        seconds = sum(_seconds(kind, each, group, net) for kind, each in mine)
+        rate = min(net.bandwidth(group, kind) for kind, _ in mine)
+        found.append(Flow(axis, what, group, rate, sent, seconds, part))
     return found
+
+
+def busy_links(prediction: Prediction, timer: Timer, pp: int) -> Links:
+    """Seconds of a step for which links are busy with all that a rank on pipeline rank `pp` sends.
+
+    Raises InputError for a schedule that cannot run.
+    """
+    net, by_axis = timer.net, groups(prediction.config)
+    sent = [
+        times(net.links(kind, each.bytes, by_axis[axis]), each.times)
+        for axis, mine in _by_axis(prediction, pp).items()
+        for kind, each in mine
+    ]
+    return total([net.nothing, *sent])
+
+
+def _by_axis(prediction: Prediction, pp: int) -> dict[str, list[tuple[Kind, Traffic]]]:
+    """What the first rank of a pipeline rank sends in a step, over each axis of MOVES over which it sends anything."""
+    config = prediction.config
+    rank = config.parallel.layout.rank(pp=pp, dp_replicate=0, dp_shard=0, cp=0, tp=0)
+    found: dict[str, list[tuple[Kind, Traffic]]] = {axis: [] for axis in MOVES}
+    for each in step_traffic(prediction.plan, rank, micro_batches(config)):
+        axis, kind = _axis(each), kind_of(each.kind)
+        if kind and axis in found and each.ranks > 1:
+            found[axis].append((kind, each))
+    return {axis: sent for axis, sent in found.items() if sent}
 
 
 def _axis(traffic: Traffic) -> str:
@@ -75,30 +94,15 @@ def _axis(traffic: Traffic) -> str:
     return "stage" if traffic.purpose.startswith("optimizer:") else traffic.axis
 
 
-def _stride(axis: str, layout: Layout, sizes: Mapping[str, int]) -> int:
-    """How far apart neighbours in a group are."""
-    return {
-        "cp": layout.tp,
-        "fsdp": layout.tp,
-        "dp_replicate": layout.tp * sizes["fsdp"],
-        "pp": layout.world_size // layout.pp,
-    }.get(axis, 1)
-
-
 def _sent(traffic: Traffic) -> float:
-    """Bytes that the rank sends; what it receives others have sent."""
-    if traffic.kind == "receive":
-        return 0.0
+    """Bytes that the rank sends."""
     if traffic.kind == "send":
         return traffic.total
     rounds = 2 if traffic.kind == "all_reduce" else 1
     return rounds * (traffic.ranks - 1) / traffic.ranks * traffic.total
 
 
-def _seconds(traffic: Traffic, group: Group, net: Net) -> float:
-    if traffic.kind == "receive":
-        return 0.0
-    for kind in ROUNDS:
-        if kind == traffic.kind:
-            return traffic.times * net.collective(kind, traffic.bytes, group)
-    return traffic.times * net.transfer(traffic.bytes, group.stride)
+def _seconds(kind: Kind, traffic: Traffic, group: Group, net: Net) -> float:
+    if kind == "messages":
+        return traffic.times * net.transfer(traffic.bytes, group)
+    return traffic.times * net.collective(kind, traffic.bytes, group)

@@ -50,13 +50,12 @@ class Beside:
     A rank has one collective at a time. Each tuple is by stage, in the unit of StageCosts. gathers: the weights of a
     stage, from one action before its first; None: not as actions of their own. each: gradients are reduced after every
     backward, not only after the last of a step. slower: by how much a B takes longer with its reduction beside it.
-    after_whole, after_split: of a reduction, what follows its B, or its W.
+    after_split: how long the reduction takes that follows a W.
     """
 
     gathers: tuple[float, ...] | None
     each: bool
     slower: tuple[Pair, ...]
-    after_whole: tuple[Pair, ...]
     after_split: tuple[Pair, ...]
 
 
@@ -195,8 +194,8 @@ class Problem:
                     replicas = splits or code in final
                     if kind == B:
                         now += beside.slower[stage][replicas]
-                    rest = (beside.after_whole if kind == B else beside.after_split)[stage][replicas]
-                    network[rank] = max(now, network[rank]) + rest
+                    else:
+                        network[rank] = max(now, network[rank]) + beside.after_split[stage][replicas]
                 own.append((start, now))
                 if kind == F:
                     ended[0][cell] = now

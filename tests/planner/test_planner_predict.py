@@ -8,15 +8,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import megalite.planner.predict as predicting
+from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.resolved import resolve
 from megalite.planner.hardware import Cluster, Link, load_cluster
+from megalite.planner.network import Group
 from megalite.planner.predict import Trial, predict, seconds_of, timeline
 from megalite.planner.programs import MEGALITE
 from megalite.planner.stages import SPLIT, Shared, Timer, work_of
 from megalite.planner.tables import Cost
+from megalite.planner.traffic import flows
 from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES
 from megalite_kernels.adamw import bytes_moved as adamw_bytes
@@ -166,6 +169,43 @@ def test_more_data_parallel_gpus_never_make_a_step_longer(mode: str) -> None:
     assert each == sorted(each, reverse=True)
 
 
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_gathers_and_reductions_of_a_step_share_the_wire(mode: str) -> None:
+    """On slow links, they take longer than all compute, and no two of them run at once."""
+    timer = Timer(load_cluster("h100_pcie"))
+    keys = ("model.sequence_length=2048", "batch.global=1024", "batch.micro=1", f"parallel.data.mode={mode}")
+    found = predict(configured(64, *keys, model="llama3_8b"), timer.cluster, timer)
+    (stage,) = found.stages
+    elements = stage.parameters * (1 + 1e-3)  # rows that are padded, and the norms
+    gathered, reduced = (
+        timer.net.collective(kind, each * elements, Group(64, 1))  # type: ignore[arg-type]
+        for kind, each in (("all_gather", 2), ("reduce_scatter", 4))
+    )
+    wire = 16 * (reduced + 2 * gathered * (mode == "zero3"))
+    assert 16 * (stage.forward.products + stage.backward.products) < wire < found.seconds
+    assert found.seconds < 1.3 * (wire + found.parts["optimizer"])
+
+
+def test_links_that_both_kinds_of_parallelism_use_carry_all_of_it() -> None:
+    """Eight ranks of a node: those of tp and those that share weights are on the same NVLink."""
+    slow = replace(H100, levels=(replace(H100.levels[0], link=Link(5e9, 1e-6)),))
+    timer = Timer(slow)
+    keys = ("parallel.tp=2", "parallel.data.mode=zero3", "batch.global=64", "model.sequence_length=8192")
+    found = predict(configured(8, *keys, model="llama3_8b"), slow, timer)
+    each = {flow.axis: flow.seconds for flow in flows(found, timer)}
+    assert min(each.values()) > 0.2 * found.seconds
+    assert sum(each.values()) <= found.seconds
+
+
+def test_more_than_the_peak_is_an_error_that_names_the_figures() -> None:
+    gpu = replace(H100.gpu, measured={"bf16": 1.5 * H100.gpu.peak["bf16"]}, power=10_000.0)
+    wrong = replace(H100, gpu=gpu)
+    config = configured(1, "batch.global=64", "batch.micro=64", "model.sequence_length=512", model="llama3_70b")
+    with pytest.raises(InputError, match=r"h100_sxm: a step of .* would be 1\d\d% of the peak: .*gpu.power = 10000 W"):
+        predict(config, wrong)
+    assert predict(config, H100).mfu < 1
+
+
 def test_bytes_of_passes_are_those_that_kernels_declare() -> None:
     tokens, width, half = 64, 96, torch.bfloat16
     there, back = (2 * moved / tokens / width for moved in norm_bytes(tokens, width, half))  # two norms of a layer
@@ -207,8 +247,11 @@ def test_what_is_moved_for_weights_takes_time() -> None:
 
 
 def test_halves_of_a_backward_pass_take_longer_than_the_whole() -> None:
-    (stage, _) = TIMER.stages(resolve(pipelined("zb_h1", 2, 8, "zero1", 16, 2)))
-    halves = [seconds_of(Cost(kind, 0), [stage]) for kind in (Kind.I, Kind.W)]
-    whole = seconds_of(Cost(Kind.B, 0), [stage])
-    assert sum(halves) == pytest.approx((1 + SPLIT) * whole)
-    assert min(halves) > 0
+    """By a share; and the half for the inputs has all launches, which decide how long tiny layers take."""
+    for model, most in (("llama3_8b", 1.01), ("tiny", 2)):
+        config = configured(4, "parallel.pp=2", "batch.global=16", "parallel.pipeline.schedule=zb_h1", model=model)
+        (stage, _) = TIMER.stages(resolve(config))
+        halves = [seconds_of(Cost(kind, 0), [stage]) for kind in (Kind.I, Kind.W)]
+        whole = seconds_of(Cost(Kind.B, 0), [stage])
+        assert 1 - 1e-9 <= sum(halves) / ((1 + SPLIT) * whole) <= most
+        assert min(halves) > 0

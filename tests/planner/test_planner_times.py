@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megalite.planner.constants import FITTED
 from megalite.planner.hardware import Level, Link, known_clusters, load_cluster
-from megalite.planner.kernels import Kernels
+from megalite.planner.kernels import BEST, Kernels
 from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group, Net
 from megalite.planner.programs import MEGALITE
@@ -59,6 +59,22 @@ def test_a_card_with_less_power_is_slower() -> None:
     assert weaker.rate("bf16") < KERNELS.rate("bf16")
 
 
+@given(st.sampled_from(known_clusters()), st.sampled_from(["bf16", "fp8"]), st.floats(0.05, 20), st.floats(1, 8))
+def test_rates_are_bounded_and_grow_with_the_peak_and_with_power(
+    name: str, precision: str, power: float, more: float
+) -> None:
+    """Whatever the file says: one with a tenth of its watts has slow products, not any that take no time."""
+    gpu = load_cluster(name).gpu
+    gpu = replace(gpu, power=power * gpu.power)
+    peak = {each: more * value for each, value in gpu.peak.items()}
+    for measured in ({}, gpu.measured):
+        before = Kernels(replace(gpu, measured=measured)).rate(precision)
+        best = measured.get(precision, BEST * gpu.peak.get(precision, gpu.peak["bf16"]))
+        assert 0 < before <= best
+        assert Kernels(replace(gpu, measured=measured, peak=peak)).rate(precision) >= before * (1 - 1e-12)
+        assert Kernels(replace(gpu, measured=measured, power=more * gpu.power)).rate(precision) >= before * (1 - 1e-12)
+
+
 def test_sizes_that_cannot_be_loaded_in_vectors_take_longer() -> None:
     assert KERNELS.matmul(4096, 4096, 4095) > 1.5 * KERNELS.matmul(4096, 4096, 4096)
 
@@ -85,6 +101,38 @@ def test_boards_in_a_node_are_crossed_by_as_many_lanes_as_they_have_members() ->
     assert Net(boards).bandwidth(Group(4, 1)) == pytest.approx(0.8 * 300e9 * FITTED.node)
     assert Net(boards).bandwidth(Group(8, 1)) == pytest.approx(4 * 0.8 * 25e9 * FITTED.node)
     assert Net(boards).bandwidth(Group(2, 4)) == pytest.approx(0.8 * 25e9 * FITTED.node)
+
+
+def test_an_all_to_all_and_messages_leave_a_node_by_each_gpus_own_adapter() -> None:
+    adapter, inside = 50e9 * FITTED.network, 361.4e9 * FITTED.node
+    whole, group = 1e9, Group(16, 1)  # of 16 equal parts, eight are for the other node
+    starts = NET.collective("all_to_all", 0.0, group)
+    assert NET.collective("all_to_all", whole, group) - starts == pytest.approx(whole * 8 / 16 / adapter)
+    assert NET.links("all_to_all", whole, group) == pytest.approx(
+        (whole * 7 / 16 / inside + starts, whole / 2 / adapter + starts)
+    )
+    assert NET.bandwidth(group, "all_to_all") < NET.bandwidth(group) / 3
+    assert NET.bandwidth(Group(8, 1), "all_to_all") == NET.bandwidth(Group(8, 1))
+    assert NET.bandwidth(group, "messages") == pytest.approx(adapter)  # eight ranks nearer send none of its bytes
+    assert NET.transfer(whole, group) == pytest.approx(whole / adapter + NET.transfer(0.0, group))
+    assert NET.transfer(whole, Group(4, 4)) == NET.transfer(whole, group)  # stages of four ranks: every other message
+    assert NET.transfer(whole, Group(2, 4)) < NET.transfer(whole, group) / 5
+
+
+def test_a_link_is_busy_as_long_as_its_slowest_collective() -> None:
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        for group in (Group(8, 1), Group(16, 8), Group(64, 1)):
+            links = NET.links(kind, 1e8, group)  # type: ignore[arg-type]
+            assert max(links) == pytest.approx(NET.collective(kind, 1e8, group))  # type: ignore[arg-type]
+            assert (links[0] > 0, links[1] > 0) == (group.stride < 8, group.size * group.stride > 8)
+    assert NET.links("all_gather", 1e8, Group(1, 1)) == NET.nothing
+
+
+def test_gradients_of_keys_and_values_go_round_a_ring_in_float32() -> None:
+    work = Work(1, 256, 64, 64, 128, 256, 1024, 65536, cp=2)
+    model = LayerModel(work, MEGALITE, replace(H100, levels=(Level(1, Link(1e6, 1e-6)),), network=Link(1e6, 1e-6)))
+    there, back = (each.context + each.attention for each in (model.layer().forward, model.layer().backward))
+    assert back == pytest.approx(3 * there, rel=1e-2)  # keys and values again, and twice their bytes
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:

@@ -117,7 +117,9 @@ def with_eager_norms(program: Program) -> Program:
 
 def with_sequence_parallelism(program: Program) -> Program:
     """A program that keeps what it has gathered: the results of norms, which other ranks have parts of. Between stages
-    each rank sends its own part of the stream."""
+    each rank sends its own part of the stream. One that has sequence parallelism anyway stays as it is."""
+    if program.sequence_parallel:
+        return program
     stream, gathered = program.kept.stream - keeps.NORMED, program.kept.gathered + keeps.NORMED
     kept = replace(program.kept, stream=stream, gathered=gathered)
     return replace(program, sequence_parallel=True, gathers_again=False, scatters=True, kept=kept)
@@ -267,15 +269,6 @@ PROGRAMS = {
         waits=0.0003,
     ),
     "megatron_2025": MEGATRON_2025,
-    # --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather
-    "megatron_overlap": replace(
-        MEGATRON_2025,
-        name="Megatron-LM with overlap",
-        attention="flash2",
-        hidden=0.8,
-        reduces_beside=True,
-        gathers_beside=True,
-    ),
     "llama_3": replace(MEGATRON_2025, name="Meta's of Llama 3", kept=keeps.LLAMA_3, reduces_beside=True),
     "nemo": NEMO,
     # Transformer Engine prefers cuDNN's attention on H100 (github.com/NVIDIA/NeMo/pull/9188). With the cuDNN of early

@@ -1,5 +1,5 @@
 """Compare the planner's step times and memory with published runs. A row of a CSV
-file is one run; docs/planner.md explains the columns.
+file is one run; docs/planner.md explains the columns and their words.
 """
 
 import argparse
@@ -77,8 +77,6 @@ def _run(options: argparse.Namespace) -> int:
         _show_peers(terminal, peers)
     if options.worst and verdicts:
         _show_worst(terminal, times, memory)
-    if unknown := [f"{row.place}: {', '.join(row.unknown)}" for row in rows if row.unknown]:
-        terminal.line(f"{counted(len(unknown), 'row')} with words that are not known, the first: {unknown[0]}")
     if left_out:
         terminal.line(f"{counted(len(left_out), 'row')} cannot be predicted, the first: {left_out[0]}")
     if options.json:

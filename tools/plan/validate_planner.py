@@ -24,9 +24,11 @@ from megalite.planner.score import (
     TOP,
     Compared,
     Judged,
+    by_formula,
     by_source,
     fit,
     judged,
+    planned,
     ranking,
     score,
     timed,
@@ -103,7 +105,7 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
     if times:
         terminal.table(
             ("step time of:", *columns),
-            [(source, *_errors(group)) for source, group in [*sorted(by_source(times).items()), ("all", times)]],
+            [(name, *_errors(group)) for name, group in [*sorted(by_source(times).items()), *_ways(times)] if group],
         )
     if memory:
         kinds = sorted({(each.row.source, each.row.counts) for each in memory})
@@ -134,6 +136,12 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
             f"{grows.spread:.1%} ± {grows.error:.1%} ({grows.sources} sources with at least {RANGE} times as many GPUs "
             "of their largest run as of their smallest)."
         )
+
+
+def _ways(times: Sequence[Compared]) -> list[tuple[str, list[Compared]]]:
+    """Rows that a configuration expresses, as it is planned and by the formula; and all rows."""
+    ours = planned(times)
+    return [("through predict()", ours), ("the same, by the formula", by_formula(ours)), ("all", list(times))]
 
 
 def _show_peers(terminal: Terminal, peers: Sequence[Peer]) -> None:
@@ -204,6 +212,7 @@ def _told(times: list[Compared], memory: list[Compared], verdicts: list[Judged])
     kinds = sorted({each.row.counts for each in memory})
     return {
         "time": _score(times),
+        "planned": {"predict": _score(planned(times)), "formula": _score(by_formula(times))},
         "memory": _score(memory),
         "memory_counted": {kind: _score([each for each in memory if each.row.counts == kind]) for kind in kinds},
         "oom": _right(_ran_out(verdicts)),
@@ -230,7 +239,8 @@ def _rows(times: list[Compared], memory: list[Compared], verdicts: list[Judged])
             "row": verdict.row.place,
             "source": verdict.row.source,
             "fits": {"predicted": verdict.fits, "published": verdict.row.fits},
-            "time": _compared(time_of.get(id(verdict.row))),
+            "time": _compared(time := time_of.get(id(verdict.row))),
+            "planned": time is not None and time.formula is not None,
             "memory": _compared(memory_of.get(id(verdict.row))),
             "memory_counted": verdict.row.counts if verdict.row.memory is not None else None,
         }

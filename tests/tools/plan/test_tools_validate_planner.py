@@ -39,6 +39,23 @@ def test_errors_by_source_as_tables_and_as_json(tmp_path: Path, capsys: pytest.C
     assert "On more GPUs" not in out
 
 
+def test_what_configurations_express_is_told_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [FOLDER / f"{name}.csv" for name in ("korthikanti22", "fms_fsdp")]
+    code, out, _ = in_process(main, capsys)(*files, "--json", tmp_path / "errors.json")
+    assert code == 0
+    report = json.loads((tmp_path / "errors.json").read_text())
+    found = [row for row in report["rows"] if row["planned"]]
+    assert {row["source"] for row in found} == {"fms-fsdp"}
+    both = report["planned"]
+    assert both["predict"] == report["by_source"]["fms-fsdp"]["time"]
+    assert both["formula"]["rows"] == both["predict"]["rows"] == len(found) == 4
+    assert both["formula"]["mean_abs_error"] != both["predict"]["mean_abs_error"]
+    printed = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    for name, of in (("through predict()", both["predict"]), ("the same, by the formula", both["formula"])):
+        assert [name, "4", f"{of['mean_abs_error']:.1%}"] in [line[:3] for line in printed]
+    assert report["by_source"]["Korthikanti22 T5"]["planned"] == {"predict": None, "formula": None}
+
+
 def test_the_trend_with_gpus_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [FOLDER / f"{name}.csv" for name in ("korthikanti22", "megascale")]
     code, out, _ = in_process(main, capsys)(*files, "--json", tmp_path / "errors.json")
@@ -120,6 +137,10 @@ def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
             ]
             for of in found
         )
+    planned = report["planned"]
+    for of, name in ((planned["predict"], "through `predict()`"), (planned["formula"], "the same, by the formula")):
+        error, p90, inside = (100 * of[key] for key in ("mean_abs_error", "p90", "inside_interval"))
+        assert f"| {name} | {of['rows']} | {error:.1f} % | {p90:.1f} % | {inside:.0f} % |" in page
 
 
 def test_a_row_with_a_word_that_is_not_known_is_refused_and_told(

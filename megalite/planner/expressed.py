@@ -52,7 +52,6 @@ def _as_ours(work: Work, program: Program) -> Program:
         gathers_logits=False,
         serial=False,
         waits=0.0,
-        engine=0.0,
         reduces_beside=True,
         gathers_beside=True,
     )

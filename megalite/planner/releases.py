@@ -39,6 +39,9 @@ PROFILES: Mapping[str, tuple[tuple[int, str], ...]] = {
     "scaling": ((0, "scaling"),),
     "torchtitan": ((202301, "torchtitan_compiled"), (202501, "torchtitan_2025")),
 }
+# The last month of whose code published runs are compared. Later code is as uncertain as that of an unknown program;
+# so is a program of which no run is compared.
+COMPARED = {"kempnerforge": 0, "megatron-bridge": 202606, "megatron-lm": 202512, "nemo": 202504, "torchtitan": 202506}
 VERSION = r"(?:20)?(2\d)[.-](0?[1-9]|1[0-2])(?:\.\d{1,3})?|(20\d\d)"
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 KERNELS: tuple[Attention, ...] = ("flash1", "flash2", "flash3", "cudnn", "unfused")
@@ -85,7 +88,7 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
     known = {**ANY, **OWN.get(name, {})}
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"options = {unknown[0]!r:.40}: of {name} must be of {listing(list(known))}")
-    profile = _profile(name, fields["version"].strip())
+    profile, date = _profile(name, fields["version"].strip())
     if name in COMPILED and "compile" not in options:
         profile = "torchtitan"
     elif name == "nemo" and profile == "megatron_2022" and eight_bits:  # it needs Transformer Engine
@@ -95,14 +98,14 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
     program = PROGRAMS[profile]
     for option in dict.fromkeys(options):
         program = known[option](program)
-    return program
+    return replace(program, known=False) if date > COMPARED.get(name, date) else program
 
 
-def _profile(name: str, version: str) -> str:
-    """The profile that `version` of a program has."""
+def _profile(name: str, version: str) -> tuple[str, int]:
+    """The profile that `version` of a program has, and the first month that it may be of."""
     profiles = PROFILES[name]
     if not version and len(profiles) == 1:
-        return profiles[0][1]
+        return profiles[0][1], 1
     rule = "must be a release or a date, as 24.07, 2024-07 or 2024"
     if not (match := re.fullmatch(VERSION, version)):
         raise ValueError(f"version = {version!r:.40}: {rule}")
@@ -113,4 +116,4 @@ def _profile(name: str, version: str) -> str:
     found = {next(of for first, of in reversed(profiles) if first <= date) for date in dates}
     if len(found) > 1:
         raise ValueError(f"version = {version!r:.40}: {name} changed in that year; name the month, as in 2024-07")
-    return found.pop()
+    return found.pop(), dates[0]

@@ -83,7 +83,6 @@ def test_a_pipeline_has_the_layers_of_the_program() -> None:
         (replace(PLAIN, precision="fp8"), TITAN),
         (PLAIN, replace(TITAN, attention="unfused")),
         (PLAIN, replace(TITAN, waits=0.01)),  # of a host
-        (PLAIN, replace(TITAN, engine=0.1)),
         (replace(PLAIN, tp=8, dp=8, shards=None), replace(TITAN, hidden=0.8)),
         (replace(PLAIN, mode="zero1", micro_batches=1, dp=256, shards=None), replace(TITAN, pieces=9)),
         (replace(PLAIN, layers=20, pp=20, virtual=2), TITAN),  # a stage without layers
@@ -98,7 +97,6 @@ def test_a_programs_kernels_are_timed() -> None:
     assert config is not None
     slow, fast = (predict(config, H100, Timer(H100, program=program)) for program in (TITAN, MEGALITE))
     assert slow.parts["passes"] > 2 * fast.parts["passes"]
-    assert slow.parts["products"] > fast.parts["products"]  # it makes half of them again
     assert predict(config, H100).seconds == fast.seconds
     more = Timer(H100, program=replace(MEGALITE, optimizer=2 * MEGALITE.optimizer))
     assert predict(config, H100, more).parts["optimizer"] == pytest.approx(2 * fast.parts["optimizer"])
@@ -124,9 +122,9 @@ def test_runs_that_a_configuration_expresses_are_predicted_as_well_as_the_docume
     through, formula = score(found), score(by_formula(found))
     assert through is not None
     assert formula is not None
-    assert through.rows == formula.rows == 138
-    assert through.mean_abs_error < 0.07
-    assert through.p90 < 0.125
+    assert through.rows == formula.rows == 143
+    assert through.mean_abs_error < 0.065
+    assert through.p90 < 0.12
     assert abs(through.mean_abs_error - formula.mean_abs_error) < 0.005
     assert {each.row.program.name for each in found} >= {"torchtitan", "fms-fsdp", "nanotron", "an unknown program"}
     assert all(abs(each.predicted / each.formula - 1) < 0.06 for each in found if each.formula)

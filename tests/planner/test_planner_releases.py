@@ -1,5 +1,7 @@
 """The profile of a program by its name, version and options."""
 
+from dataclasses import replace
+
 import pytest
 
 from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM
@@ -21,13 +23,13 @@ def program(
         ("megatron-lm", "2021", "megatron_2021"),
         ("Megatron-LM", "2022-05", "megatron_2022"),
         ("megatron-lm", "2023", "megatron_2023"),
-        ("megatron-lm", "2026-01", "megatron_2025"),
+        ("megatron-lm", "2025-12", "megatron_2025"),
         ("nemo", "22.08", "megatron_2022"),
         ("nemo", "2023", "megatron_2022"),
         ("nemo", "24.05", "nemo_2024"),
         ("nemo", "24.09", "nemo_late_2024"),
         ("nemo", "25.02", "nemo"),
-        ("nemo", "26.04.01", "nemo"),
+        ("nemo", "25.04.01", "nemo"),
         ("megatron-bridge", "25.09", "nemo"),
         ("megatron-bridge", "", "nemo"),
         ("other", "", "unknown"),
@@ -42,7 +44,17 @@ def test_products_sharding_and_compilation_choose_a_profile() -> None:
     assert program("other", sharded=True) is PROGRAMS["unknown_sharded"]
     assert program("torchtitan", "2024-12", "compile") is PROGRAMS["torchtitan_compiled"]
     assert program("torchtitan", "2025-06", "compile") is PROGRAMS["torchtitan_2025"]
-    assert program("kempnerforge", options="compile") is PROGRAMS["torchtitan_2025"]
+
+
+def test_code_that_no_published_run_is_compared_with_is_not_known() -> None:
+    for name, version, options, profile in (
+        ("kempnerforge", "", "compile", "torchtitan_2025"),
+        ("torchtitan", "2026", "compile", "torchtitan_2025"),
+        ("nemo", "25.05", "", "nemo"),
+        ("megatron-lm", "2026-01", "", "megatron_2025"),
+    ):
+        assert program(name, version, options) == replace(PROGRAMS[profile], known=False)
+    assert program("torchtitan", "2025", "compile").known
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megalite.config.errors import counted
 from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
-from megalite.planner.constants import FITTED, Constants
+from megalite.planner.constants import BOUNDS, FITTED, Constants
 from megalite.planner.peers import Peer, read_peers
 from megalite.planner.published import Row, read_rows
 from megalite.planner.score import (
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="predict the times of every source with constants that are fitted anew on all others (minutes)",
     )
+    add("--fit", action="store_true", help="fit the constants anew on all rows, and tell them (minutes)")
     return parser
 
 
@@ -72,7 +73,8 @@ def _run(options: argparse.Namespace) -> int:
         rows += found
         left_out += skipped
     peers = read_peers(Path(options.peers), rows) if options.peers else None
-    times = _without(rows) if options.leave_out else timed(rows)
+    constants = _fitted(terminal, rows) if options.fit else FITTED
+    times = _without(rows) if options.leave_out else timed(rows, constants)
     memory, verdicts = weighed(rows), judged(rows)
     _show(terminal, times, memory, verdicts)
     if peers is not None:
@@ -86,13 +88,23 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def _fitted(terminal: Terminal, rows: Sequence[Row]) -> Constants:
+    """Constants for all rows together, told beside those in `megalite/planner/constants.py`."""
+    found = fit(rows, FITTED)
+    terminal.table(
+        ("constant:", "now", "fitted"),
+        [(name, f"{getattr(FITTED, name):.4g}", f"{getattr(found, name):.4g}") for name in BOUNDS],
+    )
+    return found
+
+
 def _without(rows: Sequence[Row]) -> list[Compared]:
     """Step times of every source with constants that were fitted without it."""
     found: list[Compared] = []
     told, sources = Console(stderr=True), sorted({row.source for row in rows})
     for source in track(sources, "Fitting without", console=told, transient=True, disable=not told.is_terminal):
-        others = [row for row in rows if row.source != source and row.seconds is not None and row.fits]
-        constants = fit(others, Constants()) if others else FITTED
+        others = [row for row in rows if row.source != source]
+        constants = fit(others) if any(row.seconds is not None and row.fits for row in others) else FITTED
         found += timed([row for row in rows if row.source == source], constants)
     return found
 

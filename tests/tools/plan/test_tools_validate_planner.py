@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from commands import in_process
 
+from megalite.planner.constants import BOUNDS, FITTED
 from megalite_tools.plan.validate_planner import main
 
 FOLDER = Path(__file__).parents[2] / "planner" / "published"
@@ -72,6 +73,18 @@ def test_a_source_can_be_predicted_from_the_others(tmp_path: Path, capsys: pytes
     fitted_without = json.loads(report.read_text())["time"]["mean_abs_error"]
     assert in_process(main, capsys)(*files, "--json", report)[0] == 0
     assert fitted_without > json.loads(report.read_text())["time"]["mean_abs_error"]
+
+
+def test_constants_can_be_fitted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, report = [FOLDER / "korthikanti22.csv"], tmp_path / "errors.json"
+    code, out, _ = in_process(main, capsys)(*files, "--fit", "--json", report)
+    assert code == 0
+    fitted = json.loads(report.read_text())["time"]["mean_abs_error"]
+    told = {line.split()[0]: line.split()[1:] for line in out.partition("constant")[2].splitlines() if line.strip()}
+    assert float(told["throttle"][0]) == FITTED.throttle
+    assert any(told[name][0] != told[name][1] for name in BOUNDS)
+    assert in_process(main, capsys)(*files, "--json", report)[0] == 0
+    assert fitted < json.loads(report.read_text())["time"]["mean_abs_error"]
 
 
 def test_a_file_without_rows_that_can_be_predicted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

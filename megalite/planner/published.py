@@ -39,6 +39,7 @@ COLUMNS = [
     "vocab",
     "seq",
     "gpu",
+    "node_gpus",
     "network_gbit",
     "link_gb",
     "power_w",
@@ -196,6 +197,9 @@ def _cluster(fields: Mapping[str, str]) -> Cluster:
     """The cluster of a row's GPUs, with what the row tells of its network, links, power and memory."""
     name = word(fields, "gpu", (*known_clusters(), JEAN_ZAY))
     cluster = _shipped("a100_80gb" if name == JEAN_ZAY else name)
+    if (gpus := whole(fields, "node_gpus", cluster.gpus_per_node)) != cluster.gpus_per_node:
+        inside = tuple(level for level in cluster.levels[:-1] if level.gpus < gpus)
+        cluster = replace(cluster, levels=(*inside, replace(cluster.levels[-1], gpus=gpus)))
     if rate := number(fields, "network_gbit", 1e5):
         cluster = replace(cluster, network=replace(cluster.network, bandwidth=rate / 8 * 1e9))
     gpu = cluster.gpu

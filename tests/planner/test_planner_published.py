@@ -163,6 +163,16 @@ def test_the_gpus_of_a_row(
     assert nearest.bandwidth == pytest.approx(link)
 
 
+def test_a_node_may_have_other_numbers_of_gpus(tmp_path: Path) -> None:
+    usual, less, bridged = (
+        read_rows(write(tmp_path, gpu=gpu, node_gpus=gpus))[0][0].cluster
+        for gpu, gpus in (("h200", ""), ("h200", "4"), ("h100_nvl", "2"))
+    )
+    assert (usual.gpus_per_node, less.gpus_per_node) == (8, 4)
+    assert less.levels[-1].link == usual.levels[-1].link
+    assert [level.gpus for level in bridged.levels] == [2]
+
+
 def test_what_rings_reach_falls_with_a_capped_link(tmp_path: Path) -> None:
     (((fast,), _), ((slow,), _)) = (read_rows(write(tmp_path, link_gb=link)) for link in ("", "225"))
     assert slow.cluster.levels[-1].link.reached == pytest.approx(fast.cluster.levels[-1].link.reached / 2)

@@ -21,7 +21,6 @@ from megalite.plan.weights import layer_weights
 from megalite.planner.hardware import Cluster
 from megalite.planner.layer import KINDS, Seconds
 from megalite.planner.network import Group
-from megalite.planner.programs import MEGALITE
 from megalite.planner.slowest import waiting
 from megalite.planner.stages import HALVED, HOST_SHARE, WHOLE, Shared, StageTime, Timer, transfer_seconds
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
@@ -372,7 +371,7 @@ def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
     if offloaded:
         moved = 2 * 4 * count / (timer.cluster.gpu.host * HOST_SHARE)
         return moved + count * UPDATE_ON_HOST / HOST_MEMORY + timer.kernels.passes(4 * count)
-    return timer.kernels.passes(count * MEGALITE.optimizer)
+    return timer.kernels.passes(count * timer.program.optimizer)
 
 
 def _orthogonalizing(plan: Plan, ranks: int) -> int:

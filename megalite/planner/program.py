@@ -1,8 +1,8 @@
 """What a training program is to the planner: what it fuses, keeps, overlaps and launches. Imports no torch.
 
-A published time is that of a program, so it is predicted with the program's profile. Bytes are those that passes over
-activations read and write, counted from the kernels that the program runs; a tensor in bf16 that is read once has 2 for
-each of its elements. The profiles themselves are in `programs`.
+A published time is that of a program, so it is predicted with the program's profile. A profile tells what its code does
+otherwise than others. Bytes that passes over activations read and write are one set for all programs, as fits published
+rows best; a tensor in bf16 that is read once has 2 for each of its elements. The profiles are in `programs`.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,7 @@ class Program:
         parameters as can be, those of the embedding and the output layer included.
     The host, in seconds:
         host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD times as long. waits: in which a
-        layer's forward stands still, since the host reads a result before it goes on. engine: that it needs for a
-        micro-batch on each stage besides layers.
+        layer's forward stands still, since the host reads a result before it goes on.
     Products in 8 bits:
         fp8: their rate relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it
         less, and it is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in
@@ -62,14 +61,14 @@ class Program:
 
     name: str
     attention: Attention
-    forward: float
-    backward: float
-    forward_ffn: float
-    backward_ffn: float
-    logit: float
     sequence_parallel: bool
+    forward: float = 34
+    backward: float = 44
+    forward_ffn: float = 6
+    backward_ffn: float = 10
     heads: tuple[float, float] = (4, 6)
     scores: tuple[float, float] = (9, 11)
+    logit: float = 10
     gathers_again: bool = False
     hidden: float = 0.0
     repeats: float | None = None
@@ -96,7 +95,6 @@ class Program:
     balances: bool = False
     serial: bool = False
     waits: float = 0.0
-    engine: float = 0.0
     known: bool = True
     kept: keeps.Kept = keeps.MEGATRON_2025
 

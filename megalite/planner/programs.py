@@ -20,19 +20,18 @@ EAGER_NORMS = (68, 156)
 # A softmax that PyTorch computes operation by operation in bf16: a clone, the mask, a softmax that reads long rows
 # three times, dropout; forward, backward.
 EAGER_SOFTMAX = (22, 20)
-# Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not. The
-# loss moves 52 bytes of a logit (megatron/mpu/cross_entropy.py, after a cast to float32), in plain kernels that are
+# A loss after a cast to float32 moves 52 bytes of a logit (megatron/mpu/cross_entropy.py), in plain kernels that are
 # faster than most passes: seconds of stages by vocabulary (github.com/sail-sg/VocabularyParallelism at 6191c3b,
 # artifact/exp_one_host.csv) come to 36 to 39 at the usual rate.
+CAST = 38
+# Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not.
 MEGATRON_2021 = Program(
     "Megatron-LM 2021",
     kept=keeps.MEGATRON_2021,
     attention="unfused",
-    forward=32,
-    backward=32,
     forward_ffn=4,
     backward_ffn=6,
-    logit=38,
+    logit=CAST,
     sequence_parallel=False,
     gradient=2,
     sums=6,  # in 16 bits
@@ -40,14 +39,9 @@ MEGATRON_2021 = Program(
     scatters=True,
 )
 TORCHTITAN = Program(
-    "torchtitan",
-    kept=keeps.TORCHTITAN,
+    "torchtitan with torch.compile",
+    kept=keeps.TORCHTITAN_COMPILED,
     attention="flash2",
-    forward=60,
-    backward=70,
-    forward_ffn=12,
-    backward_ffn=20,
-    logit=24,
     sequence_parallel=True,
     gathers_again=True,
     repeats=0.5,
@@ -83,11 +77,6 @@ MEGALITE = Program(
 MEGATRON_2025 = Program(
     "Megatron-LM with Transformer Engine",
     attention="cudnn",
-    forward=26,
-    backward=34,
-    forward_ffn=6,
-    backward_ffn=10,
-    logit=10,
     sequence_parallel=True,
     gathers_again=True,
     scatters=True,
@@ -118,7 +107,9 @@ def with_eager_norms(program: Program) -> Program:
 
 def with_sequence_parallelism(program: Program) -> Program:
     """A program that keeps what it has gathered: the results of norms, which other ranks have parts of. Between stages
-    each rank sends its own part of the stream."""
+    each rank sends its own part of the stream. One that has sequence parallelism anyway stays as it is."""
+    if program.sequence_parallel:
+        return program
     stream, gathered = program.kept.stream - keeps.NORMED, program.kept.gathered + keeps.NORMED
     kept = replace(program.kept, stream=stream, gathered=gathered)
     return replace(program, sequence_parallel=True, gathers_again=False, scatters=True, kept=kept)
@@ -128,15 +119,14 @@ PROGRAMS = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
     # It sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned. The engine goes through a list of
-    # instructions for every micro-batch. Its runs tell fewer bytes of a logit than Megatron-LM's; of most of them the
-    # vocabulary is not published.
+    # instructions for every micro-batch, which its host takes. Its runs tell fewer bytes of a logit than Megatron-LM's;
+    # of most of them the vocabulary is not published.
     "megatron_deepspeed": replace(
         MEGATRON_2021,
         name="Megatron-DeepSpeed",
         kept=keeps.MEGATRON_DEEPSPEED,
         host=0.00083,
-        engine=0.001,
-        logit=24,
+        logit=10,
     ),
     "deepspeed_zero3": replace(
         MEGATRON_2021, name="DeepSpeed ZeRO-3 of 2021", kept=keeps.MEGATRON_DEEPSPEED, rings=False
@@ -145,51 +135,28 @@ PROGRAMS = {
         "llm-foundry",
         kept=keeps.LLM_FOUNDRY,
         attention="flash1",
-        forward=40,  # the residual stream stays in float32: llmfoundry/models/layers/norm.py casts it for every norm
-        backward=56,
-        forward_ffn=4,
-        backward_ffn=6,
-        logit=24,
         sequence_parallel=False,
         gradient=2,
-        optimizer=60,
         moved=FSDP1,
-        host=0.00035,
     ),
-    "torchtitan": TORCHTITAN,
-    "torchtitan_compiled": replace(
-        TORCHTITAN,
-        name="torchtitan with torch.compile",
-        kept=keeps.TORCHTITAN_COMPILED,
-        forward=24,
-        backward=30,
-        forward_ffn=8,
-        backward_ffn=12,
-    ),
+    "torchtitan": replace(with_eager_norms(TORCHTITAN), name="torchtitan", kept=keeps.TORCHTITAN),
+    "torchtitan_compiled": TORCHTITAN,
     "torchtitan_2025": replace(
         TORCHTITAN,
         name="torchtitan of 2025 with torch.compile",
         kept=keeps.TORCHTITAN_2025,
-        forward=24,
-        backward=30,
-        forward_ffn=8,
-        backward_ffn=12,
-        logit=12,
     ),
     "nanotron": Program(
         "nanotron",
         kept=keeps.NANOTRON,
         attention="flash2",
+        forward_ffn=4,
+        backward_ffn=6,
         # Whole gradients are summed a bucket of DDP at a time: all_reduce_coalesced in
         # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. That reduce_scatter_coalesced takes each
         # parameter by itself is told by published times.
         pieces=9,
         buckets=25 * 2**20,
-        forward=30,
-        backward=36,
-        forward_ffn=4,
-        backward_ffn=6,
-        logit=16,
         reduces_beside=True,
         weighs_stages=True,  # src/nanotron/models/base.py: get_block_compute_costs
         sequence_parallel=True,
@@ -199,10 +166,6 @@ PROGRAMS = {
     "fms_fsdp": replace(
         TORCHTITAN,
         name="fms-fsdp",
-        forward=24,
-        backward=30,
-        forward_ffn=8,
-        backward_ffn=12,
         gradient=2,
         moved=FSDP1,
         gathers_fp8=False,
@@ -218,65 +181,43 @@ PROGRAMS = {
         moved=TO_FLOAT32,
         sums=0,
     ),
-    # Of 2023 (c18bec9). Residuals are cast to float32 for norms of apex (internlm/model/modeling_internlm.py); SiLU and
-    # its product are two kernels (linear.py). Gradients in bf16 are all-reduced beside backward, and each rank
+    # Of 2023 (c18bec9). Gradients in bf16 are all-reduced beside backward, and each rank
     # broadcasts the weights that it has updated (solver/optimizer/hybrid_zero_optim.py: _reduce_grads_by_rank,
     # broadcast_params). FlashAttention 1.0.5: doc/en/install.md.
     "internevo": Program(
         "InternEvo",
         kept=keeps.INTERNEVO,
         attention="flash1",
-        forward=36,
-        backward=44,
-        forward_ffn=5,
-        backward_ffn=9,
-        logit=8,
         sequence_parallel=False,
         gradient=2,
         sums=6,
-        optimizer=126,  # torch.optim.AdamW, operation by operation; gradients joined, cast and clipped before
         reduces_beside=True,
         all_reduces=True,
         broadcasts=True,
     ),
-    # Code of 2024 (737f855), for runs of 2023. Positions are applied operation by operation (core/nn/rotary.py), SiLU
-    # and its product are two kernels (mlp.py), so are the residual's addition and dropout, which runs although its rate
-    # is 0 (transformer/model/layers/layer.py). The output layer joins all logits (lm_head.py), and the loss casts them
-    # (cross_entropy.py). Gradients are added up in bf16 and all-reduced in float32 (optimizer/allreduce.py). Without
-    # sequence parallelism each of three column-parallel products reduces its input's gradient. Lengths of documents are
-    # read back to the host for every layer's attention (attention.py, get_max_seq_length). That stages are balanced by
-    # their parameters is told by the published times.
+    # Code of 2024 (737f855), for runs of 2023. Positions are applied operation by operation (core/nn/rotary.py). The
+    # output layer joins all logits (lm_head.py), and the loss casts them (cross_entropy.py). Gradients are added up in
+    # bf16 and all-reduced in float32 (optimizer/allreduce.py). Without sequence parallelism each of three
+    # column-parallel products reduces its input's gradient. Lengths of documents are read back to the host for every
+    # layer's attention (attention.py, get_max_seq_length). That stages are balanced by their parameters is told by the
+    # published times.
     "scaling": Program(
         "Aleph Alpha Scaling",
         kept=keeps.SCALING,
         attention="flash2",
-        forward=30,
-        backward=40,
-        forward_ffn=5,
-        backward_ffn=9,
         heads=(18, 28),
-        logit=40,
+        logit=CAST,
         sequence_parallel=False,
         gathers_again=True,
         gradient=4,
         sums=6,
-        optimizer=100,
         all_reduces=True,
         gathers_logits=True,
         balances=True,
         serial=True,
-        waits=0.0003,
+        waits=0.0004,
     ),
     "megatron_2025": MEGATRON_2025,
-    # --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather
-    "megatron_overlap": replace(
-        MEGATRON_2025,
-        name="Megatron-LM with overlap",
-        attention="flash2",
-        hidden=0.8,
-        reduces_beside=True,
-        gathers_beside=True,
-    ),
     "llama_3": replace(MEGATRON_2025, name="Meta's of Llama 3", kept=keeps.LLAMA_3, reduces_beside=True),
     "nemo": NEMO,
     # Transformer Engine prefers cuDNN's attention on H100 (github.com/NVIDIA/NeMo/pull/9188). With the cuDNN of early
@@ -289,9 +230,6 @@ PROGRAMS = {
         name="an unknown program",
         kept=keeps.UNKNOWN,
         attention="flash2",
-        forward=36,
-        backward=44,
-        logit=24,
         fp8=TORCHTITAN.fp8,
         casts=TORCHTITAN.casts,
         known=False,

@@ -1,8 +1,8 @@
 """Published training runs, as rows of a CSV file, in the terms of the planner. Imports no torch.
 
-A row names its source, the sizes of the model, the layout, the GPUs, and what was measured. Speed is given as seconds
-of a step, tokens/s/GPU, FLOP/s/GPU or MFU; all are turned into seconds of a step here, by the row's own convention of
-counting.
+A row names its source, the program, the sizes of the model, the layout, the GPUs, and what was measured. Speed is given
+as seconds of a step, tokens/s/GPU, FLOP/s/GPU or MFU; all are turned into seconds of a step here, by the row's own
+convention of counting. Each column has numbers or one of a few words, so that no row is read as what it is not.
 """
 
 import csv
@@ -10,18 +10,27 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import get_args
 
 from megalite.config.errors import InputError, counted
-from megalite.planner.hardware import Cluster
+from megalite.planner.columns import number, whole, word
+from megalite.planner.hardware import Cluster, Level, Link, known_clusters, load_cluster
 from megalite.planner.kept import Counted
 from megalite.planner.program import Program
-from megalite.planner.words import cluster_of, counted_in, found, mode_of, program_of, unknown_words
-from megalite.planner.work import Recompute, Work
+from megalite.planner.releases import program_of
+from megalite.planner.work import DataMode, Recompute, Work
 
 COLUMNS = [
     "source",
+    "program",
+    "version",
+    "options",
     "model",
+    "experts",
+    "gated",
+    "tied",
     "layers",
     "hidden",
     "ffn",
@@ -30,50 +39,47 @@ COLUMNS = [
     "vocab",
     "seq",
     "gpu",
+    "node_gpus",
+    "network_gbit",
+    "link_gb",
+    "power_w",
+    "memory_gib",
+    "bandwidth_tb",
     "n_gpus",
     "tp",
     "pp",
     "vpp",
     "cp",
-    "dp",
-    "fsdp_zero",
+    "sharding",
+    "shards",
     "micro_batch",
     "global_batch",
     "recompute",
     "precision",
+    "iter_time_s",
+    "tps_per_gpu",
     "tflops_per_gpu",
     "mfu",
-    "tps_per_gpu",
+    "flops",
     "mem_gib",
-    "iter_time_s",
-    "flops_conv",
+    "mem_counts",
     "status",
     "provenance",
     "notes",
 ]
 LARGEST = 1 << 24  # bytes of a file
-GPT_VOCABULARY = 51_200  # of Megatron's GPT models, where a row does not tell
+GPT_VOCABULARY = 51_200  # of Megatron's GPT models, where a row of a model without gates does not tell
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
 HEAD = 128  # elements of a head, where a row does not tell how many there are
-MOST = {  # of what a row may say
-    "layers": 1 << 14,
-    "hidden": 1 << 20,
-    "ffn": 1 << 24,
-    "heads": 1 << 16,
-    "kv_heads": 1 << 16,
-    "vocab": 1 << 26,
-    "seq": 1 << 30,
-    "n_gpus": 1 << 20,
-    "micro_batch": 1 << 20,
-    "global_batch": 1 << 30,
-}
-EXPERTS = r"moe|mixtral|deepseek|dbrx|grok|experts"  # in the name of a model
-GATED = r"llama|mistral|qwen|gemma|olmo|smollm|phi-?3|\byi\b"
-FOUR_BITS = r"fp4|float4"
-GROUPS = r"groups of ([1-9]\d{0,5})\b"  # of data-parallel ranks, of which each shards its states
-LEAST = 1e-9  # of a speed, a time or a memory
-OUT_OF_MEMORY = r"oom|out.of.memory"
+EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b"  # in the name of a model: 30B-A3B, 8x7B
+PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}  # and what the planner takes them as
+FLOPS = ("model", "model causal", "hardware", "hardware causal")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not tell
+JEAN_ZAY = "jean_zay_a100"
+# Its nodes have two boards of four GPUs, in each of which all are connected: README of bigscience-workshop/bigscience,
+# "Using NVLink 4 inter-gpu connects, 4 OmniPath links". A ring among four uses two of the three links of a GPU: a third
+# ring would need links of the first two.
+JEAN_ZAY_LEVELS = Level(4, Link(200e9, 6e-6)), Level(8, Link(25e9, 6e-6))
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,7 @@ class Row:
 
     seconds: of a step; None if no speed was published. memory: bytes of the fullest GPU, counted as `counts` says;
     None if none were published. fits: whether the run did not run out of memory. micro: whether the size of
-    micro-batches was published. group: what is the same for runs whose layouts can be compared. unknown: words that
-    are not known, and what they are taken as.
+    micro-batches was published. group: what is the same for runs whose layouts can be compared.
     """
 
     file: str
@@ -100,7 +105,6 @@ class Row:
     micro: bool
     virtual: bool
     group: tuple[object, ...]
-    unknown: tuple[str, ...]
 
     @property
     def place(self) -> str:
@@ -113,7 +117,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     rows, left_out = [], []
     columns = [column.strip() for column in next(lines, (0, []))[1]]
     _check(path, columns)
-    for number, values in lines:
+    for line, values in lines:
         if not values:
             continue
         try:
@@ -121,9 +125,9 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
                 raise ValueError(
                     f"has {counted(len(values), 'field')}, but the first line names {len(columns)} columns"
                 )
-            rows.append(_row(path.name, number, dict(zip(columns, values, strict=True))))
+            rows.append(_row(path.name, line, dict(zip(columns, values, strict=True))))
         except ValueError as error:
-            left_out.append(f"{path}:{number}: {error}")
+            left_out.append(f"{path}:{line}: {error}")
     return rows, left_out
 
 
@@ -160,19 +164,15 @@ def _check(path: Path, columns: list[str]) -> None:
 
 def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
     """Raises ValueError with what is missing or wrong."""
-    model = fields["model"].lower()
-    if re.search(EXPERTS, model):
-        raise ValueError(f"model = {fields['model']!r:.100}: has experts, which the planner does not know")
-    fits = _fits(fields["status"].strip().lower())
-    if re.search(FOUR_BITS, fields["precision"].lower()):
-        raise ValueError(f"precision = {fields['precision']!r:.40}: products in 4 bits are none that the planner knows")
-    cluster = cluster_of(fields["gpu"])
-    program = program_of(fields)
+    if whole(fields, "experts", least=0) or re.search(EXPERTS, fields["model"].lower()):
+        raise ValueError(
+            f"model = {fields['model']!r:.100}, experts = {fields['experts'].strip()!r:.40}: has experts, "
+            "which the planner does not know"
+        )
+    cluster = _cluster(fields)
     work, batch = _work(fields)
-    together = _together(fields["fsdp_zero"].lower(), work, cluster)
-    if together < work.dp and work.dp % together == 0:
-        work = replace(work, shards=together)
-    memory = _number(fields, "mem_gib", 1e6)
+    program = program_of(fields, work.mode == "zero3", work.precision == "fp8")
+    memory = number(fields, "mem_gib", 1e6)
     given = batch if fields["global_batch"].strip() else None
     sizes = work.layers, work.width, work.heads, work.ffn, fields["vocab"], work.sequence
     return Row(
@@ -185,91 +185,106 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
         cluster=cluster,
         seconds=_seconds(fields, work, batch, cluster),
         memory=None if memory is None else memory * 2**30,
-        counts=counted_in(fields, program),
-        fits=fits,
+        counts=word(fields, "mem_counts", get_args(Counted), program.kept.counts),
+        fits=word(fields, "status", ("ok", "oom")) == "ok",
         micro=bool(fields["micro_batch"].strip()),
         virtual=bool(fields["vpp"].strip()),
-        group=(fields["source"], sizes, _whole(fields, "n_gpus"), cluster.name, given),
-        unknown=tuple(unknown_words(fields)),
+        group=(fields["source"], sizes, work.gpus, cluster.name, given),
     )
 
 
-def _together(words: str, work: Work, cluster: Cluster) -> int:
-    """How many data-parallel ranks share their states: those of a group, with hsdp of a node, or all."""
-    if group := found(GROUPS, words):
-        return int(group)
-    return max(1, cluster.gpus_per_node // (work.tp * work.cp)) if "hsdp" in words else work.dp
+def _cluster(fields: Mapping[str, str]) -> Cluster:
+    """The cluster of a row's GPUs, with what the row tells of its network, links, power and memory."""
+    name = word(fields, "gpu", (*known_clusters(), JEAN_ZAY))
+    cluster = _shipped("a100_80gb" if name == JEAN_ZAY else name)
+    if (gpus := whole(fields, "node_gpus", cluster.gpus_per_node)) != cluster.gpus_per_node:
+        inside = tuple(level for level in cluster.levels[:-1] if level.gpus < gpus)
+        cluster = replace(cluster, levels=(*inside, replace(cluster.levels[-1], gpus=gpus)))
+    if rate := number(fields, "network_gbit", 1e5):
+        cluster = replace(cluster, network=replace(cluster.network, bandwidth=rate / 8 * 1e9))
+    gpu = cluster.gpu
+    if watts := number(fields, "power_w", 1e4):
+        gpu = replace(gpu, power=watts)
+    if rate := number(fields, "bandwidth_tb", 1e3):
+        gpu = replace(gpu, bandwidth=rate * 1e12)
+    if size := number(fields, "memory_gib", 1e4):
+        gpu = replace(gpu, memory=size * 2**30)
+    cluster = replace(cluster, gpu=gpu)
+    if rate := number(fields, "link_gb", 1e5):
+        of_node = cluster.levels[-1].link.bandwidth
+        levels = (replace(each, link=each.link.faster(rate * 1e9 / of_node)) for each in cluster.levels)
+        cluster = replace(cluster, levels=tuple(levels))
+    return replace(cluster, levels=JEAN_ZAY_LEVELS) if name == JEAN_ZAY else cluster
+
+
+@cache
+def _shipped(name: str) -> Cluster:
+    """A cluster that megalite comes with; rows name few of them."""
+    return load_cluster(name)
 
 
 def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
     """What a step does, and the sequences of its batch."""
-    gated = re.search(GATED, fields["model"].lower()) is not None
-    notes = fields["notes"]  # some tables tell in a test's name what their columns lack
-    sequence = _whole({"seq": found(r"seq(\d{1,12})\b", notes) or fields["seq"]}, "seq")
-    cp = _whole({"cp": found(r"cp(\d{1,12})_", notes) or fields["cp"]}, "cp", 1)
-    layers, width, gpus = (_whole(fields, key) for key in ("layers", "hidden", "n_gpus"))
-    heads = _whole(fields, "heads", max(1, width // HEAD))
-    tp, pp, virtual = (_whole(fields, key, 1) for key in ("tp", "pp", "vpp"))
-    if tp * pp * cp > gpus:
-        raise ValueError(f"tp = {tp}, pp = {pp}, cp = {cp}: needs {tp * pp * cp} GPUs, but n_gpus = {gpus}")
+    gated, tied = (word(fields, key, ("yes", "no")) == "yes" for key in ("gated", "tied"))
+    layers, width, sequence, gpus = (whole(fields, key) for key in ("layers", "hidden", "seq", "n_gpus"))
+    heads = whole(fields, "heads", max(1, width // HEAD))
+    tp, pp, virtual, cp = (whole(fields, key, 1) for key in ("tp", "pp", "vpp", "cp"))
+    dp, rest = divmod(gpus, tp * pp * cp)
+    if rest:
+        raise ValueError(f"tp = {tp}, pp = {pp}, cp = {cp}: {tp * pp * cp} GPUs are no divisor of n_gpus = {gpus}")
     if heads > width or tp > width or cp > sequence or pp * virtual > layers + 2:
         raise ValueError(f"heads = {heads}, tp = {tp}, cp = {cp}, pp = {pp}, vpp = {virtual}: cut the model too small")
-    dp = gpus // (tp * pp * cp)  # some tables give the product with other sizes here
-    micro = _whole({"micro_batch": re.split(r"[ /]", fields["micro_batch"].strip())[0]}, "micro_batch", 1)
-    if "total" in fields["micro_batch"]:  # of a data-parallel rank
-        batch, micro = micro * dp, 1
-    else:
-        batch = _whole(fields, "global_batch", micro * dp)
+    shards = whole(fields, "shards", dp)
+    if dp % shards:
+        raise ValueError(f"shards = {shards}: is no divisor of the {dp} data-parallel ranks")
+    micro = whole(fields, "micro_batch", 1)
+    batch = whole(fields, "global_batch", micro * dp)
+    if batch % (micro * dp) and fields["micro_batch"].strip():
+        raise ValueError(f"global_batch = {batch}: is no multiple of micro_batch = {micro} on {dp} data-parallel ranks")
     work = Work(
         layers=layers,
         width=width,
         heads=heads,
-        kv_heads=_whole(fields, "kv_heads", heads),
+        kv_heads=whole(fields, "kv_heads", heads),
         head_size=width // heads,
-        ffn=_whole(fields, "ffn", 4 * width),
-        vocab=_padded(_whole(fields, "vocab", GPT_VOCABULARY), tp),
+        ffn=whole(fields, "ffn", None if gated else 4 * width),
+        vocab=_padded(whole(fields, "vocab", None if gated else GPT_VOCABULARY), tp),
         sequence=sequence,
         gated=gated,
-        tied="untied" not in notes.lower() and (not gated or "tied embeddings" in notes.lower()),
+        tied=tied,
         tp=tp,
         pp=pp,
         virtual=virtual,
         cp=cp,
         dp=dp,
-        mode=mode_of(fields["fsdp_zero"]),
+        shards=shards if shards < dp else None,
+        mode=word(fields, "sharding", get_args(DataMode)),
         micro=micro,
         micro_batches=max(1, round(batch / (dp * micro))),
-        recompute=_recompute(fields["recompute"]),
-        precision="fp8" if re.search(r"f(loat|p)8", fields["precision"]) else "bf16",
+        recompute=word(fields, "recompute", get_args(Recompute)),
+        precision="fp8" if PRECISIONS[word(fields, "precision", PRECISIONS)] == "fp8" else "bf16",
     )
     return work, batch
 
 
-def _fits(status: str) -> bool:
-    if status in ("", "ok"):
-        return True
-    if re.search(OUT_OF_MEMORY, status):
-        return False
-    raise ValueError(f"status = {status!r:.40}: must be ok or oom")
-
-
 def _seconds(fields: Mapping[str, str], work: Work, batch: int, cluster: Cluster) -> float | None:
     """Seconds of a step, from whatever speed was published."""
-    gpus = _whole(fields, "n_gpus")
-    if seconds := _number(fields, "iter_time_s", 1e6):
+    if seconds := number(fields, "iter_time_s", 1e6):
         return seconds
-    if tokens := _number(fields, "tps_per_gpu", 1e9):
-        return batch * work.sequence / gpus / tokens
-    rate = (_number(fields, "tflops_per_gpu", 1e5) or 0.0) * 1e12
-    if share := _number(fields, "mfu", 100):
+    if tokens := number(fields, "tps_per_gpu", 1e9):
+        return batch * work.sequence / work.gpus / tokens
+    rate = (number(fields, "tflops_per_gpu", 1e5) or 0.0) * 1e12
+    if share := number(fields, "mfu", 100):
         rate = share / 100 * cluster.gpu.peak["bf16"]
-    return counted_flops(fields["flops_conv"], work) * batch * work.sequence / (rate * gpus) if rate else None
+    if not rate:
+        return None
+    return counted_flops(word(fields, "flops", FLOPS), work) * batch * work.sequence / (rate * work.gpus)
 
 
 def counted_flops(convention: str, work: Work) -> float:
     """Operations for a token as a source counts them: with recomputation or without, with all of attention or half."""
     passes = 4 if "hardware" in convention else 3
-    seen = 0.5 if "causal" in convention and "not causal" not in convention else 1.0
+    seen = 0.5 if "causal" in convention else 1.0
     scores = 4 * work.sequence * work.q * seen
     return passes * work.layers * (2 * work.layer_parameters + scores) + 3 * 2 * work.width * work.vocab
 
@@ -277,38 +292,6 @@ def counted_flops(convention: str, work: Work) -> float:
 def _padded(vocab: int, tp: int) -> int:
     """The vocabulary as tensor-parallel programs pad it: a multiple of VECTOR on every rank."""
     return vocab if tp == 1 else -(-vocab // (VECTOR * tp)) * VECTOR * tp
-
-
-def _recompute(text: str) -> Recompute:
-    return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
-
-
-def _number(fields: Mapping[str, str], key: str, most: float) -> float | None:
-    """A number above 0; None for an empty field."""
-    text = fields[key].strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{key} = {text!r:.40}: must be a number") from None
-    if not LEAST <= value <= most:
-        raise ValueError(f"{key} = {text!r:.40}: must be a number of at least {LEAST:g}, and at most {most:g}")
-    return value
-
-
-def _whole(fields: Mapping[str, str], key: str, default: int | None = None) -> int:
-    most = MOST.get(key, MOST["n_gpus"])
-    text = fields[key].strip()
-    if not text and default is not None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{key} = {text!r:.40}: must be a number") from None
-    if not 1 <= value <= most or value != int(value):
-        raise ValueError(f"{key} = {text!r:.40}: must be a whole number of at least 1, and at most {most:,}")
-    return int(value)
 
 
 def works_of(row: Row) -> Iterator[Work]:

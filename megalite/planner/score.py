@@ -7,9 +7,12 @@ from statistics import fmean
 from typing import TypeVar
 
 from megalite.planner.constants import BOUNDS, FITTED, Constants
+from megalite.planner.expressed import expressed
 from megalite.planner.memory import SPREADS, UNKNOWN_SPREAD, counted, fits
+from megalite.planner.predict import predict
 from megalite.planner.published import Row, works_of
 from megalite.planner.slowest import slowest
+from megalite.planner.stages import Timer
 from megalite.planner.step import StepModel
 from megalite.planner.work import Work
 
@@ -19,12 +22,17 @@ TOP = 3  # of a group's layouts, as predicted, among which the best measured one
 
 @dataclass(frozen=True)
 class Compared:
-    """A row's figure, predicted and measured. spread: half the width of the interval, relative to the prediction."""
+    """A row's figure, predicted and measured. spread: half the width of the interval, relative to the prediction.
+
+    formula: of a time that `predict` tells, since a configuration expresses the row, what the formula for other
+    programs says.
+    """
 
     row: Row
     predicted: float
     measured: float
     spread: float
+    formula: float | None = None
 
     @property
     def error(self) -> float:
@@ -99,14 +107,29 @@ def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
 
 
 def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
-    """Step times of all rows that ran and have a speed."""
-    return [
-        Compared(
-            row, chosen(row, constants)[1], row.seconds, constants.spread if row.program.known else constants.unknown
-        )
-        for row in rows
-        if row.seconds is not None and row.fits
-    ]
+    """Step times of all rows that ran and have a speed: `predict`'s, or where no configuration is such a run, those of
+    the formula for other programs."""
+    return [_timed(row, row.seconds, constants) for row in rows if row.seconds is not None and row.fits]
+
+
+def _timed(row: Row, measured: float, constants: Constants) -> Compared:
+    work, seconds = chosen(row, constants)
+    spread = constants.spread if row.program.known else constants.unknown
+    config = expressed(work, row.program, row.cluster)
+    if config is None:
+        return Compared(row, seconds, measured, spread)
+    planned = predict(config, row.cluster, Timer(row.cluster, constants, row.program)).seconds
+    return Compared(row, planned, measured, spread, seconds)
+
+
+def planned(found: Iterable[Compared]) -> list[Compared]:
+    """Those of some times that are `predict`'s."""
+    return [each for each in found if each.formula is not None]
+
+
+def by_formula(found: Iterable[Compared]) -> list[Compared]:
+    """The same rows, with what the formula for other programs says."""
+    return [replace(each, predicted=each.formula) for each in found if each.formula is not None]
 
 
 def weighed(rows: Iterable[Row]) -> list[Compared]:
@@ -191,15 +214,16 @@ def trend(found: Iterable[Compared]) -> Trend | None:
 
 
 def loss(rows: Sequence[Row], constants: Constants) -> float:
-    """What a fit makes small: the mean error of rows, and that of sources, each by half; errors as |ln ratio|."""
-    found = timed(rows, constants)
-    whole = sum(abs(log(each.predicted / each.measured)) for each in found) / len(found)
-    groups = by_source(found).values()
-    return (
-        whole
-        + sum(sum(abs(log(each.predicted / each.measured)) for each in group) / len(group) for group in groups)
-        / len(groups)
-    ) / 2
+    """What a fit makes small: the mean error of rows, and that of sources, each by half; errors as |ln ratio|.
+
+    All rows are timed by the formula, which agrees with `predict` and takes less time.
+    """
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.seconds is not None and row.fits:
+            errors.setdefault(row.source, []).append(abs(log(chosen(row, constants)[1] / row.seconds)))
+    groups = list(errors.values())
+    return (fmean(error for group in groups for error in group) + fmean(map(fmean, groups))) / 2
 
 
 def fit(rows: Sequence[Row], start: Constants = FITTED, finest: float = 0.015) -> Constants:

@@ -26,6 +26,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
 from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Collective, Group, Links, Net
+from megalite.planner.program import Program
 from megalite.planner.programs import MEGALITE
 from megalite.planner.room import room_for
 from megalite.planner.step import beside
@@ -101,10 +102,10 @@ class Piece:
 
 
 class Timer:
-    """Times on a cluster, remembered: a search asks for the same layer in many layouts."""
+    """Times on a cluster, remembered: a search asks for the same layer in many layouts. program: whose kernels run."""
 
-    def __init__(self, cluster: Cluster, constants: Constants = FITTED) -> None:
-        self.cluster, self.constants = cluster, constants
+    def __init__(self, cluster: Cluster, constants: Constants = FITTED, program: Program = MEGALITE) -> None:
+        self.cluster, self.constants, self.program = cluster, constants, program
         self.net, self.tables = Net(cluster, constants), Tables(self.costs)
         self.kernels = Kernels(cluster.gpu, constants)
         self._models: dict[Work, LayerModel] = {}
@@ -119,7 +120,7 @@ class Timer:
 
     def _model(self, work: Work) -> LayerModel:
         if work not in self._models:
-            self._models[work] = LayerModel(work, MEGALITE, self.cluster, self.constants)
+            self._models[work] = LayerModel(work, self.program, self.cluster, self.constants)
         return self._models[work]
 
     def ends(self, work: Work) -> tuple[Piece, Piece]:

@@ -63,7 +63,7 @@ class StepModel:
             per_layer, data = self._sharded(there, back)
         elif work.dp * work.cp > 1:
             data = self._reduced(work.layers / work.pp * there, work.layers / work.pp * back)
-        stages = [self.program.engine + layers * per_layer for layers in stage_layers(work, self.program)]
+        stages = [layers * per_layer for layers in stage_layers(work, self.program)]
         ends = self.kernels.passes(sum(self._moved()) * work.vocab * work.width / work.tp)
         stages[0] += embedding + ends
         stages[-1] += head[0] + head[1] + ends

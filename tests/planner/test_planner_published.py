@@ -102,7 +102,11 @@ def test_rates_and_times_that_a_source_gives_both_agree(rows: list[Row], tmp_pat
 def write(folder: Path, **fields: str) -> Path:
     plain = dict.fromkeys(COLUMNS, "") | {
         "source": "a program",
+        "program": "other",
         "model": "llama",
+        "experts": "0",
+        "gated": "yes",
+        "tied": "no",
         "layers": "32",
         "hidden": "4096",
         "heads": "32",
@@ -110,13 +114,15 @@ def write(folder: Path, **fields: str) -> Path:
         "ffn": "14336",
         "vocab": "128256",
         "seq": "8192",
-        "gpu": "H100 SXM",
+        "gpu": "h100_sxm",
         "n_gpus": "64",
         "tp": "2",
         "pp": "2",
-        "fsdp_zero": "zero3",
+        "sharding": "zero3",
         "micro_batch": "1",
         "global_batch": "64",
+        "recompute": "none",
+        "precision": "bf16",
         "tps_per_gpu": "6000",
         "status": "ok",
     }
@@ -137,23 +143,51 @@ def test_a_row_in_the_planners_terms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "notes", "tied"),
+    ("fields", "network", "power", "bandwidth", "memory", "link"),
     [
-        ("llama", "", False),
-        ("llama", "tied embeddings", True),
-        ("GPT", "", True),
-        ("nemotron", "untied embeddings", False),
-        ("llama", "untied embeddings", False),
+        ({"gpu": "a100_80gb"}, 25e9, 400, 2039e9, 80, 300e9),
+        ({"gpu": "A100_80GB", "network_gbit": "50"}, 6.25e9, 400, 2039e9, 80, 300e9),
+        ({"power_w": "500", "bandwidth_tb": "2.4", "memory_gib": "95.04"}, 50e9, 500, 2.4e12, 95.04, 450e9),
+        ({"gpu": "h100_sxm", "link_gb": "200"}, 50e9, 700, 3350e9, 79.65, 200e9),
+        ({"gpu": "jean_zay_a100"}, 25e9, 400, 2039e9, 80, 25e9),
     ],
 )
-def test_whether_embeddings_are_tied(model: str, notes: str, tied: bool, tmp_path: Path) -> None:
-    ((row,), _) = read_rows(write(tmp_path, model=model, notes=notes))
-    assert row.work.tied == tied
+def test_the_gpus_of_a_row(
+    fields: dict[str, str], network: float, power: float, bandwidth: float, memory: float, link: float, tmp_path: Path
+) -> None:
+    ((row,), _) = read_rows(write(tmp_path, **fields))
+    gpu, nearest = row.cluster.gpu, row.cluster.levels[-1].link
+    assert row.cluster.network.bandwidth == pytest.approx(network)
+    assert (gpu.power, gpu.bandwidth) == (power, bandwidth)
+    assert gpu.memory == pytest.approx(memory * 2**30, rel=0.003)
+    assert nearest.bandwidth == pytest.approx(link)
 
 
-@pytest.mark.parametrize("source", ["a program", "NeMo 25.02", "AA-Scaling", "nanotron"])
-def test_a_pipeline_may_have_ranks_for_the_embedding_and_the_head(source: str, tmp_path: Path) -> None:
-    ((row,), left_out) = read_rows(write(tmp_path, source=source, layers="6", tp="1", pp="8", vpp=""))
+def test_a_node_may_have_other_numbers_of_gpus(tmp_path: Path) -> None:
+    usual, less, bridged = (
+        read_rows(write(tmp_path, gpu=gpu, node_gpus=gpus))[0][0].cluster
+        for gpu, gpus in (("h200", ""), ("h200", "4"), ("h100_nvl", "2"))
+    )
+    assert (usual.gpus_per_node, less.gpus_per_node) == (8, 4)
+    assert less.levels[-1].link == usual.levels[-1].link
+    assert [level.gpus for level in bridged.levels] == [2]
+
+
+def test_what_rings_reach_falls_with_a_capped_link(tmp_path: Path) -> None:
+    (((fast,), _), ((slow,), _)) = (read_rows(write(tmp_path, link_gb=link)) for link in ("", "225"))
+    assert slow.cluster.levels[-1].link.reached == pytest.approx(fast.cluster.levels[-1].link.reached / 2)
+
+
+@pytest.mark.parametrize(("told", "precision"), [("bf16", "bf16"), ("FP16", "bf16"), ("FP8", "fp8"), ("mxfp8", "fp8")])
+def test_words_are_known_in_whatever_case(told: str, precision: str, tmp_path: Path) -> None:
+    ((row,), _) = read_rows(write(tmp_path, precision=told, gated="No", tied="YES", sharding="ZeRO1", status="OK"))
+    work = row.work
+    assert (work.precision, work.gated, work.tied, work.mode, row.fits) == (precision, False, True, "zero1", True)
+
+
+@pytest.mark.parametrize("program", ["other", "megatron-bridge", "scaling", "nanotron"])
+def test_a_pipeline_may_have_ranks_for_the_embedding_and_the_head(program: str, tmp_path: Path) -> None:
+    ((row,), left_out) = read_rows(write(tmp_path, program=program, layers="6", tp="1", pp="8", vpp=""))
     assert not left_out
     ((each,),) = (timed([row]),)
     assert each.predicted > 0
@@ -179,16 +213,9 @@ def test_where_the_stages_of_a_rank_are_unknown_all_equal_ones_are_tried(tmp_pat
     assert stages(layers="31") == [1]
 
 
-def test_hsdp_shards_over_the_gpus_of_a_node(tmp_path: Path) -> None:
-    ((row,), _) = read_rows(write(tmp_path, fsdp_zero="hsdp"))
-    assert (row.work.dp, row.work.shards) == (16, 4)
-    ((row,), _) = read_rows(write(tmp_path, fsdp_zero="fsdp"))
-    assert row.work.shards is None
-
-
 def test_states_may_be_sharded_in_groups(tmp_path: Path) -> None:
-    for words, shards in (("zero1 in groups of 8", 8), ("zero1 in groups of 16", None), ("zero1 over all ranks", None)):
-        ((row,), _) = read_rows(write(tmp_path, fsdp_zero=words))
+    for group, shards in (("8", 8), ("16", None), ("", None)):
+        ((row,), _) = read_rows(write(tmp_path, sharding="zero1", shards=group))
         assert (row.work.mode, row.work.dp, row.work.shards) == ("zero1", 16, shards)
 
 
@@ -198,13 +225,13 @@ def test_of_unknown_micro_batches_the_fastest_that_fit_are_taken(tmp_path: Path)
     sizes = [work.micro for work in works_of(row) if fits(work, row.program, row.cluster.gpu.memory)]
     assert sizes == [1, 2]
     assert chosen(row)[0].micro == 2
-    ((roomy,), _) = read_rows(write(tmp_path, **fields, gpu="H100 SXM 288GB"))
+    ((roomy,), _) = read_rows(write(tmp_path, **fields, memory_gib="285"))
     assert chosen(roomy)[0].micro > 2
 
 
 def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
     """Heads of 128 elements; a vocabulary of GPT's, as tensor-parallel ranks pad it."""
-    ((row,), _) = read_rows(write(tmp_path, heads="", kv_heads="", ffn="", vocab="", model="GPT", tp="4"))
+    ((row,), _) = read_rows(write(tmp_path, heads="", kv_heads="", ffn="", vocab="", gated="no", tp="4"))
     assert (row.work.heads, row.work.head_size, row.work.ffn, row.work.vocab) == (32, 128, 16384, 51200)
     ((row,), _) = read_rows(write(tmp_path, vocab="50257", tp="8"))
     assert row.work.vocab == 51200
@@ -218,11 +245,21 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"layers": ""}, "layers = '': must be a number"),
         ({"heads": "many"}, "heads = 'many': must be a number"),
         ({"hidden": "-1"}, "hidden = '-1': must be a whole number of at least 1"),
-        ({"gpu": "TPU v5"}, "gpu = 'TPU v5': is of no kind"),
-        ({"model": "deepseekv2"}, "has experts"),
+        ({"gpu": "TPU v5"}, "gpu = 'TPU v5': must be a100_40gb, a100_80gb, b200"),
+        ({"experts": "160"}, "experts = '160': has experts"),
+        ({"experts": ""}, "experts = '': must be a number"),
+        ({"model": "Qwen3-30B-A3B"}, "model = 'Qwen3-30B-A3B', experts = '0': has experts"),
+        ({"model": "Mixtral-8x7B"}, "has experts"),
+        ({"model": "llama-moe"}, "has experts"),
         ({"n_gpus": "0"}, "n_gpus = '0': must be a whole number of at least 1"),
         ({"n_gpus": "1e7"}, "and at most 1,048,576"),
-        ({"tp": "64"}, "tp = 64, pp = 2, cp = 1: needs 128 GPUs, but n_gpus = 64"),
+        ({"tp": "64"}, "tp = 64, pp = 2, cp = 1: 128 GPUs are no divisor of n_gpus = 64"),
+        ({"tp": "3"}, "tp = 3, pp = 2, cp = 1: 6 GPUs are no divisor of n_gpus = 64"),
+        ({"shards": "32"}, "shards = 32: is no divisor of the 16 data-parallel ranks"),
+        ({"shards": "group 8"}, "shards = 'group 8': must be a number"),
+        ({"global_batch": "40"}, "global_batch = 40: is no multiple of micro_batch = 1 on 16 data-parallel ranks"),
+        ({"ffn": ""}, "ffn = '': must be a number"),
+        ({"vocab": ""}, "vocab = '': must be a number"),
         ({"pp": "32", "vpp": "2"}, "pp = 32, vpp = 2: cut the model too small"),
         ({"heads": "5000"}, "heads = 5000, tp = 2, cp = 1, pp = 2, vpp = 1: cut the model too small"),
         ({"mem_gib": "-3"}, "mem_gib = '-3': must be a number of at least 1e-09"),
@@ -231,7 +268,15 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"iter_time_s": "inf"}, "iter_time_s = 'inf': must be a number of at least 1e-09, and at most 1e+06"),
         ({"micro_batch": "-1"}, "micro_batch = '-1': must be a whole number"),
         ({"status": "hangs"}, "status = 'hangs': must be ok or oom"),
-        ({"precision": "NVFP4"}, "precision = 'NVFP4': products in 4 bits"),
+        ({"precision": "NVFP4"}, "precision = 'NVFP4': must be bf16, fp16, fp8 or mxfp8"),
+        ({"precision": ""}, "precision = '': must be bf16"),
+        ({"sharding": "zero1 group 8"}, "sharding = 'zero1 group 8': must be ddp, zero1, zero2 or zero3"),
+        ({"recompute": "sometimes"}, "recompute = 'sometimes': must be none, selective or full"),
+        ({"gated": "InternLM"}, "gated = 'InternLM': must be yes or no"),
+        ({"tied": ""}, "tied = '': must be yes or no"),
+        ({"mem_counts": "resident"}, "mem_counts = 'resident': must be allocated, reserved, device, formula or unsaid"),
+        ({"tps_per_gpu": "", "mfu": "40", "flops": "full"}, "flops = 'full': must be model, model causal, hardware"),
+        ({"program": "torchtian"}, "program = 'torchtian': must be deepspeed, fms-fsdp"),
     ],
 )
 def test_what_cannot_be_predicted_is_left_out_with_the_reason(fields: dict[str, str], why: str, tmp_path: Path) -> None:
@@ -244,8 +289,8 @@ def test_what_cannot_be_predicted_is_left_out_with_the_reason(fields: dict[str, 
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", r"lacks the column source; the first line must name all of source, model"),
-        (b"source,model\nx,y\n", r"lacks the column layers"),
+        (b"", r"lacks the column source; the first line must name all of source, program"),
+        (b"source,model\nx,y\n", r"lacks the column program"),
         ((",".join(COLUMNS) + ",tp\n").encode(), r"has the column tp 2 times"),
         (b"\xff\xfe", "is not UTF-8 text"),
         (b"#" * (LARGEST + 1), "has more than 16,777,216 bytes"),
@@ -276,7 +321,8 @@ def test_windows_line_ends_a_mark_of_utf_8_empty_lines_and_more_columns_are_read
 
 
 @pytest.mark.parametrize(
-    ("change", "count"), [(lambda line: line + ",9", 31), (lambda line: line[: line.rindex(",")], 29)]
+    ("change", "count"),
+    [(lambda line: line + ",9", len(COLUMNS) + 1), (lambda line: line[: line.rindex(",")], len(COLUMNS) - 1)],
 )
 def test_a_row_of_another_length_is_left_out(change: Callable[[str], str], count: int, tmp_path: Path) -> None:
     path = write(tmp_path)
@@ -284,11 +330,11 @@ def test_a_row_of_another_length_is_left_out(change: Callable[[str], str], count
     path.write_text(f"{head}\n{change(row)}\n{row}\n")
     found, (why,) = read_rows(path)
     assert len(found) == 1
-    assert f"runs.csv:2: has {count} fields, but the first line names 30 columns" in why
+    assert f"runs.csv:2: has {count} fields, but the first line names {len(COLUMNS)} columns" in why
 
 
 odd = st.sampled_from(
-    ["", "0", "-1", "1", "8", "1e9", "1e400", "nan", "inf", "2.5", "x", "1/2", "full", "OOM", "H100 0x0Gb"]
+    ["", "0", "-1", "1", "8", "1e9", "1e400", "nan", "inf", "2.5", "x", "1/2", "full", "OOM", "nemo", "cudnn unfused"]
 )
 
 
@@ -303,19 +349,13 @@ def test_whatever_a_row_says_it_is_predicted_or_left_out(fields: dict[str, str])
     assert len(judged(rows)) == len(rows)
 
 
-def test_memory_is_counted_as_the_notes_say_or_as_the_program_does(tmp_path: Path) -> None:
-    kinds = {
-        "max_memory_allocated": "allocated",
-        "max reserved": "reserved",
-        "as nvidia-smi shows it": "device",
-        "by the paper's formula": "formula",
-        "": "unsaid",
-    }
-    for notes, kind in kinds.items():
-        ((row,), _) = read_rows(write(tmp_path, source="NeMo", notes=notes, mem_gib="60"))
+def test_memory_is_counted_as_the_row_says_or_as_the_program_does(tmp_path: Path) -> None:
+    for kind in ("allocated", "reserved", "device", "formula", "unsaid"):
+        ((row,), _) = read_rows(write(tmp_path, program="torchtitan", version="2025", mem_counts=kind, mem_gib="60"))
         assert (row.counts, row.memory) == (kind, 60 * 2**30)
-    ((row,), _) = read_rows(write(tmp_path, source="torchtitan", mem_gib="60"))
-    assert row.counts == "reserved"
+    for program, kind in (("megatron-bridge", "unsaid"), ("kempnerforge", "reserved")):
+        ((row,), _) = read_rows(write(tmp_path, program=program, mem_gib="60"))
+        assert row.counts == kind
 
 
 def test_memory_is_predicted_as_well_as_the_documentation_says(rows: list[Row]) -> None:

@@ -1,5 +1,5 @@
 """Compare the planner's step times and memory with published runs. A row of a CSV
-file is one run; docs/planner.md explains the columns.
+file is one run; docs/planner.md explains the columns and their words.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from megalite.config.errors import counted
 from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
-from megalite.planner.constants import FITTED, Constants
+from megalite.planner.constants import BOUNDS, FITTED, Constants
 from megalite.planner.peers import Peer, read_peers
 from megalite.planner.published import Row, read_rows
 from megalite.planner.score import (
@@ -24,9 +24,11 @@ from megalite.planner.score import (
     TOP,
     Compared,
     Judged,
+    by_formula,
     by_source,
     fit,
     judged,
+    planned,
     ranking,
     score,
     timed,
@@ -57,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="predict the times of every source with constants that are fitted anew on all others (minutes)",
     )
+    add("--fit", action="store_true", help="fit the constants anew on all rows, and tell them (minutes)")
     return parser
 
 
@@ -70,15 +73,14 @@ def _run(options: argparse.Namespace) -> int:
         rows += found
         left_out += skipped
     peers = read_peers(Path(options.peers), rows) if options.peers else None
-    times = _without(rows) if options.leave_out else timed(rows)
+    constants = _fitted(terminal, rows) if options.fit else FITTED
+    times = _without(rows) if options.leave_out else timed(rows, constants)
     memory, verdicts = weighed(rows), judged(rows)
     _show(terminal, times, memory, verdicts)
     if peers is not None:
         _show_peers(terminal, peers)
     if options.worst and verdicts:
         _show_worst(terminal, times, memory)
-    if unknown := [f"{row.place}: {', '.join(row.unknown)}" for row in rows if row.unknown]:
-        terminal.line(f"{counted(len(unknown), 'row')} with words that are not known, the first: {unknown[0]}")
     if left_out:
         terminal.line(f"{counted(len(left_out), 'row')} cannot be predicted, the first: {left_out[0]}")
     if options.json:
@@ -86,13 +88,23 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def _fitted(terminal: Terminal, rows: Sequence[Row]) -> Constants:
+    """Constants for all rows together, told beside those in `megalite/planner/constants.py`."""
+    found = fit(rows, FITTED)
+    terminal.table(
+        ("constant:", "now", "fitted"),
+        [(name, f"{getattr(FITTED, name):.4g}", f"{getattr(found, name):.4g}") for name in BOUNDS],
+    )
+    return found
+
+
 def _without(rows: Sequence[Row]) -> list[Compared]:
     """Step times of every source with constants that were fitted without it."""
     found: list[Compared] = []
     told, sources = Console(stderr=True), sorted({row.source for row in rows})
     for source in track(sources, "Fitting without", console=told, transient=True, disable=not told.is_terminal):
-        others = [row for row in rows if row.source != source and row.seconds is not None and row.fits]
-        constants = fit(others, Constants()) if others else FITTED
+        others = [row for row in rows if row.source != source]
+        constants = fit(others) if any(row.seconds is not None and row.fits for row in others) else FITTED
         found += timed([row for row in rows if row.source == source], constants)
     return found
 
@@ -105,7 +117,7 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
     if times:
         terminal.table(
             ("step time of:", *columns),
-            [(source, *_errors(group)) for source, group in [*sorted(by_source(times).items()), ("all", times)]],
+            [(name, *_errors(group)) for name, group in [*sorted(by_source(times).items()), *_ways(times)] if group],
         )
     if memory:
         kinds = sorted({(each.row.source, each.row.counts) for each in memory})
@@ -136,6 +148,12 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
             f"{grows.spread:.1%} ± {grows.error:.1%} ({grows.sources} sources with at least {RANGE} times as many GPUs "
             "of their largest run as of their smallest)."
         )
+
+
+def _ways(times: Sequence[Compared]) -> list[tuple[str, list[Compared]]]:
+    """Rows that a configuration expresses, as it is planned and by the formula; and all rows."""
+    ours = planned(times)
+    return [("through predict()", ours), ("the same, by the formula", by_formula(ours)), ("all", list(times))]
 
 
 def _show_peers(terminal: Terminal, peers: Sequence[Peer]) -> None:
@@ -206,6 +224,7 @@ def _told(times: list[Compared], memory: list[Compared], verdicts: list[Judged])
     kinds = sorted({each.row.counts for each in memory})
     return {
         "time": _score(times),
+        "planned": {"predict": _score(planned(times)), "formula": _score(by_formula(times))},
         "memory": _score(memory),
         "memory_counted": {kind: _score([each for each in memory if each.row.counts == kind]) for kind in kinds},
         "oom": _right(_ran_out(verdicts)),
@@ -232,7 +251,8 @@ def _rows(times: list[Compared], memory: list[Compared], verdicts: list[Judged])
             "row": verdict.row.place,
             "source": verdict.row.source,
             "fits": {"predicted": verdict.fits, "published": verdict.row.fits},
-            "time": _compared(time_of.get(id(verdict.row))),
+            "time": _compared(time := time_of.get(id(verdict.row))),
+            "planned": time is not None and time.formula is not None,
             "memory": _compared(memory_of.get(id(verdict.row))),
             "memory_counted": verdict.row.counts if verdict.row.memory is not None else None,
         }

@@ -1,6 +1,5 @@
 """`megalite-validate-planner` as people run it."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from commands import in_process
 
+from megalite.planner.constants import BOUNDS, FITTED
 from megalite_tools.plan.validate_planner import main
 
 FOLDER = Path(__file__).parents[2] / "planner" / "published"
@@ -40,6 +40,23 @@ def test_errors_by_source_as_tables_and_as_json(tmp_path: Path, capsys: pytest.C
     assert "On more GPUs" not in out
 
 
+def test_what_configurations_express_is_told_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [FOLDER / f"{name}.csv" for name in ("korthikanti22", "fms_fsdp")]
+    code, out, _ = in_process(main, capsys)(*files, "--json", tmp_path / "errors.json")
+    assert code == 0
+    report = json.loads((tmp_path / "errors.json").read_text())
+    found = [row for row in report["rows"] if row["planned"]]
+    assert {row["source"] for row in found} == {"fms-fsdp"}
+    both = report["planned"]
+    assert both["predict"] == report["by_source"]["fms-fsdp"]["time"]
+    assert both["formula"]["rows"] == both["predict"]["rows"] == len(found) == 4
+    assert both["formula"]["mean_abs_error"] != both["predict"]["mean_abs_error"]
+    printed = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    for name, of in (("through predict()", both["predict"]), ("the same, by the formula", both["formula"])):
+        assert [name, "4", f"{of['mean_abs_error']:.1%}"] in [line[:3] for line in printed]
+    assert report["by_source"]["Korthikanti22 T5"]["planned"] == {"predict": None, "formula": None}
+
+
 def test_the_trend_with_gpus_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [FOLDER / f"{name}.csv" for name in ("korthikanti22", "megascale")]
     code, out, _ = in_process(main, capsys)(*files, "--json", tmp_path / "errors.json")
@@ -58,8 +75,20 @@ def test_a_source_can_be_predicted_from_the_others(tmp_path: Path, capsys: pytes
     assert fitted_without > json.loads(report.read_text())["time"]["mean_abs_error"]
 
 
+def test_constants_can_be_fitted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, report = [FOLDER / "korthikanti22.csv"], tmp_path / "errors.json"
+    code, out, _ = in_process(main, capsys)(*files, "--fit", "--json", report)
+    assert code == 0
+    fitted = json.loads(report.read_text())["time"]["mean_abs_error"]
+    told = {line.split()[0]: line.split()[1:] for line in out.partition("constant")[2].splitlines() if line.strip()}
+    assert float(told["throttle"][0]) == FITTED.throttle
+    assert any(told[name][0] != told[name][1] for name in BOUNDS)
+    assert in_process(main, capsys)(*files, "--json", report)[0] == 0
+    assert fitted < json.loads(report.read_text())["time"]["mean_abs_error"]
+
+
 def test_a_file_without_rows_that_can_be_predicted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "runs.csv").write_text((FOLDER / "torchtitan.csv").read_text().replace("H100-SXM", "TPU"))
+    (tmp_path / "runs.csv").write_text((FOLDER / "torchtitan.csv").read_text().replace("h100_sxm", "TPU"))
     report = tmp_path / "errors.json"
     code, out, _ = in_process(main, capsys)(tmp_path / "runs.csv", "--json", report, "--worst")
     assert code == 0
@@ -121,24 +150,23 @@ def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
             ]
             for of in found
         )
+    planned = report["planned"]
+    for of, name in ((planned["predict"], "through `predict()`"), (planned["formula"], "the same, by the formula")):
+        error, p90, inside = (100 * of[key] for key in ("mean_abs_error", "p90", "inside_interval"))
+        assert f"| {name} | {of['rows']} | {error:.1f} % | {p90:.1f} % | {inside:.0f} % |" in page
 
 
-def test_words_that_are_not_known_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (FOLDER / "korthikanti22.csv").open() as file:
-        rows = list(csv.DictReader(file))[:3]
-    rows[1] |= {"recompute": "sometimes", "precision": "bf17", "fsdp_zero": "zero7"}
-    with (tmp_path / "odd.csv").open("w") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+def test_a_row_with_a_word_that_is_not_known_is_refused_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (FOLDER / "torchtitan.csv").read_text().splitlines()
+    assert ",zero3," in lines[2]
+    lines[2] = lines[2].replace(",zero3,", ",zero1 group 8,")
+    (tmp_path / "odd.csv").write_text("\n".join(lines) + "\n")
     code, out, _ = in_process(main, capsys)(tmp_path / "odd.csv")
     assert code == 0
-    taken = (
-        "recompute = 'sometimes' is taken as none, precision = 'bf17' is taken as bf16, fsdp_zero = 'zero7' is taken"
-    )
-    assert f"1 row with words that are not known, the first: odd.csv:3: {taken} as ddp" in out
-    _, out, _ = in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")))
-    assert "words that are not known" not in out
+    told = f"1 row cannot be predicted, the first: {tmp_path}/odd.csv:3: sharding = 'zero1 group 8': must be ddp, zero1"
+    assert told in out
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,13 @@ from typing import Any
 
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
-from megalite.plan.pipeline import micro_batches
 from megalite.plan.size import flops_per_token
 from megalite.planner.constants import FITTED
 from megalite.planner.devices import cluster_of
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import predict
 from megalite.planner.programs import PROGRAMS
-from megalite.planner.stages import work_of
-from megalite.planner.step import StepModel
+from megalite.planner.stages import Timer
 from megalite_launch.preflight.smi import SmiError, ask
 from megalite_tools.bench.training.cases import OURS, Case, Target
 
@@ -69,13 +67,7 @@ def mfu(config: Config, seconds: float, on: Cluster | None, ranks: int) -> dict[
 
 def _of_program(case: Case, config: Config, on: Cluster) -> tuple[float, float]:
     """Seconds of another program's step, and how far that may be off."""
-    parallel, recompute = config.parallel, "selective" if case.selective else config.train.recompute
-    work = replace(
-        work_of(config),
-        micro_batches=micro_batches(config),
-        dp=parallel.layout.dp,
-        mode=parallel.data.mode,
-        recompute="selective" if recompute == "budget" else recompute,
-    )
+    recompute = "selective" if case.selective or config.train.recompute == "budget" else config.train.recompute
     program = PROGRAMS[PROFILES.get((case.implementation, config.train.compile), "unknown")]
-    return StepModel(work, program, on).step().total, FITTED.spread if program.known else FITTED.unknown
+    found = predict(replace(config, train=replace(config.train, recompute=recompute)), on, Timer(on, program=program))
+    return found.seconds, found.spread if program.known else FITTED.unknown

@@ -1,0 +1,67 @@
+"""Fields of a table, by column: numbers within bounds, and words of closed vocabularies. Imports no torch.
+
+Nothing is guessed: a field that is neither empty nor understood raises ValueError with the column, the value and what
+is known.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from megalite.config.errors import listing
+
+LEAST = 1e-9  # of a speed, a time or a memory
+MOST = {  # of what a row may say
+    "experts": 1 << 16,
+    "layers": 1 << 14,
+    "hidden": 1 << 20,
+    "ffn": 1 << 24,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "vocab": 1 << 26,
+    "seq": 1 << 30,
+    "n_gpus": 1 << 20,
+    "micro_batch": 1 << 20,
+    "global_batch": 1 << 30,
+}
+Word = TypeVar("Word", bound=str)
+
+
+def word(fields: Mapping[str, str], key: str, known: Iterable[Word], default: Word | None = None) -> Word:
+    """One of the known words, in whatever case; `default` for an empty field."""
+    words = {each.lower(): each for each in known}
+    text = fields[key].strip().lower()
+    if not text and default is not None:
+        return default
+    if text not in words:
+        raise ValueError(f"{key} = {fields[key].strip()!r:.40}: must be {listing(list(words.values()))}")
+    return words[text]
+
+
+def number(fields: Mapping[str, str], key: str, most: float) -> float | None:
+    """A number above 0; None for an empty field."""
+    text = fields[key].strip()
+    if not text:
+        return None
+    value = _value(key, text)
+    if not LEAST <= value <= most:
+        raise ValueError(f"{key} = {text!r:.40}: must be a number of at least {LEAST:g}, and at most {most:g}")
+    return value
+
+
+def whole(fields: Mapping[str, str], key: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number; `default` for an empty field."""
+    most = MOST.get(key, MOST["n_gpus"])
+    text = fields[key].strip()
+    if not text and default is not None:
+        return default
+    value = _value(key, text)
+    if not least <= value <= most or value != int(value):
+        raise ValueError(f"{key} = {text!r:.40}: must be a whole number of at least {least}, and at most {most:,}")
+    return int(value)
+
+
+def _value(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{key} = {text!r:.40}: must be a number") from None

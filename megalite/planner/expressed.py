@@ -1,0 +1,94 @@
+"""Published runs as configurations of megalite, where one can express them. Imports no torch."""
+
+from dataclasses import replace
+
+from megalite.config.schema import Batch, Config, DataParallel, Model, Parallel, Pipeline, Run, Train
+from megalite.config.validate import validate
+from megalite.planner.balance import stage_layers
+from megalite.planner.hardware import Cluster
+from megalite.planner.program import Program
+from megalite.planner.step import StepModel
+from megalite.planner.work import Work
+
+OWN = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
+WEIGHT = 2  # bytes of one in bf16
+
+
+def expressed(work: Work, program: Program, cluster: Cluster) -> Config | None:
+    """The configuration that does `work` as `program` does; None where megalite has none.
+
+    A configuration has SwiGLU, products in 16 bits and fused attention. And it has one way to send and to add up, for
+    which `_as_ours` stands: where a program's own ways change its step by more than OWN, no configuration expresses it.
+    """
+    if not work.gated or work.precision != "bf16" or program.attention == "unfused":
+        return None
+    own, ours = (StepModel(work, each, cluster).step().total for each in (program, _as_ours(work, program)))
+    if abs(own / ours - 1) > OWN:
+        return None
+    config = _config(work, program)
+    return None if validate(config, work.gpus) else config
+
+
+def _as_ours(work: Work, program: Program) -> Program:
+    """The program with its kernels and fusions, but with megalite's ways between them."""
+    if work.mode in ("zero2", "zero3"):
+        moved, sums = (2.0 * WEIGHT, float(WEIGHT + program.gradient)), 0.0
+    else:
+        moved, sums = (0.0, 0.0), float(WEIGHT + 2 * program.gradient)
+    return replace(
+        program,
+        moved=moved,
+        sums=sums,
+        sequence_parallel=True,
+        gathers_again=True,
+        hidden=0.0,
+        rearranges=False,
+        scatters=True,
+        rings=True,
+        pieces=1,
+        buckets=None,
+        all_reduces=False,
+        broadcasts=False,
+        gathers_logits=False,
+        serial=False,
+        waits=0.0,
+        reduces_beside=True,
+        gathers_beside=True,
+    )
+
+
+def _config(work: Work, program: Program) -> Config:
+    shards = 1 if work.mode == "ddp" else work.shards or work.dp
+    named = "1f1b" if work.virtual == 1 else "interleaved_1f1b"
+    return Config(
+        run=Run(device="cuda"),
+        model=Model(
+            layers=work.layers,
+            width=work.width,
+            heads=work.heads,
+            kv_heads=work.kv_heads,
+            head_width=work.head_size,
+            ffn=work.ffn,
+            vocab_size=work.vocab,
+            sequence_length=work.sequence,
+            tie_embeddings=work.tied,
+        ),
+        parallel=Parallel(
+            pp=work.pp,
+            dp_replicate=work.dp // shards,
+            dp_shard=shards,
+            cp=work.cp,
+            tp=work.tp,
+            pipeline=Pipeline(named, work.virtual, split=_split(work, program)),
+            data=DataParallel(work.mode, "bf16" if program.gradient == WEIGHT else "fp32"),
+        ),
+        batch=Batch(micro=work.micro, global_=work.micro * work.micro_batches * work.dp),
+        train=Train(recompute=work.recompute),
+    )
+
+
+def _split(work: Work, program: Program) -> list[int] | None:
+    """Layers of every stage, first to last, as the program has them; None without a pipeline."""
+    if work.pp == 1:
+        return None
+    return stage_layers(replace(work, pp=work.pp * work.virtual, virtual=1), program)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -273,10 +274,11 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: no such tokenizer file")
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(size) if size <= MOST_BYTES else b""  # memory is taken for all that is asked for
     except OSError as error:
         raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
-    if len(content) > MOST_BYTES:
+    if size > MOST_BYTES:
         raise InputError(f"{path}: is larger than {MOST_BYTES:,} bytes, more than a tokenizer ever has")
     return content
 

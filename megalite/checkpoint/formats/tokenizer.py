@@ -15,8 +15,8 @@ from megalite.data.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    load_tokenizer,
 )
+from megalite.data.trial import open_tokenizer_file
 
 GENERATION = "generation_config.json"
 # How the tokenizer of Qwen2 divides text into words.
@@ -52,7 +52,7 @@ def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict
     With them, transformers encodes as the run did: text that spells a special token is text, and no token begins a
     text, as none was trained to. Raises InputError if the tokenizer cannot be read.
     """
-    tokenizer = load_tokenizer(path)
+    tokenizer = open_tokenizer_file(path)
     end = tokenizer.eod if end is None else end
     texts = {} if end is None else {GENERATION: _json({"eos_token_id": end, "pad_token_id": end})}
     texts["tokenizer_config.json"] = _json(SETTINGS | ({} if end is None else {"eos_token": tokenizer.piece(end)}))
@@ -70,7 +70,7 @@ def doubts(found: Weights, model_type: str | None = None) -> tuple[str, ...]:
     path, warnings = found.tokenizer, []
     if path is None or found.companions:
         return ()
-    content, tokenizer = path.read_bytes(), load_tokenizer(path)
+    content, tokenizer = path.read_bytes(), open_tokenizer_file(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
         content = tokenizer_json(path, content)
         differing = _differing(tokenizer, HuggingFaceTokenizer(path, content))

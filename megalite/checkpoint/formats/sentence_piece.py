@@ -122,5 +122,5 @@ def _normalizer(model: PieceModel) -> Any:
 def _decoder(model: PieceModel) -> Any:
     kinds = tokenizers.decoders
     steps: list[Any] = [kinds.Replace(name, model.unknown) for name in _named(model, UNKNOWN)]
-    steps += [kinds.Replace(BLANK, " "), kinds.ByteFallback(), kinds.Fuse()]
+    steps += [kinds.Replace(BLANK, " "), *([kinds.ByteFallback()] if model.to_bytes else []), kinds.Fuse()]
     return kinds.Sequence([*steps, kinds.Strip(" ", int(model.prefix), 0)])

@@ -1,7 +1,8 @@
 import sentencepiece
-from tokenizer_cases import piece_model
+from tokenizer_cases import LINES, piece_model
 
 from megalite.data.sentence_piece import BYTE, CONTROL, STEPS, UNKNOWN, USER_DEFINED, read_model, with_short_scores
+from megalite_tools.data.train_tokenizer import train_model
 
 
 def opened(content: bytes) -> sentencepiece.SentencePieceProcessor:
@@ -36,3 +37,8 @@ def test_only_scores_are_shortened() -> None:
         assert (name, kind, round(score * STEPS) / STEPS) == (same, kept, short)
     assert opened(shortened).encode("of a page") == opened(content).encode("of a page")
     assert with_short_scores(shortened) == shortened
+
+
+def test_a_unigram_model_made_here_has_short_scores() -> None:
+    made = read_model(train_model(LINES, 400, "unigram", 10_000))
+    assert all(score * STEPS % 1 == 0 for _, score, _ in made.pieces)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megalite.checkpoint.convert import convert
 from megalite.checkpoint.disk import synchronize
 from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.formats.tokenizer import doubts
 from megalite.checkpoint.sources import open_checkpoint
 from megalite.config.files import is_folder
 from megalite.config.schema import Checkpoint, Config
@@ -21,8 +22,8 @@ def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
     return checkpoint.export is not None and (step == last or (every > 0 and step % every == 0))
 
 
-def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> Path:
-    """Write the export of a checkpoint, in place of one that is there; its path. Raises InputError and OSError.
+def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tuple[str, ...]:
+    """Write the export of a checkpoint, in place of one that is there. Warnings. Raises InputError and OSError.
 
     advanced: called as the work proceeds.
     """
@@ -39,7 +40,7 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> Pa
         shutil.rmtree(target)
     fresh.rename(target)
     synchronize(target.parent)
-    return target
+    return doubts(found, huggingface.model_type(found))
 
 
 def export_of(checkpoint: Path) -> Path:

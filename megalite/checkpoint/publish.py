@@ -84,15 +84,14 @@ class Publisher:
         return self._export(final, step) if exists(final) and not exists(export_of(final)) else []
 
     def _export(self, final: Path, step: int) -> list[str]:
-        """Export the checkpoint `final` if that is due. Returns what has failed."""
+        """Export the checkpoint `final` if that is due. Returns what has failed, or is not as it should be."""
         if not is_due(self.config.checkpoint, step, self.config.train.steps):
             return []
         try:
             self.check_owner()
-            export(final, self.config, self._advanced)
+            return list(export(final, self.config, self._advanced))
         except (OSError, InputError) as error:
             return [f"{final} cannot be exported: {error}; megalite-convert can do it later"]
-        return []
 
 
 def _check_whole(path: Path, file: File) -> None:

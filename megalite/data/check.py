@@ -14,7 +14,8 @@ from megalite.config.files import read_object, write_object
 from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
 from megalite.data.store import Scan, TokenStore, store_files
-from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
+from megalite.data.tokenizer import Tokenizer, tokenizer_hash
+from megalite.data.trial import open_tokenizer_file
 from megalite.output import warn
 
 LOOKED_AT = 64  # documents of a described store whose last token is read
@@ -79,7 +80,7 @@ def check_data(data: Data, vocab_size: int, scans: Scans, tick: Callable[[], Non
     A store without a description is read whole, unless `scans` has the result; new results are not written. tick:
     called as reading goes on. Raises InputError with every problem.
     """
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    tokenizer = None if data.tokenizer is None else open_tokenizer_file(data.tokenizer)
     lists = {"data.train": data.train, "data.valid": data.valid}
     sources = [(f"{key}[{i}].path", source.path) for key, listed in lists.items() for i, source in enumerate(listed)]
     stores = {path: TokenStore(path) for _, path in sources}

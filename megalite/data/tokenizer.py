@@ -1,6 +1,8 @@
 """Two kinds of tokenizers behind one small interface: SentencePiece models and Hugging Face `tokenizer.json` files."""
 
 import hashlib
+import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,6 @@ EOD_NAMES = (
 )
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
 MOST_BESIDE = 16 << 20  # bytes of such a file
-NEVER = -1e6  # a score so low that no text is encoded as the piece
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
 MOST_BYTES = 1 << 30  # of a tokenizer's file
 NO_TEXT = "the tokenizer cannot encode some text; use one that has a token for every character or byte"
@@ -132,58 +133,6 @@ class SentencePieceTokenizer(Tokenizer):
         bos: int = self._model.bos_id()
         return (bos,) if beside.get("add_bos_token") is True and bos >= 0 else ()
 
-    def as_unigram(self) -> str | None:
-        """A unigram model as a `tokenizer.json`; None for another kind, which transformers reads as one of Llama.
-
-        Text that spells a control piece in letters that the model does not have is encoded as that piece there. Raises
-        InputError if the package for that is missing.
-        """
-        count, model = self.vocab_size, self._model
-        scores = [float(model.get_score(token)) for token in range(count)]
-        if all(score == int(score) for score in scores):
-            return None  # the ranks of merges, where a unigram model has logarithms
-        if tokenizers is None:
-            raise InputError(f"{self.path}: exporting a unigram model needs `tokenizers`: pip install 'megalite[hf]'")
-        pieces = [
-            (self.piece(token), NEVER if model.is_control(token) or model.is_byte(token) else scores[token])
-            for token in range(count)
-        ]
-        found = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=model.unk_id(), byte_fallback=True))
-        normalizers, decoders, prefix = tokenizers.normalizers, tokenizers.decoders, self._has_prefix()
-        found.normalizer = normalizers.Sequence(
-            [*([normalizers.Prepend(BLANK)] if prefix else []), normalizers.Replace(" ", BLANK)]
-        )
-        found.decoder = decoders.Sequence(
-            [
-                decoders.Replace(BLANK, " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                *([decoders.Strip(" ", 1, 0)] if prefix else []),
-            ]
-        )
-        special = [name for token, (name, _) in enumerate(pieces) if model.is_control(token)]
-        found.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
-        text: str = found.to_str()
-        return text
-
-    def _has_prefix(self) -> bool:
-        """Whether a blank is put before every text."""
-        return self.piece(next(iter(self._encode("a")), 0)).startswith(BLANK)
-
-    def settings(self) -> dict[str, object]:
-        """What transformers must know to encode as this model does; it reads the model as one of Llama."""
-        named = {"unk_token": self._model.unk_id(), "bos_token": self._model.bos_id(), "eos_token": self.eod}
-        tokens = {name: self.piece(token) for name, token in named.items() if token is not None and token >= 0}
-        return {
-            "tokenizer_class": "LlamaTokenizer",
-            "legacy": False,
-            "add_bos_token": False,
-            "add_eos_token": False,
-            "add_prefix_space": self._has_prefix(),
-            "clean_up_tokenization_spaces": False,
-            **tokens,
-        }
-
     def is_special(self, token: int) -> bool:
         return bool(self._model.is_control(token))
 
@@ -235,6 +184,12 @@ class HuggingFaceTokenizer(Tokenizer):
             plain, special = (self._model.encode("a", add_special_tokens=added).ids for added in (False, True))
         extra = len(special) - len(plain)
         return tuple(special[:extra]) if special[extra:] == plain else ()
+
+    def without_additions(self) -> bytes | None:
+        """The file without the special tokens that it asks to put around every text; None: it asks for none."""
+        if not self._model.num_special_tokens_to_add(is_pair=False):
+            return None
+        return json.dumps(json.loads(self._model.to_str()) | {"post_processor": None}, ensure_ascii=False).encode()
 
     def _named_beside(self) -> str | None:
         """The end-of-document token that a file of BESIDE names."""
@@ -319,10 +274,11 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: no such tokenizer file")
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(size) if size <= MOST_BYTES else b""  # memory is taken for all that is asked for
     except OSError as error:
         raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
-    if len(content) > MOST_BYTES:
+    if size > MOST_BYTES:
         raise InputError(f"{path}: is larger than {MOST_BYTES:,} bytes, more than a tokenizer ever has")
     return content
 

@@ -1,12 +1,14 @@
 """The tasks of lm-evaluation-harness (EleutherAI), which is an optional package, on a model of ours."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import AutoTokenizer
 
 from megalite.config.errors import InputError, listing
 from megalite.inference.crew import Crew, Writing
@@ -21,18 +23,24 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, and tokens 
 
 
 def evaluate(
-    crew: Crew, tasks: Sequence[str], folder: str | None, limit: int | None, fewshot: int | None
+    crew: Crew,
+    tasks: Sequence[str],
+    folder: str | None,
+    limit: int | None,
+    fewshot: int | None,
+    published: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The results of the harness by task. Raises InputError for unknown tasks and data that cannot be had.
 
     folder: of further tasks. limit: documents of each task. fewshot: examples in every prompt; None: as tasks say.
+    published: the Hugging Face folder that the tokenizer comes from; None: a run's own, which never begins a text.
     """
     manager = _manager(tasks, folder)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise InputError(f"--tasks: lm-eval has no {listing(unknown)}; --task-folder names a folder with others")
     try:
         found = simple_evaluate(
-            Harnessed(crew),
+            Harnessed(crew, published),
             tasks=list(tasks),
             num_fewshot=fewshot,
             limit=limit,
@@ -60,9 +68,10 @@ def _manager(tasks: Sequence[str], folder: str | None) -> TaskManager:
 class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
     """What the harness asks of a model. Numbers are those of its own `hf` models on the same weights."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, published: Path | None = None) -> None:
         super().__init__()
         self.crew = crew
+        self._prefix = None if published is None else _prefix(published)
         self.max_length = crew.engine.model.sequence_length
         self.written = 0  # texts so far: each draws from random numbers of its own
 
@@ -75,6 +84,8 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text that has nothing before it."""
+        if self._prefix is not None:
+            return self._prefix
         return self.crew.begin[0] if self.crew.begin else self.eot_token_id
 
     @property
@@ -166,6 +177,16 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
                 texts[number] = _cut(self.crew.tokenizer.decode(tokens), until)
         self.written += len(requests)
         return texts
+
+
+def _prefix(folder: Path) -> int | None:
+    """What stands before a text for the harness's own `hf` models of a folder; None: transformers cannot read it."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        return None
+    found: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return found
 
 
 def _how(options: dict[str, Any]) -> tuple[Draw, tuple[str, ...], int]:

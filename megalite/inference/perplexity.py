@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.config.errors import InputError
+from megalite.config.files import is_file
 from megalite.data.check import checked_description
 from megalite.data.description import Description
 from megalite.data.store import TokenStore
@@ -68,10 +70,17 @@ def _described(store: TokenStore, tokenizer: Tokenizer | None) -> Description | 
     """The store's description, if it has one. Raises InputError if the store was made with another tokenizer."""
     found = checked_description(store)
     made_with = None if found is None else found.tokenizer
-    if made_with is not None and tokenizer is not None and made_with.sha256 != tokenizer_hash(tokenizer.path):
+    if made_with is not None and tokenizer is not None and made_with.sha256 not in _hashes(tokenizer.path):
         rule = f"was made with {made_with.file}, which is not {tokenizer.path}"
         raise InputError(f"{store.prefix}: {rule}; give a store made with the model's tokenizer")
     return found
+
+
+def _hashes(path: Path) -> Iterator[str]:
+    """Those of a tokenizer's file, and of the `tokenizer.model` beside it that an export's `tokenizer.json` is of."""
+    yield tokenizer_hash(path)
+    if is_file(model := path.with_name("tokenizer.model")):
+        yield tokenizer_hash(model)
 
 
 def _chosen(documents: int, limit: int | None) -> NDArray[np.int64]:

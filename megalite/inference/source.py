@@ -16,7 +16,8 @@ from megalite.checkpoint.state import State
 from megalite.config.errors import InputError
 from megalite.config.files import is_folder
 from megalite.config.schema import Config, Model
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.trial import open_tokenizer_file
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # files of a model that has one
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def open_tokenizer(opened: Opened, instead: str | None = None) -> tuple[Tokenize
     file = instead or opened.tokenizer
     if file is None:
         raise InputError(opened.wanted)
-    tokenizer = load_tokenizer(file)
+    tokenizer = open_tokenizer_file(file)
     if tokenizer.vocab_size > opened.model.vocab_size:
         raise InputError(
             f"{file}: has {tokenizer.vocab_size} tokens, but the model of {opened.name} knows "

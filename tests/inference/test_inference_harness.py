@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from oracle import MODELS, copy_weights, oracle_of
+from tokenizer_cases import odd_texts, write_tokenizer
 
+from megalite.checkpoint.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.host_group import HostGroup
 from megalite.config.errors import InputError
 from megalite.data.tokenizer import load_tokenizer
@@ -217,6 +219,51 @@ def test_blank_contexts_are_scored_alike_whatever_else_is_asked(both: tuple[Crew
         (expected,) = theirs.loglikelihood(asked(after), disable_tqdm=True)
         for found in (one, other):
             assert found == (pytest.approx(expected[0], rel=1e-4), expected[1]), pair
+
+
+def rolling(model: Any, texts: list[str]) -> list[float]:
+    return model.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("kind", ["made, unigram", "bpe", "bpe, prefix", "carried"])
+def test_an_export_has_the_rolling_perplexity_of_its_run(kind: str, alone: Mesh, tmp_path: Path) -> None:
+    """In the harness's own run on the folder: texts follow the token that ends documents, as they were trained to."""
+    file = write_tokenizer(tmp_path / "run", kind)
+    tokenizer = load_tokenizer(file)
+    model = replace(MODELS["llama"][1], vocab_size=tokenizer.vocab_size, sequence_length=LENGTH)
+    oracle = oracle_of("Llama", model).float()
+    engine = Engine(model, alone, torch.float32)
+    copy_weights(engine.decoder, oracle)
+    oracle.save_pretrained(tmp_path / "export")
+    texts, copies = tokenizer_files(file, None)
+    for name, content in [*texts.items(), *((name, path.read_bytes()) for name, path in copies.items())]:
+        (tmp_path / "export" / name).write_bytes(content)
+    theirs = huggingface.HFLM(pretrained=str(tmp_path / "export"), batch_size=4, max_length=LENGTH, device="cpu")
+    texts = [text for text in odd_texts(300) if tokenizer.encode(text)]
+    expected = pytest.approx(rolling(theirs, texts), rel=1e-4)
+    assert rolling(harness.Harnessed(Crew(engine, HostGroup(), tokenizer, tokenizer.eod)), texts) == expected
+    ours = load_tokenizer(tmp_path / "export" / "tokenizer.json")
+    crew = Crew(engine, HostGroup(), ours, ours.eod, begin=ours.begin)
+    assert rolling(harness.Harnessed(crew, tmp_path / "export"), texts) == expected
+
+
+@pytest.mark.parametrize("settings", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "<pad>"}])
+def test_a_published_folder_has_that_of_hf_models(settings: dict[str, str], alone: Mesh, tmp_path: Path) -> None:
+    """A token that the folder names as a text's beginning stands before one, even if its tokenizer adds none."""
+    file = write_tokenizer(tmp_path / "published", "carried")
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"post_processor": None}))
+    (tmp_path / "published" / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(file)
+    model = replace(MODELS["llama"][1], vocab_size=tokenizer.vocab_size, sequence_length=LENGTH)
+    oracle = oracle_of("Llama", model).float()
+    engine = Engine(model, alone, torch.float32)
+    copy_weights(engine.decoder, oracle)
+    oracle.save_pretrained(file.parent)
+    theirs = huggingface.HFLM(pretrained=str(file.parent), batch_size=4, max_length=LENGTH, device="cpu")
+    ours = harness.Harnessed(Crew(engine, HostGroup(), tokenizer, 1, begin=tokenizer.begin), file.parent)
+    assert ours.prefix_token_id == theirs.prefix_token_id == (0 if "bos_token" in settings else 2)
+    assert rolling(ours, TEXTS) == pytest.approx(rolling(theirs, TEXTS), rel=1e-4)
 
 
 @pytest.mark.parametrize("context", ["", "the fox"])

@@ -10,7 +10,9 @@ import torch
 
 from megalite.checkpoint.host_group import HostGroup
 from megalite.config.errors import InputError
+from megalite.data.description import TokenizerFile
 from megalite.data.store import StoreWriter
+from megalite.data.tokenizer import tokenizer_hash
 from megalite.dist.mesh import Mesh
 from megalite.inference.engine import Engine
 from megalite.inference.perplexity import Perplexity, measure
@@ -84,6 +86,25 @@ def test_where_no_end_is_known_first_tokens_are_not_scored(
     assert (found.documents, found.tokens, found.bits_per_byte) == (5, sum(LENGTHS) - 6, None)
     assert found.loss == pytest.approx(sum(map(sum, each)) / found.tokens, rel=1e-10)
     assert measured(engine, prefix, END).tokens == sum(LENGTHS)
+
+
+def test_a_store_is_of_the_model_that_an_exports_tokenizer_was_made_of(
+    documents: list[list[int]], alone: Mesh, tmp_path: Path
+) -> None:
+    engine, file = inference_cases.engine_of(alone), tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    (tmp_path / "tokenizer.model").write_text("the run's")
+    for name, fits in (("tokenizer.model", True), ("tokenizer.json", True), ("other", False)):
+        (tmp_path / "other").write_text("other")
+        made_with = TokenizerFile(name, tokenizer_hash(tmp_path / name))
+        with StoreWriter(tmp_path / f"store of {name}", "<i4", END, made_with) as writer:
+            writer.add(np.array(documents[0]))
+        prefix, tokenizer = str(tmp_path / f"store of {name}"), inference_cases.Letters(file)
+        if fits:
+            assert measure(engine, HostGroup(), prefix, tokenizer, END, None) is not None
+        else:
+            with pytest.raises(InputError, match="was made with other, which is not"):
+                measure(engine, HostGroup(), prefix, tokenizer, END, None)
 
 
 def test_stores_that_cannot_be_measured_are_refused(alone: Mesh, tmp_path: Path) -> None:

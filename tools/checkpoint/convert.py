@@ -15,6 +15,8 @@ import torch
 
 from megalite.checkpoint.convert import convert
 from megalite.checkpoint.disk import total_bytes
+from megalite.checkpoint.formats import huggingface
+from megalite.checkpoint.formats.tokenizer import doubts
 from megalite.checkpoint.sources import WITH_STATES, open_weights
 from megalite.checkpoint.targets import PLANS, Wanted, plan_of
 from megalite.config.errors import InputError, listing
@@ -79,6 +81,8 @@ def _run(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype]
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
+    for doubt in doubts(found, huggingface.model_type(found) if kind == "hf" else None):
+        print(f"{COMMAND}: warning: {doubt}", file=sys.stderr)
     request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
     request["optimizer"] = options.optimizer
     began = time.monotonic()

@@ -13,7 +13,8 @@ from megalite.config.files import write_whole
 from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
 from megalite.data.store import Scan, TokenStore, store_files
-from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
+from megalite.data.tokenizer import Tokenizer, tokenizer_hash
+from megalite.data.trial import open_tokenizer_file
 from megalite.entry import exit_code
 from megalite_tools.terminal import Terminal, bar
 
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> None:
     if options.samples < 0:
         raise InputError(f"--samples {options.samples}: must be at least 0")
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    tokenizer = open_tokenizer_file(options.tokenizer) if options.tokenizer else None
     store = TokenStore(options.prefix)
     facts = _facts(store)
     if options.describe or options.verify:

@@ -15,7 +15,8 @@ from rich.table import Column
 from megalite.config.errors import InputError, counted, listing, printable
 from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, sweep, token_dtype
-from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
+from megalite.data.tokenizer import tokenizer_hash
+from megalite.data.trial import open_tokenizer_file
 from megalite.entry import exit_code
 from megalite.stop import listen, restore
 from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
@@ -82,7 +83,7 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.lines and options.separator is not None:
         raise InputError("--lines and --separator cannot be used together: --lines separates at newlines")
     reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
-    tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = open_tokenizer_file(options.tokenizer, options.eod_token)
     end = None if options.no_eod else tokenizer.eod
     if end is None and not options.no_eod:
         raise InputError(f"{options.tokenizer}: no end-of-document token; name it with --eod-token, or use --no-eod")

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from megalite.config.errors import InputError, counted, printable
 from megalite.config.files import exists
 from megalite.data.claim import claim
+from megalite.data.sentence_piece import with_short_scores
 from megalite.entry import exit_code
 from megalite.stop import STOP, Handler, listen, restore
 from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
@@ -73,7 +74,7 @@ def train_model(texts: Iterable[str], vocab_size: int, kind: str, lines: int) ->
         reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0]
         fix = "; use a larger one" if "smaller than" in reason else ""
         raise InputError(f"--vocab-size {vocab_size}: {reason or error}{fix}") from error
-    return model.getvalue()
+    return with_short_scores(model.getvalue()) if kind == "unigram" else model.getvalue()
 
 
 def _parser() -> argparse.ArgumentParser:

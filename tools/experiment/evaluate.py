@@ -91,12 +91,13 @@ def _evaluate(options: argparse.Namespace, place: Place, opened: Opened) -> int:
     if options.tasks is not None:
         assert tokenizer is not None
         begin = tokenizer.begin if opened.begins else ()
+        published = tokenizer.path.parent if opened.begins and options.tokenizer is None else None
         crew = Crew(engine, place.group, tokenizer, end, opened.ends, begin)
         if not place.leads:
             crew.serve()
             return ExitCode.DONE
         names = [name for name in options.tasks.split(",") if name]
-        tasks = _harness().evaluate(crew, names, options.task_folder, options.limit, options.fewshot)
+        tasks = _harness().evaluate(crew, names, options.task_folder, options.limit, options.fewshot, published)
         crew.release()
     if place.leads:
         _report(options, opened, {prefix: found for prefix, found in data.items() if found is not None}, tasks)

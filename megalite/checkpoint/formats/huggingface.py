@@ -117,6 +117,12 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
     return Plan(outputs, texts, beside)
 
 
+def model_type(found: Weights) -> str:
+    """The family that weights are written as, by its name in `config.json`. Raises InputError if none has the model."""
+    config = next((file for file in found.companions if file.name == CONFIG), None)
+    return _family(found, config)[0].model_type
+
+
 def _write(table: Table, kinds: Mapping[str, str], stream: Stream, put: Put) -> None:
     start, order = header({name: (kinds[name], theirs.shape) for name, theirs in table.items()})
     stream.write(start)

@@ -1,15 +1,36 @@
 """The tokenizer of a run, as the files that transformers expects beside weights. Imports no torch."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.formats.opened import Weights
+from megalite.checkpoint.formats.sentence_piece import tokenizer_json
 from megalite.config.errors import InputError
 from megalite.config.files import as_json, is_file, is_folder, read_object
-from megalite.data.tokenizer import BESIDE, MOST_BESIDE, SentencePieceTokenizer, load_tokenizer
+from megalite.data.odd_texts import ODD_TEXTS
+from megalite.data.tokenizer import (
+    MOST_BESIDE,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+from megalite.data.trial import open_tokenizer_file
 
 GENERATION = "generation_config.json"
+# How the tokenizer of Qwen2 divides text into words.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Said beside a tokenizer.json, these make transformers read it as it is, and not as a class of its own would.
+SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": None,
+    "split_special_tokens": True,
+    "clean_up_tokenization_spaces": False,
+}
 
 
 def kept_tokenizer(run: Path) -> Path | None:
@@ -28,23 +49,49 @@ def _tokenizer_in(folder: Path) -> Path | None:
 def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict[str, Path]]:
     """Files to write and files to copy for the tokenizer `path`; `end`: the id that ends documents, if it is known.
 
-    Raises InputError if the tokenizer cannot be read.
+    With them, transformers encodes as the run did: text that spells a special token is text, and no token begins a
+    text, as none was trained to. Raises InputError if the tokenizer cannot be read.
     """
-    tokenizer = load_tokenizer(path)
+    tokenizer = open_tokenizer_file(path)
     end = tokenizer.eod if end is None else end
     texts = {} if end is None else {GENERATION: _json({"eos_token_id": end, "pad_token_id": end})}
+    texts["tokenizer_config.json"] = _json(SETTINGS | ({} if end is None else {"eos_token": tokenizer.piece(end)}))
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        changed = tokenizer.without_additions()
+        return (texts, {"tokenizer.json": path}) if changed is None else (texts | {"tokenizer.json": changed}, {})
+    return texts | {"tokenizer.json": tokenizer_json(path, path.read_bytes())}, {"tokenizer.model": path}
+
+
+def doubts(found: Weights, model_type: str | None = None) -> tuple[str, ...]:
+    """Warnings of a run's tokenizer that transformers does not read as the run did; model_type: of its `config.json`.
+
+    Raises InputError if it cannot be read.
+    """
+    path, warnings = found.tokenizer, []
+    if path is None or found.companions:
+        return ()
+    content, tokenizer = path.read_bytes(), open_tokenizer_file(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        settings = tokenizer.settings()
-        unigram = tokenizer.as_unigram()
-        if unigram is None:
-            return texts | {"tokenizer_config.json": _json(settings)}, {"tokenizer.model": path}
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        return texts | {"tokenizer.json": unigram.encode(), "tokenizer_config.json": _json(settings)}, {}
-    beside = {name: path.with_name(name) for name in BESIDE if is_file(path.with_name(name))}
-    if "tokenizer_config.json" not in beside:
-        named = {} if end is None else {"eos_token": tokenizer.piece(end)}
-        texts["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast", **named})
-    return texts, {"tokenizer.json": path, **beside}
+        content = tokenizer_json(path, content)
+        differing = _differing(tokenizer, HuggingFaceTokenizer(path, content))
+        if differing is not None:
+            rule = f"{path}: no tokenizer.json does all that this SentencePiece model asks for"
+            warnings.append(f"{rule}: transformers splits, for example, {differing!a:.200} otherwise")
+    if model_type == "qwen2" and json.dumps(QWEN2) not in content.decode():
+        rule = (
+            f"{path}: is not Qwen2's tokenizer, but AutoTokenizer of transformers 5 splits text of all qwen2 models so"
+        )
+        warnings.append(f"{rule}; open the export's with PreTrainedTokenizerFast.from_pretrained")
+    return tuple(warnings)
+
+
+def _differing(one: Tokenizer, other: Tokenizer) -> str | None:
+    """A text that two tokenizers do not encode and decode alike, if they are found to differ."""
+    for text in ODD_TEXTS:
+        ids = one.encode(text)
+        if ids != other.encode(text) or one.decode(ids) != other.decode(ids):
+            return text
+    return None
 
 
 def companions_of(found: Weights) -> tuple[dict[str, bytes], dict[str, Path]]:

@@ -226,7 +226,7 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused(
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_file)
     tokenizer.vocab_size = 513
-    monkeypatch.setattr("megalite.inference.source.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("megalite.inference.source.open_tokenizer_file", lambda _: tokenizer)
     code, _, errors = generate(run)
     assert code == 2
     assert "has 513 tokens, but the model" in errors
@@ -255,7 +255,7 @@ def test_a_tokenizer_without_end_of_document_needs_a_prompt(
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_file)
     tokenizer._eod = None
-    monkeypatch.setattr("megalite.inference.source.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("megalite.inference.source.open_tokenizer_file", lambda _: tokenizer)
     code, _, errors = generate(run)
     assert code == 2
     assert "give --prompt" in errors
@@ -421,7 +421,7 @@ def test_a_document_may_be_gone_beyond(
     whole = lines_of(generate(run, *options, "--ignore-end")[1])[0]["tokens"]
     tokenizer = load_tokenizer(tokenizer_file)
     tokenizer._eod = whole[5]
-    monkeypatch.setattr("megalite.inference.source.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("megalite.inference.source.open_tokenizer_file", lambda _: tokenizer)
     ended = lines_of(generate(run, *options)[1])[0]
     assert (ended["tokens"], ended["finish_reason"]) == (whole[: whole.index(whole[5])], "stop")
     gone_on = lines_of(generate(run, *options, "--ignore-end")[1])[0]

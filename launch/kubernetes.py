@@ -252,9 +252,9 @@ def _check(pods: Pods) -> None:
         "--queue": (OBJECT, [pods.queue]), "--priority": (OBJECT, [pods.priority]),
         "--service-account": (OBJECT, [pods.account]),
     }  # fmt: skip
-    for option, (rule, given) in names.items():
+    for option, (pattern, given) in names.items():
         for name in filter(None, given):
-            if not rule.fullmatch(name):
+            if not pattern.fullmatch(name):
                 raise UserError(f"{option} {name}: is no name that Kubernetes takes there")
     for name in pods.env.keys() & {JOB, NODE}:
         raise UserError(f"--env {name}: is set by megalite-launch; leave it out")

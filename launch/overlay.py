@@ -116,7 +116,7 @@ def _merged(old: Any, patch: Any, keys: Mapping[str, str], where: str) -> Any:
 
 
 def _sort(value: Any) -> str:
-    return {dict: "mapping", list: "list"}.get(type(value), "single value")
+    return "mapping" if isinstance(value, dict) else "list" if isinstance(value, list) else "single value"
 
 
 def _map(old: Document, patch: Document, keys: Mapping[str, str], where: str) -> Document:

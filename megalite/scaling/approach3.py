@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 
 from megalite.config.errors import InputError
+from megalite.scaling.bootstrap import leverage
 from megalite.scaling.forms import Array, sum_of_powers
 from megalite.scaling.law import Law
 from megalite.scaling.solver import Minima, minimize
@@ -23,10 +24,10 @@ SINGULAR = 1e-9  # reciprocal condition number of the scaled normal matrix, belo
 
 @dataclass(frozen=True)
 class Fit3:
-    """What n runs tell. residuals: ln of predicted minus ln of measured loss. caveats: sentences.
+    """What n runs tell. residuals: ln of predicted minus ln of measured loss. leverage: of each run.
 
     centred: the solver's parameters, of logarithms less `centre`. agreeing: of `starts` guesses, those that reached
-    the lowest objective.
+    the lowest objective. caveats: sentences.
     """
 
     law: Law
@@ -34,6 +35,7 @@ class Fit3:
     centre: tuple[float, float]
     objective: float
     residuals: Array
+    leverage: Array
     agreeing: int
     starts: int
     caveats: tuple[str, ...] = field(default=())
@@ -63,9 +65,12 @@ def check_points(parameters: Array, tokens: Array, losses: Array) -> None:
     centred = centred - centred.mean(axis=0)
     spread = np.linalg.svd(centred / np.sqrt(np.mean(centred**2, axis=0)), compute_uv=False)
     if spread[-1] < ALIKE * spread[0]:
+        together = (
+            "N and D rise together" if np.sum(centred.prod(axis=1)) > 0 else "D falls as N rises, as in one budget"
+        )
         raise InputError(
-            f"{runs}: N and D rise together, so what each does to the loss cannot be told; train some size on several "
-            "numbers of tokens"
+            f"{runs}: {together}, so what each does to the loss cannot be told; train some size on several numbers of "
+            "tokens"
         )
     if np.ptp(losses) == 0:
         raise InputError(f"{runs}: all losses are {losses[0]:g}; there is nothing to fit")
@@ -111,6 +116,7 @@ def fit3(parameters: Array, tokens: Array, losses: Array, delta: float = 1e-3) -
         centre,
         float(found.objective[best]),
         told[0] - np.log(losses),
+        leverage(slopes[0]),
         found.agreeing(),
         len(guesses),
         caveats,

@@ -10,6 +10,7 @@ import numpy as np
 from megalite.scaling.forms import Array
 
 NOMINAL = 0.9
+HANGS = 0.97  # leverage of a run above which draws tell nothing of what its noise does to the law
 SEED = 20240415  # of all draws, so that the same results give the same intervals
 
 
@@ -37,6 +38,18 @@ def draws(runs: int, samples: int, different: int = 1, seed: int = SEED) -> Arra
     while len(poor := np.flatnonzero((found > 0).sum(axis=1) < min(different, runs))):
         found[poor] = generator.multinomial(runs, share, len(poor))
     return found
+
+
+def leverage(slopes: Array) -> Array:
+    """`[n]`: how much of each run's noise its own prediction follows, from 0 to 1. slopes: `[n, p]`, of predictions.
+
+    A law goes through a run of leverage 1 whatever its loss is, as where one of three sizes has a single run: its
+    residual is 0 in every draw that has it, so that draws do not scatter as its noise does.
+    """
+    scaled = slopes / np.maximum(np.sqrt(np.sum(slopes**2, axis=0)), 1e-300)
+    left, values, _ = np.linalg.svd(scaled, full_matrices=False)
+    told: Array = np.sum(left[:, values > 1e-9 * values[0]] ** 2, axis=1)
+    return told
 
 
 def interval(value: float, drawn: Array, runs: int, logarithmic: bool = False) -> Interval:

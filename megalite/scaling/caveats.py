@@ -6,6 +6,8 @@ import numpy as np
 
 from megalite.config.errors import counted
 from megalite.scaling.approach3 import Fit3
+from megalite.scaling.bootstrap import HANGS
+from megalite.scaling.kaplan import FitKaplan
 from megalite.scaling.methods import FEWEST_DRAWN, Fitted
 from megalite.scaling.points import Chosen
 from megalite.scaling.settings import Settings
@@ -39,11 +41,25 @@ def caveats(chosen: Chosen, fits: Mapping[str, Mapping[str, Fitted]], settings: 
             "size and bend fits; fit.min_steps leaves them out."
         )
     main = fits[settings.parameters]
+    told += _hanging(main, chosen)
     told += _of_fit(main["approach3"], chosen)
     told += _apart(fits, settings)
     if (held := chosen.held_out) and not len(held) and settings.holdout:
         told.append(f"No run of the held-out rungs ({', '.join(settings.holdout)}) has finished.")
     return told
+
+
+def _hanging(fits: Mapping[str, Fitted], chosen: Chosen) -> list[str]:
+    """Laws that hang on one run, which therefore have no intervals."""
+    told: dict[str, list[str]] = {}
+    for fitted in fits.values():
+        if isinstance(fitted.fit, Fit3 | FitKaplan) and fitted.fit.leverage.max() >= HANGS:
+            told.setdefault(chosen.fitted.runs[int(np.argmax(fitted.fit.leverage))].name, []).append(fitted.method)
+    return [
+        f"The law of {' and '.join(methods)} has no intervals: it goes through {name} whatever its loss is, so nothing "
+        "tells how far that run's noise has moved it. Train that size on other numbers of tokens too."
+        for name, methods in told.items()
+    ]
 
 
 def _of_fit(fitted: Fitted, chosen: Chosen) -> list[str]:

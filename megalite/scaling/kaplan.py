@@ -7,6 +7,7 @@ import numpy as np
 
 from megalite.config.errors import InputError
 from megalite.scaling.approach3 import check_points
+from megalite.scaling.bootstrap import HANGS, leverage
 from megalite.scaling.forms import Array, kaplan
 from megalite.scaling.law import FLOPS, Number
 from megalite.scaling.solver import minimize
@@ -61,8 +62,11 @@ class Kaplan:
 
 @dataclass(frozen=True)
 class FitKaplan:
+    """residuals: ln of predicted minus ln of measured loss. leverage: of each run."""
+
     law: Kaplan
     residuals: Array
+    leverage: Array
     drawn: Kaplan | None
 
 
@@ -80,8 +84,9 @@ def fit_kaplan(
     if not np.isfinite(found.objective[found.best]):
         raise InputError(f"{len(losses)} runs: Kaplan's law fits none of the guesses")
     best = found.parameters[found.best]
+    held = leverage(kaplan(best[None], inputs - centre)[1][0])
     drawn = None
-    if weights is not None:
+    if weights is not None and held.max() < HANGS:
         again = minimize(
             kaplan,
             inputs - centre,
@@ -96,4 +101,4 @@ def fit_kaplan(
         drawn = Kaplan.of(again.parameters, centre)
     law = Kaplan.of(best, centre)
     number = Kaplan(*(float(np.asarray(value)) for value in (law.ln_n, law.ln_d, law.alpha_n, law.alpha_d)))
-    return FitKaplan(number, np.log(number.loss(sizes, tokens)) - target, drawn)
+    return FitKaplan(number, np.log(number.loss(sizes, tokens)) - target, held, drawn)

@@ -11,7 +11,7 @@ from megalite.scaling.allocation import Allocation
 from megalite.scaling.approach1 import Fit1, drawn1, fit1
 from megalite.scaling.approach2 import Fit2, fit2
 from megalite.scaling.approach3 import FEWEST, Fit3, fit3, refit
-from megalite.scaling.bootstrap import draws
+from megalite.scaling.bootstrap import HANGS, draws
 from megalite.scaling.forms import Array
 from megalite.scaling.kaplan import FitKaplan, Kaplan, fit_kaplan
 from megalite.scaling.law import Law
@@ -47,7 +47,9 @@ def fit_all(points: Points, definition: str, settings: Settings) -> dict[str, Fi
 
     def third() -> Fitted:
         fit = fit3(sizes, tokens, losses, settings.delta)
-        drawn = None if weights is None else refit(fit, sizes, tokens, losses, settings.delta, weights)
+        drawn = None
+        if weights is not None and fit.leverage.max() < HANGS:
+            drawn = refit(fit, sizes, tokens, losses, settings.delta, weights)
         return Fitted("approach3", fit.law, drawn, fit)
 
     def first() -> Fitted:

@@ -99,6 +99,8 @@ def prediction(fitted: Fitted, lossy: Fitted | None, flops: float, largest: floa
     drawn = [np.empty(0)] * 3
     if fitted.drawn is not None:
         drawn = _optima(fitted.drawn, lossy.drawn if lossy else None, flops)
+        if lossy is not None and lossy.drawn is None:
+            drawn[2] = np.empty(0)  # the loss is of another law, which has no draws
     return {
         "flops": flops,
         "times": flops / largest,

@@ -133,6 +133,7 @@ def test_a_law_at_its_bound_is_told():
         (lambda n, d, y: (np.full_like(n, 1e8), d, y), "different sizes N"),
         (lambda n, d, y: (n, np.full_like(d, 1e9), y), "different numbers of tokens D"),
         (lambda n, d, y: (n, 20 * n, y), "N and D rise together"),
+        (lambda n, d, y: (n, 1e18 / n, y), "D falls as N rises, as in one budget"),
         (lambda n, d, y: (n, d, np.where(y == y.max(), np.nan, y)), "losses: one is nan"),
         (lambda n, d, y: (n, d, -y), "losses: one is -"),
         (lambda n, d, y: (n * 0, d, y), "parameters: one is 0"),

@@ -70,7 +70,8 @@ for _ in range(600):
     time.sleep(0.05)
 """
     (tmp_path / "trains.py").write_text(python)
-    words = f'case "$*" in *--check*) {CHECKED};; esac; NUMBER={int(number)} exec {sys.executable} trains.py'
+    words = f'case "$*" in *--check*) {CHECKED};; *--resolved*) echo run:; exit;; esac; '
+    words += f"NUMBER={int(number)} exec {sys.executable} trains.py"
     launch = start(tmp_path, words)
     wait_for(tmp_path / "begun")
     launch.send_signal(number)  # to it alone, as kill does

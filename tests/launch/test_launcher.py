@@ -311,15 +311,17 @@ def test_limits_of_time_are_read_as_sbatch_does(text: str, seconds: int | None) 
 
 def test_of_two_submissions_at_once_one_is_refused(start: Start, tmp_path: Path) -> None:
     """The second waits until the first has told its job, and then asks Slurm about it."""
-    slow = "sleep 0.3; echo 4711 >>submitted; echo 4711"
+    slow = "sleep 2; echo 4711 >>submitted; echo 4711"
     (tmp_path / "bin/sleep").symlink_to(str(shutil.which("sleep")))
     start("--help", sbatch=slow, squeue="[ -e submitted ] && echo PENDING")
     words = [*SLURM, "--megalite", "bin/megalite"]
     code = f"import sys; from megalite_launch.commands import run; sys.exit(run('launch', {words!r}))"
     command = [PYTHON, "-c", code]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        assert sorted(process.wait(60) for process in both) == [0, 2]
+        told = "".join(process.communicate(timeout=60)[1] for process in both)
+        assert sorted(process.returncode for process in both) == [0, 2]
+        assert "job 4711 of this run is PENDING" in told
     finally:
         for process in both:
             process.kill()

@@ -95,10 +95,10 @@ def test_one_run_tells_one_figure(name: str, figure: str, tmp_path: Path, calibr
 
 
 def test_equal_runs_tell_no_more_than_one(tmp_path: Path, calibrate: Calibrate) -> None:
-    runs = [made(tmp_path / copy, "node", TRUE) for copy in "ab"]
+    runs = [made(tmp_path / copy, "products", TRUE) for copy in "ab"]
     code, out, _ = calibrate("h100_sxm", *runs, "--out", tmp_path / "new.yaml")
     assert code == 0
-    assert "the runs do not tell it from node.bandwidth" in out
+    assert "the runs do not tell it from gpu.measured" in out
     assert "no run depends on it enough" in out
 
 

@@ -57,7 +57,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def cluster_options(way: argparse.ArgumentParser) -> None:
-    """Those that Slurm and Kubernetes share."""
+    """Add the options that Slurm and Kubernetes share."""
     way.add_argument("--nodes", type=count, required=True, metavar="N", help="nodes that train")
     way.add_argument("--gpus-per-node", type=count, default=8, metavar="G", help="ranks on each (default: 8)")
     way.add_argument(

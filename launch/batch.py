@@ -84,7 +84,11 @@ def batch_script(job: Job) -> str:
         "signal": f"B:USR2@{job.warning}",
         "requeue": "",
         "no-kill": "",
-        **({name: text for name, (text, others) in DEFAULTS.items() if not job.options.keys() & {*others}}),
+        **{
+            name: text
+            for name, (text, others) in DEFAULTS.items()
+            if not job.options.keys() & {*others} and (job.gpus or name != "cpus-per-task")
+        },
         **job.options,
     }
     lines = [f"#SBATCH {option_line(name, value)}" for name, value in asked.items()]

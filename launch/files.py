@@ -50,7 +50,7 @@ def opened(path: Union[str, Path], flags: int, mode: int = SHOWN) -> int:
     writes = flags & (os.O_WRONLY | os.O_RDWR) != 0
     flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
     try:
-        descriptor = os.open(path, flags, mode)
+        descriptor = os.open(path, flags & ~os.O_TRUNC, mode)  # not before it is known whose content goes
     except OSError as error:
         if writes and error.errno in (errno.ELOOP, errno.ENXIO):
             why = "is a link, which is not followed" if os.path.islink(path) else "is no regular file"
@@ -63,6 +63,8 @@ def opened(path: Union[str, Path], flags: int, mode: int = SHOWN) -> int:
     if told:
         os.close(descriptor)
         raise OSError(errno.EINVAL, told, str(path))
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
     return descriptor
 
 
@@ -86,7 +88,7 @@ def read_bytes(path: Union[str, Path], most: int = -1) -> bytes:
 
 
 def foreign(path: Path) -> Optional[str]:
-    """What is at a path through which other files would be written: a link, or a file of several names; else None."""
+    """Name what would write other files at a path: a link, or a file of several names; None where neither is."""
     try:
         found = path.lstat()
     except OSError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Optional
 
+from .files import read_bytes
 from .outcome import BAD_INPUT, DONE
 from .words import printable
 
@@ -39,14 +40,14 @@ class Frozen:
         """Begin to look, if no look is under way."""
         if self._process is not None or not self.command:
             return
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - read when the look is over
         with suppress(OSError):
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115 - read when the look is over
             self._process = subprocess.Popen(
                 list(self.command), stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.DEVNULL
             )
 
     def found(self) -> str:
-        """What the look has found, once it is over; empty before, where nothing differs, and for what was told."""
+        """Text of the differences, once the look is over; empty before, where there are none, and for what was told."""
         if self._process is None or self._process.poll() is None:
             return ""
         assert self._said is not None
@@ -68,7 +69,7 @@ class Frozen:
         if code not in (DONE, BAD_INPUT):
             return ""
         try:
-            before = self.path.read_text(encoding="utf-8", errors="replace")
+            before = read_bytes(self.path).decode(errors="replace")
         except OSError:
             return ""
         if code == DONE and now == before:

@@ -75,7 +75,6 @@ class Journal:
                 self.run.attempt(name).mkdir(parents=True)
                 self.attempt = self.run.attempt(name)
             number += 1
-        self.run.logs(name).mkdir(parents=True, exist_ok=True)
         self._before, self._reported, self._began = self.run.newest_step(), self.run.reported(), time.monotonic()
         nodes = [node_name(), *(f"machine {other}" for other in range(1, self.nodes))]
         ranks = counted(self.nodes * self.ranks, "rank")

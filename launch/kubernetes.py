@@ -92,7 +92,7 @@ def manifest(pods: Pods, overlays: Sequence[dict[str, Any]] = ()) -> str:
     queued = {**metadata, "labels": {**metadata["labels"], **({QUEUE: pods.queue} if pods.queue else {})}}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": queued, "spec": _job(pods)}
     documents = overlaid([service, job], overlays)
-    containers = documents[1]["spec"].get("template", {}).get("spec", {}).get("containers", [])
+    containers = documents[1].get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
     if not any(container.get("name") == CONTAINER for container in containers):
         raise UserError(f"--overlay: Job: has removed the container {CONTAINER}, which trains")
     head = "# Written by megalite-launch. Start it with:  kubectl apply -f THIS_FILE\n"
@@ -151,7 +151,7 @@ def _pod(pods: Pods) -> dict[str, Any]:
                 "workingDir": pods.directory,
                 "env": [
                     *(_field(JOB, UID), _field(NODE, "spec.nodeName")),
-                    *({"name": name, "value": value} for name, value in pods.env.items()),
+                    *({"name": name, "value": _plain(value)} for name, value in pods.env.items()),
                 ],
                 **({"envFrom": [{"secretRef": {"name": name}} for name in pods.secrets]} if pods.secrets else {}),
                 # Without a shell around it: the first process of a container gets its signals.

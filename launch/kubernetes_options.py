@@ -57,7 +57,7 @@ def kubernetes_options(kubernetes: argparse.ArgumentParser) -> None:
 
 
 def pods_of(args: argparse.Namespace, run: Path) -> Pods:
-    """What to ask Kubernetes for, for a run whose folder is `run`."""
+    """Read from the options what to ask Kubernetes for, for a run whose folder is `run`."""
     ranks: int = args.gpus_per_node
     gpus = 0 if args.cpus_only else ranks
     return Pods(

@@ -60,7 +60,9 @@ def _local(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(shlex.join(command))
         return DONE
-    with submitting(RunFolder(checked.folder)):
+    run = RunFolder(checked.folder)
+    run.check()
+    with submitting(run):
         _write(frozen, resolved(megalite, args.arguments))
     _tell(checked, None)
     sys.stdout.flush()
@@ -310,7 +312,7 @@ def _slurm_options(slurm: argparse.ArgumentParser) -> None:
     slurm.add_argument("--min-nodes", type=count, metavar="M", help="train on fewer, down to M (default: --nodes)")
     for name, word in (("time", "LIMIT"), ("partition", "NAME"), ("account", "NAME"), ("qos", "NAME")):
         slurm.add_argument(f"--{name}", metavar=word, help="as of sbatch")
-    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank, as of sbatch (default: 8)")
+    slurm.add_argument("--cpus-per-task", type=count, metavar="C", help="cores of a rank (default: 8 beside a GPU)")
     slurm.add_argument("--mem", metavar="SIZE", help="memory of a node, as of sbatch (default: 0, all of it)")
     slurm.add_argument("--container", metavar="IMAGE", help="run the ranks in it (pyxis: --container-image of srun)")
     slurm.add_argument("--mounts", metavar="A:B,…", help="with --container: folders it sees (--container-mounts)")

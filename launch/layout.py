@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UserError
-from .files import foreign
+from .files import foreign, opened
 from .lines import parsed, whole
 
 ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
@@ -102,7 +102,7 @@ class RunFolder:
 
         That is not the newest checkpoint where it was damaged.
         """
-        with suppress(OSError), open(os.open(self.metrics, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with suppress(OSError), open(opened(self.metrics, os.O_RDONLY), "rb") as file:
             file.seek(since)
             found = (parsed(line) for line in file.read(EARLY).split(b"\n"))
             steps = [event.get("step") for event in found if event is not None and event.get("event") == "resumed"]

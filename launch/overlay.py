@@ -25,6 +25,7 @@ MERGE_KEYS = {
 }  # fmt: skip
 PORTS = {"Job": "containerPort", "Service": "port"}  # key of the list `ports`, by the kind of the document
 LARGEST = 1 << 20  # bytes of a file
+DEEPEST = 50  # levels of its fields
 WAYS = ("merge", "replace", "delete")
 Document = dict[str, Any]
 
@@ -60,21 +61,25 @@ def _yaml(path: Path, text: str) -> list[Any]:
             f"{path}: is not JSON, and this Python has no PyYAML to read YAML; write it as JSON, or install pyyaml"
         ) from None
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise UserError(f"{path}: has aliases, which could make it endless; write out what they stand for")
         return [document for document in yaml.safe_load_all(text) if document is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is neither JSON nor YAML: {' '.join(str(error).split())[:200]}") from None
 
 
-def _plain(value: Any, where: str) -> None:
-    """Raises UserError for what JSON does not have, such as the dates of YAML."""
+def _plain(value: Any, where: str, depth: int = 0) -> None:
+    """Raises UserError for what JSON does not have, such as the dates of YAML, and for what is nested too deep."""
+    if depth > DEEPEST:
+        raise UserError(f"{where[:200]}: is nested more than {DEEPEST} levels deep, which no manifest is")
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
                 raise UserError(f"{where}: {name!s:.60}: must be a text, in quotes, to name a field")
-            _plain(item, f"{where}: {name}")
+            _plain(item, f"{where}: {name}", depth + 1)
     elif isinstance(value, list):
         for item in value:
-            _plain(item, where)
+            _plain(item, where, depth + 1)
     elif value is not None and not isinstance(value, (str, int, float)):
         raise UserError(f"{where}: {value!s:.60}: is taken for a {type(value).__name__}; put it in quotes")
 
@@ -102,7 +107,7 @@ def overlaid(documents: Sequence[Document], overlays: Sequence[Document]) -> lis
 
 
 def _merged(old: Any, patch: Any, keys: Mapping[str, str], where: str) -> Any:
-    """What a field becomes; None: it is removed."""
+    """Value of a field under a patch; None: it is removed."""
     if None not in (old, patch) and {type(old), type(patch)} & {dict, list} and type(old) is not type(patch):
         raise UserError(f"--overlay: {where}: {patch!s:.60}: is a {_sort(patch)}, and must be a {_sort(old)}")
     if isinstance(patch, dict):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from .events import Event
 from .outcome import BAD_INPUT, DONE, STOPPED, UNHEALTHY
 from .slurm import Job
-from .verdict import BAD, BROKEN, FINISHED, HANG, KILLED, LOST, SICK, STOP, TIMEOUT, Ended
+from .verdict import BAD, BROKEN, CRASH, FINISHED, HANG, KILLED, LOST, SICK, STOP, TIMEOUT, Ended
 
 RELAUNCH, REQUEUE, END = "relaunch", "requeue", "end"
 UNFIT = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
@@ -67,7 +67,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Past:
-    """What has become of a job's attempts so far, the latest included."""
+    """Outcome of a job's attempts so far, the latest included."""
 
     stuck: int = 0  # in a row that saved no newer checkpoint
     pauses: int = 0  # in a row, since one in which ranks have trained
@@ -84,10 +84,11 @@ class Past:
             if event["event"] == "attempt_ended":
                 first, last, cause = event.get("from_step"), event.get("to_step"), event.get("cause")
                 progress = isinstance(first, int) and isinstance(last, int) and last > first
-                if not progress and (cause == BAD or (event.get("met") is False and cause in UNMET)):
+                untold = cause == STOP and bool(event.get("first"))  # asked for, says an exit code alone
+                if not progress and (cause == BAD or (event.get("met") is False and cause in UNMET and not untold)):
                     continue
                 stuck = 0 if progress else stuck + 1
-                pauses, trained = 0, trained or progress or event.get("met") is True
+                pauses, trained = 0, trained or progress or (event.get("met") is True and cause != CRASH)
             elif event["event"] == "requeue" and event.get("code") == UNFIT:
                 stuck += 1
             elif event["event"] == "waiting":

@@ -42,7 +42,7 @@ def submitting(run: RunFolder) -> Iterator[None]:
     """Let one process at a time look whether a job of the run is there, and submit one; others wait for it."""
     folder = run.path / "launch"
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    descriptor = opened(folder / "lock", os.O_RDWR | os.O_CREAT)
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -27,7 +27,7 @@ def _refusal(folder: Path) -> str:
     probe = folder / f".room.{os.getpid()}"
     try:
         found = os.statvfs(folder)
-        if found.f_bavail * found.f_frsize < LEAST:
+        if found.f_blocks and found.f_bavail * found.f_frsize < LEAST:  # some count no blocks at all
             return os.strerror(errno.ENOSPC)
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:

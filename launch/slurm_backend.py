@@ -242,19 +242,19 @@ class SlurmBackend:
         Where srun itself fails, as while Slurm's controller restarts, the check is made again after a pause.
         """
         bad: dict[tuple[str, ...], str] = {}
-        left, wait, waited = list(groups), 1.0, 0.0
+        left, wait, began = list(groups), 1.0, time.monotonic()
         while left:
             found = self._examine_once(left, folder, full, stopped, together)
             left = [group for group in found if srun_failed(_lines(_log(folder, group)))]
             bad.update(found)
-            if waited >= self.options.patience or stopped():
+            if time.monotonic() - began >= self.options.patience or stopped():
                 break
             for group in left:
                 del bad[group]
             until = time.monotonic() + (wait if left else 0)
             while time.monotonic() < until and not stopped():
                 self.pause(0.1)
-            waited, wait = waited + wait, min(2 * wait, 30.0)
+            wait = min(2 * wait, 30.0)
         return bad
 
     def _examine_once(
@@ -268,6 +268,8 @@ class SlurmBackend:
         under_way: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
         bad: dict[tuple[str, ...], str] = {}
         for group in groups:
+            with suppress(OSError):
+                _log(folder, group).unlink()  # what an earlier check said tells nothing of this one
             with kept(_log(folder, group)) as said:
                 check = self._check(folder, full, together or group)
                 under_way[group] = self._srun(["--overlap", "--quiet", *_on(group), *check], said)

@@ -19,6 +19,7 @@ from typing import Any
 from . import page, policy
 from .backend import Backend, Running, Start
 from .events import Event, append_event, read_events
+from .files import opened
 from .frozen import Frozen
 from .layout import Attempt, RunFolder
 from .outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read_failures, read_outcome
@@ -129,7 +130,7 @@ class Supervisor:
             return []
 
     def _before_this(self) -> list[Event]:
-        """What had happened before this start of the job began, by the order of the file, which all see alike."""
+        """Events before this start of the job, by the order of the file, which all see alike."""
         events, mine = self._remembered(), ("begin", self.backend.job)
         begun = [at for at, event in enumerate(events) if (event["event"], event.get("job")) == mine]
         return events[: begun[-1]] if begun else []
@@ -355,7 +356,7 @@ class Supervisor:
     def _look_anew(self, folder: Path) -> None:
         """Have a shared file system show what other nodes have written: a change of its own renews NFS's view."""
         with suppress(OSError):
-            (folder / ".ended").touch()
+            os.close(opened(folder / ".ended", os.O_WRONLY | os.O_CREAT))
             (folder / ".ended").unlink()
 
     def _requeue(self, move: Move) -> str:

@@ -15,7 +15,7 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of memory in t
 
 
 class _Escaped:
-    """What is printed, with codes in place of characters that could disturb a terminal."""
+    """Text as it is printed, with codes in place of characters that could disturb a terminal."""
 
     def __init__(self, shown: RenderableType) -> None:
         self.shown = shown
@@ -37,7 +37,7 @@ def escaping(on: Console) -> Console:
 
 
 def console() -> Console:
-    """Of stdout. It prints texts without markup, and escapes what could disturb a terminal."""
+    """Console on stdout. It prints texts without markup, and escapes what could disturb a terminal."""
     return escaping(Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED))
 
 

@@ -1,4 +1,4 @@
-"""What a run's own failures tell: their rate, and the interval between checkpoints that follows from it.
+"""Rate of a run's own failures, and the interval between checkpoints that follows from it.
 
 Where nothing has failed yet, machines of every quality are possible: each of PRIORS is a rate of failures that is
 exponential around one in so many hours of a GPU. Half of what is believed is the rate of a good data center; a few
@@ -47,7 +47,7 @@ class Rate:
 
 
 def failure_rate(failures: int, gpu_hours: float) -> Rate:
-    """What `failures` in `gpu_hours` tell of the rate, beside what was known before."""
+    """Estimate the rate from `failures` in `gpu_hours` and from what was known before."""
     hours = [prior + gpu_hours for _, prior in PRIORS]
     likely = [log(weight * prior) - (failures + 1) * log(all_) for (weight, prior), all_ in zip(PRIORS, hours)]
     most = max(likely)

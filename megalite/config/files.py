@@ -120,10 +120,11 @@ def check_output(path: Path) -> None:
 def check_copied(path: Path) -> None:
     """Raises InputError for a link out of its folder: a copy would have the content of any file.
 
-    A hub's cache may have its links: `models--NAME/snapshots/REVISION/FILE` leads to `models--NAME/blobs/HASH`.
+    A hub's cache may have its links: `models--NAME/snapshots/REVISION/…/FILE` leads to `models--NAME/blobs/HASH`.
     """
     folder, real = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
+    snapshots = next((above.parent for above in (folder, *folder.parents) if above.parent.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent / "blobs"
     if not real.is_relative_to(folder) and real.parent != blobs:
         raise InputError(
             f"{path}: leads to {real}, outside of its folder, and is not copied; put that file in its place"

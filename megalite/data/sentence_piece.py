@@ -14,7 +14,7 @@ STEPS = 64  # of a score, to 1
 
 @dataclass(frozen=True)
 class PieceModel:
-    """What a model's file says of how text is split."""
+    """Content of a model's file that decides how text is split."""
 
     pieces: list[tuple[str, float, int]]  # name, score and kind
     kind: int
@@ -26,7 +26,7 @@ class PieceModel:
 
 
 def read_model(content: bytes) -> PieceModel:
-    """What is in a file that SentencePiece itself has read without complaint."""
+    """Parse a file that SentencePiece itself has read without complaint."""
     whole = _values(content)
     trainer, normalizer = (_values(b"".join(whole[number])) for number in (2, 3))
     pieces = []

@@ -180,7 +180,7 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
 
 
 def _prefix(folder: Path) -> int | None:
-    """What stands before a text for the harness's own `hf` models of a folder; None: transformers cannot read it."""
+    """Token before a text for the harness's own `hf` models of a folder; None: transformers cannot read it."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError):

@@ -77,7 +77,7 @@ def _described(store: TokenStore, tokenizer: Tokenizer | None) -> Description | 
 
 
 def _hashes(path: Path) -> Iterator[str]:
-    """Those of a tokenizer's file, and of the `tokenizer.model` beside it that an export's `tokenizer.json` is of."""
+    """Hashes of a tokenizer's file, and of the `tokenizer.model` beside it that an export's `tokenizer.json` is of."""
     yield tokenizer_hash(path)
     if is_file(model := path.with_name("tokenizer.model")):
         yield tokenizer_hash(model)

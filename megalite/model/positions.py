@@ -101,7 +101,7 @@ def _yarn_pairs(scaling: RopeScaling, model: Model) -> tuple[float, float]:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by, which sharpens attention to more tokens (YaRN, §3.4; LongRoPE)."""
+    """Factor of cosines and sines, which sharpens attention to more tokens (YaRN, §3.4; LongRoPE)."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:

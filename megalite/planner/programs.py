@@ -181,7 +181,7 @@ PROGRAMS = {
         moved=TO_FLOAT32,
         sums=0,
     ),
-    # Of 2023 (c18bec9). Gradients in bf16 are all-reduced beside backward, and each rank
+    # The code of 2023 (c18bec9). Gradients in bf16 are all-reduced beside backward, and each rank
     # broadcasts the weights that it has updated (solver/optimizer/hybrid_zero_optim.py: _reduce_grads_by_rank,
     # broadcast_params). FlashAttention 1.0.5: doc/en/install.md.
     "internevo": Program(

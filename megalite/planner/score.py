@@ -123,7 +123,7 @@ def _timed(row: Row, measured: float, constants: Constants) -> Compared:
 
 
 def planned(found: Iterable[Compared]) -> list[Compared]:
-    """Those of some times that are `predict`'s."""
+    """Select the times that are `predict`'s."""
     return [each for each in found if each.formula is not None]
 
 
@@ -214,7 +214,7 @@ def trend(found: Iterable[Compared]) -> Trend | None:
 
 
 def loss(rows: Sequence[Row], constants: Constants) -> float:
-    """What a fit makes small: the mean error of rows, and that of sources, each by half; errors as |ln ratio|.
+    """Objective of a fit: the mean error of rows, and that of sources, each by half; errors as |ln ratio|.
 
     All rows are timed by the formula, which agrees with `predict` and takes less time.
     """

@@ -80,7 +80,7 @@ class StageTime:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """Of an I and a W."""
+        """Seconds of an I and a W."""
         return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:
@@ -90,7 +90,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Piece:
-    """What FSDP2 gathers at once. inputs, weights: of backward, as in a layer's time; parameters: of a rank, before
+    """A unit gathered at once. inputs, weights: of backward, as in a layer's time; parameters: of a rank, before
     sharding."""
 
     part: Part

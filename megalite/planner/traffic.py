@@ -78,7 +78,7 @@ def busy_links(prediction: Prediction, timer: Timer, pp: int) -> Links:
 
 
 def _by_axis(prediction: Prediction, pp: int) -> dict[str, list[tuple[Kind, Traffic]]]:
-    """What the first rank of a pipeline rank sends in a step, over each axis of MOVES over which it sends anything."""
+    """Transfers of a pipeline rank's first rank in a step, over each axis of MOVES over which it sends anything."""
     config = prediction.config
     rank = config.parallel.layout.rank(pp=pp, dp_replicate=0, dp_shard=0, cp=0, tp=0)
     found: dict[str, list[tuple[Kind, Traffic]]] = {axis: [] for axis in MOVES}

@@ -39,7 +39,7 @@ def kind_of(transfer: str) -> Kind | None:
 
 
 def total(links: Iterable[Links]) -> Links:
-    """Of several, one after another."""
+    """Sum of several, one after another."""
     return tuple(map(sum, zip(*links, strict=True)))
 
 

@@ -24,7 +24,7 @@ SINGULAR = 1e-9  # reciprocal condition number of the scaled normal matrix, belo
 
 @dataclass(frozen=True)
 class Fit3:
-    """What n runs tell. residuals: ln of predicted minus ln of measured loss. leverage: of each run.
+    """Evidence of n runs. residuals: ln of predicted minus ln of measured loss. leverage: of each run.
 
     centred: the solver's parameters, of logarithms less `centre`. agreeing: of `starts` guesses, those that reached
     the lowest objective. caveats: sentences.

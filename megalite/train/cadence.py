@@ -28,6 +28,7 @@ from megalite.train.build import Job
 from megalite.train.records import WARM_UP
 from megalite.train.report import Report, duration
 from megalite_launch.events import read_events
+from megalite_launch.files import read_bytes
 from megalite_launch.goodput.learned import Rate, failure_rate, learned_interval
 from megalite_launch.goodput.measured import interruptions
 from megalite_launch.words import scaled
@@ -208,7 +209,7 @@ class Automatic(Cadence):
     def _recall(self, path: Path) -> int:
         """Take over what an earlier start has measured; its interval, or 0."""
         try:
-            kept: Any = json.loads(path.read_bytes()[:4096])
+            kept: Any = json.loads(read_bytes(path, 4096))
         except (OSError, ValueError, RecursionError):
             return 0
         steps = kept.get("steps") if isinstance(kept, Mapping) else None

@@ -143,7 +143,7 @@ def _validate(
     """
     size, steps = job.config.batch.global_, job.config.eval.steps
     if batches.valid is None or steps == 0:
-        return ()
+        return asked
     wanted = [GlobalBatch(size * index, size) for index in range(steps)]
 
     def loss_on(loader: Loader) -> float:

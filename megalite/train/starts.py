@@ -92,7 +92,8 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
     settings = tokenizer.with_name("tokenizer_config.json")
     for source in (settings, tokenizer):  # the tokenizer last: where it is, its settings are
         if source.exists():
-            check_copied(source)
+            if source is settings:  # the user has named the other
+                check_copied(source)
             write_whole(folder / source.name, source.read_bytes())
 
 

@@ -14,7 +14,7 @@ def kind_of(text: str) -> str:
 
 
 def wrong(value: Any, kind: str, where: str = "") -> list[str]:
-    """What is wrong with a value of this type, each with its place."""
+    """Find what is wrong with a value of this type, each with its place."""
     if kind[0] == "[":
         if not isinstance(value, list):
             return [f"{where}: no list"]

@@ -1,4 +1,4 @@
-"""What is told of a configuration whose files were edited since its job was submitted."""
+"""Configurations whose files were edited since their job was submitted."""
 
 import sys
 import time
@@ -74,3 +74,14 @@ def test_the_supervisor_tells_it(tmp_path: Path, edited: bool) -> None:
     assert supervisor.run() == 0
     told = [event for event in read_events(world.folder.events) if event["event"] == "edited"]
     assert [(event["used"], event["frozen"]) for event in told] == [(False, str(watch.path))] * edited
+
+
+def test_a_look_that_finds_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    watch = frozen(tmp_path, "model: {}")
+    watch.look()
+    assert watch.found() == ""
+    watch.end()

@@ -1,4 +1,4 @@
-"""What a run's failures tell of their rate, and 200 simulated jobs that choose their intervals by it."""
+"""Rates learned from a run's failures, and 200 simulated jobs that choose their intervals by it."""
 
 from math import exp, log
 from random import Random

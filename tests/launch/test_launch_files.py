@@ -66,6 +66,7 @@ def test_a_name_that_was_foreseen_all_the_same_is_not_written_through(
         lambda path: append_event(path, "begin", "supervisor", "text"),
         lambda path: appended(path).close(),
         lambda path: os.close(opened(path, os.O_RDWR | os.O_CREAT)),
+        lambda path: os.close(opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)),
     ],
 )
 @pytest.mark.parametrize(

@@ -135,10 +135,11 @@ def test_an_overlay_has_the_last_word(tmp_path: Path) -> None:
         "kind: Job\nspec: {suspend: true, template: {spec: {schedulerName: null}}}\n---\n"
         "apiVersion: v1\nkind: Service\nmetadata: {name: run, annotations: {a: b}}\n"
     )
-    service, job = documents("--env NCCL_DEBUG=INFO", tmp_path / "a.json", tmp_path / "b.yaml")
+    service, job = documents("--env NCCL_DEBUG=INFO --env A=$$(B)", tmp_path / "a.json", tmp_path / "b.yaml")
     pod, container = pod_of(job)
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "privileged": True}
     assert [each.get("value") for each in container["env"] if each["name"] == "NCCL_DEBUG"] == ["WARN"]
+    assert {"name": "A", "value": "$$$$(B)"} in container["env"]  # as Kubernetes writes a $ that is meant
     assert [each["mountPath"] for each in container["volumeMounts"]] == ["/dev/infiniband", "/dev/shm"]
     assert [each["name"] for each in pod["volumes"]] == ["ib", "shm"]
     assert container["command"][0] == "megalite-node"

@@ -126,6 +126,9 @@ def test_what_fits_nowhere_is_refused(over: str, told: str) -> None:
         ("kind: [", "is neither JSON nor YAML"),
         ("\ud800", "is no text in UTF-8"),
         ("[" * 100_000, "is neither JSON nor YAML"),
+        ('{"kind": "Job", "spec": ' + "[" * 60 + "]" * 60 + "}", "spec: is nested more than 50 levels deep"),
+        ("kind: Job\nspec: &a {x: *a}", "has aliases"),
+        ("kind: Job\na: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "has aliases"),
     ],
 )
 def test_files_that_are_no_overlays(text: str, told: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,3 +78,10 @@ def test_a_job_without_a_supervisor_ends_on_a_full_disk(tmp_path: Path, mount: M
     end = read_events(tmp_path / "run/events.jsonl")[-1]
     assert (end["event"], end["code"]) == ("end", 4)
     assert f"{tmp_path}/run/logs: No space left on device" in end["reason"]
+
+
+def test_a_file_system_that_counts_no_blocks_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
+    assert no_room(tmp_path) == ""
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=0, f_frsize=4096))
+    assert no_room(tmp_path) == f"{tmp_path}: No space left on device"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megalite_launch import launcher, supervisor
 from megalite_launch.batch import limit_seconds
 from megalite_launch.commands import run
+from megalite_launch.errors import UserError
 from megalite_launch.events import read_events
 from megalite_launch.yaml_text import yaml_text
 
@@ -96,6 +97,16 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert not (tmp_path / "hurt").exists()
 
 
+def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs/the run").mkdir(parents=True)
+    (tmp_path / "runs/the run/launch").symlink_to(tmp_path / "elsewhere")
+    for way in (SLURM, ("local", "config.yaml")):
+        with pytest.raises(UserError, match="launch: is a link"):
+            start(*way, sbatch="echo 4711")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "wanted", "unwanted"),
     [
@@ -104,6 +115,7 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
         (("--sbatch", "mem-per-gpu=100G"), {"--cpus-per-task=8", "--mem-per-gpu=100G"}, {"--mem=0"}),
         (("--sbatch", "cpus-per-gpu=4", "--sbatch", "mem=9G"), {"--cpus-per-gpu=4", "--mem=9G"}, {"--cpus-per-task=8"}),
         (("--sbatch", "oversubscribe"), {"--oversubscribe", "--mem=0"}, {"--exclusive"}),
+        (("--cpus-only",), {"--mem=0"}, {"--cpus-per-task=8"}),
     ],
 )
 def test_slurm_is_asked_for_whole_nodes_unless_the_user_asks_otherwise(

@@ -1,4 +1,4 @@
-"""What holds of every predicted step, on configurations and clusters that are drawn at random."""
+"""Laws of every predicted step, on configurations and clusters that are drawn at random."""
 
 from collections.abc import Callable
 from dataclasses import replace

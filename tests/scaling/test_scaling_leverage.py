@@ -25,7 +25,7 @@ def ladder(last: tuple[float, ...]) -> tuple[Any, Any]:
 
 
 def leverages(last: tuple[float, ...]) -> Any:
-    """Of the runs of a ladder, at the truth."""
+    """Leverages of the runs of a ladder, at the truth."""
     logs = np.log(np.stack(ladder(last), axis=1))
     centre = logs.mean(axis=0)
     parts = np.log(TRUTH.A) - TRUTH.alpha * centre[0], np.log(TRUTH.B) - TRUTH.beta * centre[1], np.log(TRUTH.E)

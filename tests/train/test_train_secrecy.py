@@ -1,4 +1,4 @@
-"""What the record of a start leaves out: secrets, whatever variable they are in."""
+"""Records of starts leave out secrets, whatever variable they are in."""
 
 import pytest
 

@@ -128,6 +128,20 @@ def test_nothing_is_written_through_what_somebody_has_prepared(tmp_path: Path) -
     assert (run / "starts/002.json").exists()
 
 
+def test_a_tokenizer_may_be_a_link_and_its_settings_may_not(tmp_path: Path) -> None:
+    """The user has named the one; the others might lead anywhere."""
+    given, stored, run = tmp_path / "given", tmp_path / "stored", tmp_path / "run"
+    for folder in (given, stored, run):
+        folder.mkdir()
+    (stored / "tokenizer.json").write_text("{}")
+    (given / "tokenizer.json").symlink_to(stored / "tokenizer.json")
+    keep_tokenizer(given / "tokenizer.json", run, run / "later")
+    assert (run / "tokenizer/tokenizer.json").read_text() == "{}"
+    (given / "tokenizer_config.json").symlink_to(stored / "tokenizer.json")
+    with pytest.raises(InputError, match="outside of its folder"):
+        keep_tokenizer(given / "tokenizer.json", tmp_path / "other", tmp_path / "later")
+
+
 def test_a_record_is_for_its_owner_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_EXPORT_ENV", "ALL,WANDB_API_KEY=precious,A=1")
     monkeypatch.setattr(sys, "orig_argv", ["megalite", "train", "--password", "precious"])

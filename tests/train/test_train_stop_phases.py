@@ -68,3 +68,9 @@ def test_a_request_in_any_phase_costs_a_step_and_a_save_at_most(
         assert together == {step: value for step, value in expected[name].items() if step not in left_out}
     if stops < 6:
         assert all(torch.equal(part.values, weights[name].values) for name, part in later[0][1].items())
+
+
+def test_a_request_is_heard_where_an_evaluation_is_due_that_has_no_batches(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(phase_run, replace(config(), eval=Eval(interval=1, steps=0)), tmp_path, "forward", 1, RANK)
+    assert {notes.code for notes, _ in found} == {3}
+    assert max(found[0][0].curve("loss")) == 1

@@ -46,7 +46,7 @@ def _never(model: PieceModel) -> list[str]:
 
 
 def _lone(model: PieceModel) -> list[str]:
-    """What to take apart before a unigram model: letters without a piece in text that spells one of `_never`.
+    """Pattern to take apart before a unigram model: letters without a piece in text that spells one of `_never`.
 
     A piece that is unlikely in the extreme is still likelier than letters that are none.
     """
@@ -61,7 +61,7 @@ def _lone(model: PieceModel) -> list[str]:
 
 
 def _whole(model: PieceModel, merging: Any) -> list[str]:
-    """What to take apart before merging, if there are user-defined pieces: they are whole, the longest first.
+    """Pattern to take apart before merging, if there are user-defined pieces: they are whole, the longest first.
 
     Such a piece alone is taken as it is, and so would be text between two that spells one of `_never`: it is cut where
     the first of its merged pieces ends.

@@ -196,7 +196,7 @@ def test_the_rate_counts_what_this_attempt_wrote(
 
 
 def test_logits_are_compared_with_one_layer_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tied weights too, which the first layer and the last have."""
+    """Tied weights too, which the first layer and the last have."""
     CASES["llama tied, all heads"].save(tmp_path / "hf")
     found, held = open_weights(f"hf:{tmp_path}/hf"), []
 

@@ -8,8 +8,9 @@ such a gradient is compared on the scale of all gradients, in every step, and su
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megalite.config.errors import InputError, Problem, counted
 from megalite.config.layout import Layout
@@ -32,6 +32,7 @@ from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.exit_codes import ExitCode
+from megalite.parallel.parameter import box, cut, parameters
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
 from megalite.plan.pipeline import table_of
@@ -64,10 +65,10 @@ class Part:
 
     @staticmethod
     def of(tensor: Tensor | None) -> "Part":
+        """Of a parameter, or of what is of its size."""
         assert isinstance(tensor, DTensor)
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        return Part(box, tensor.to_local().detach().clone())
+        place = tuple(slice(start, start + size) for size, start in zip(*box(tensor), strict=True))
+        return Part(place, tensor.to_local().detach().clone())
 
 
 Parts = list[tuple[str, Part]]  # by global name; a rank may have two copies of a tied embedding
@@ -132,15 +133,15 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
-    initial = _parameters(job)
+    initial = _parts(job)
     losses, norms, grads = [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step))
-        grads.append([(name, Part.of(param.grad)) for name, param in job.named_parameters()])
+        grads.append(_parts(job, attrgetter("grad")))
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
-    return Trace(losses, norms, initial, grads, _parameters(job))
+    return Trace(losses, norms, initial, grads, _parts(job))
 
 
 def refuse_dead(reference: Trace, config: Config) -> None:
@@ -192,8 +193,10 @@ def micros_of(job: Job, samples: Tensor, pieces: int = 1) -> Micros:
     return Micros.cut_at(cut.reshape(-1, micro * pieces, length + 1), END_OF_DOCUMENT)
 
 
-def _parameters(job: Job) -> Parts:
-    return [(name, Part.of(param)) for name, param in job.named_parameters()]
+def _parts(job: Job, of: Callable[[DTensor], DTensor] = lambda param: param) -> Parts:
+    """Parameters, or what each of them has, without padding."""
+    every = (found for stage in job.stages.values() for found in parameters(stage))
+    return [(found.name, Part.of(cut(of(found.value), found.shape))) for found in every]
 
 
 def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:

@@ -108,9 +108,15 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         kv_heads=kv_heads,
         head_width=head_width,
         ffn=_side(model.ffn, model.width, width, tp, 24),
-        vocab_size=_side(model.vocab_size, model.width, width, tp, 48),
+        vocab_size=_shrink_vocabulary(model, width, tp),
         sequence_length=length,
     )
+
+
+def _shrink_vocabulary(model: Model, width: int, tp: int) -> int:
+    """A vocabulary with as much padding as at full size, and ranks of nothing else if there are some at full size."""
+    size, padding = _side(model.vocab_size, model.width, width, tp, 48), -model.vocab_size % tp
+    return min(size - padding, model.vocab_size) if padding else size
 
 
 def _shrink_rotary(model: Model, head_size: int) -> int | None:

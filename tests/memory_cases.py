@@ -52,6 +52,11 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "zero2, replicas": ({"parallel.data.mode": "zero2", "parallel.dp_replicate": 2, **SHARDED}, 0),
     "zero2, bf16 reduction": ({"parallel.data.mode": "zero2", "parallel.data.reduce_precision": "bf16", **SHARDED}, 0),
     "zero3, tp": ({"parallel.tp": 4, **SHARDED}, 0),
+    "zero3, tp, padded vocabulary": ({"parallel.tp": 4, "model.vocab_size": 4001, **SHARDED}, 0),
+    "tied, tp, padded vocabulary, fp32, last of 2 stages": (
+        {**TIED, "parallel.tp": 4, "model.vocab_size": 4001, "train.precision": "fp32", **PIPELINE},
+        1,
+    ),
     "recompute full": ({"train.recompute": "full", "batch.micro": 4, **SHARDED}, 0),
     "recompute selective": ({"train.recompute": "selective", "batch.micro": 4, "model.qk_norm": True}, 0),
     "recompute every second layer": ({"train.recompute": "full", "train.recompute_every": 2, "batch.micro": 4}, 0),

@@ -385,6 +385,17 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
     assert micro_batches(small) == min(micro_batches(whole), 2 * whole.parallel.pp + 1)
 
 
+@pytest.mark.parametrize(("vocabulary", "tp"), [(32001, 2), (50257, 4), (37, 3), (5, 4)])
+def test_a_shrunken_copy_has_padding_where_the_model_has(vocabulary: int, tp: int) -> None:
+    whole = configuration(tp=tp)
+    whole.model = replace(
+        whole.model, vocab_size=vocabulary, heads=12, kv_heads=12, width=24, ffn=36, sequence_length=24
+    )
+    small = shrink(check(whole))
+    assert small.model.vocab_size % tp == vocabulary % tp
+    assert small.model.vocab_size <= vocabulary
+
+
 def orders(model: Model) -> list[tuple[bool, bool]]:
     """Whether the other sides of matrices are longer than the width, and as long."""
     sides = (model.ffn, model.vocab_size, model.heads * model.head_size)

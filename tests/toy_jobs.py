@@ -19,6 +19,7 @@ from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
+from megalite.parallel.parameter import cut, parameters
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
@@ -66,13 +67,14 @@ def advance(job: Job, first: int, last: int) -> list[float]:
 
 
 def parts(job: Job) -> Parts:
-    """This rank's parts of all weights and optimizer states."""
+    """This rank's parts of all weights and optimizer states, without padding, which is 0."""
     found: Parts = {}
-    for name, param in job.named_parameters():
+    for name, param, _, shape in (each for stage in job.stages.values() for each in parameters(stage)):
         states = job.optimizer.states_of(param).items()
         here = {name: param, **{f"{name} {state}": tensor for state, tensor in states if state != "step"}}
         for key, tensor in here.items():
-            part = Part.of(tensor)
+            part = Part.of(cut(tensor, shape))
+            assert not tensor.to_local()[len(part.values) :].any(), f"{key}: padding is not 0"
             assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"
             found[key] = part
     return found
@@ -174,7 +176,8 @@ def load_weights(config: Config, path: Path) -> tuple[Parts, bool]:
     """The weights alone, and whether the optimizer was left untouched."""
     job = make(replace(config, run=replace(config.run, seed=99)))
     restorer(job, config).weights(str(path))
-    return {name: Part.of(param) for name, param in job.named_parameters()}, not job.optimizer.state
+    untouched = not job.optimizer.state
+    return {name: part for name, part in parts(job).items() if " " not in name}, untouched
 
 
 def empty_parts(found: list[Parts]) -> int:

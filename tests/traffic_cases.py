@@ -27,6 +27,7 @@ FP32: Overrides = {"train.precision": "fp32"}
 FP64: Overrides = {"train.precision": "fp64"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 TP: Overrides = {"parallel.tp": 2}
+PADDED: Overrides = {"model.vocab_size": 121}  # 61 on each of two ranks
 TIED: Overrides = {"model.tie_embeddings": True}
 NORMED: Overrides = {"model.qk_norm": True, "model.qkv_bias": True}
 POST: Overrides = {"model.norm": "post", "model.qk_norm": True, "model.qk_norm_width": "all"}
@@ -41,6 +42,14 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "tp without fsdp": ({**TP, **FP32, **NORMED}, {"tp": 1}),
     "tp, fp64": ({"parallel.tp": 4, **FP64}, {}),
     "tp, zero3, uneven shards": ({**TP, **data("zero3", dp_shard=3)}, {"dp_shard": 2}),
+    "tp, padded vocabulary, tied, first stage, uneven shards": (
+        {**TP, **PADDED, **TIED, **pipeline("1f1b"), **data("zero2", dp_shard=3)},
+        {"dp_shard": 2, "tp": 1},
+    ),
+    "tp, padded vocabulary, zero3, head in chunks": (
+        {**TP, **PADDED, **data("zero3", dp_shard=2), "batch.micro": 80, "batch.global": 320},
+        {"tp": 1},
+    ),
     "tp, zero2, norms and biases": ({**TP, **NORMED, **data("zero2", dp_shard=3)}, {}),
     "zero1, replicas": (data("zero1", dp_shard=2, dp_replicate=2), {"dp_replicate": 1}),
     "zero2, replicas, bf16 reduction, tp": ({**NARROW, **TP, **data("zero2", dp_shard=2, dp_replicate=2)}, {}),

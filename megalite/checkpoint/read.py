@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megalite.checkpoint.disk import DamagedError, damage_of, opened, read_at, read_whole
 from megalite.checkpoint.formats.opened import Weights
 from megalite.checkpoint.index import LIMIT, Index, Stored
 from megalite.checkpoint.manifest import INDEX, Manifest
 from megalite.config.errors import InputError
+from megalite.parallel.parameter import box
 
 NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
@@ -141,8 +141,7 @@ def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     """This rank's part of a tensor, and the place of its first element."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.ndim
-    offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
-    return tensor.to_local(), offset
+    return tensor.to_local(), box(tensor)[1]
 
 
 def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) -> Iterator[Piece]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +39,7 @@ from megalite.config.errors import InputError, Unhealthy
 from megalite.config.schema import Config
 from megalite.optim.interface import rate_of
 from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.parameter import box
 
 VERSIONS = ("megalite", "torch")
 MEND = "when that is mended, the same command continues from the newest"
@@ -69,8 +70,22 @@ class Planner(DefaultSavePlanner):
 
     staged: Mapping[str, Tensor]
 
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[_placed(item, self.state_dict[item.index.fqn]) for item in plan.items])
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.staged[index.fqn].contiguous()  # the index tells of whole rows
+
+
+def _placed(item: WriteItem, tensor: Any) -> WriteItem:
+    """`item`, of a DTensor that may be `cut`: then DCP does not know where this rank's part is."""
+    if not isinstance(tensor, DTensor):
+        return item
+    assert item.tensor_data is not None
+    sizes, offsets = map(torch.Size, box(tensor))
+    data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, sizes))
+    return replace(item, index=MetadataIndex(item.index.fqn, offsets), tensor_data=data)
 
 
 def _bytes_of(plan: SavePlan) -> int:

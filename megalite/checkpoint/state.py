@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.progress import Progress, impossible
 from megalite.optim.interface import Optimizer
+from megalite.parallel.parameter import Parameter, cut, parameters
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
 FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
@@ -34,17 +35,19 @@ class State:
         return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
 
     def weights(self) -> dict[str, Tensor]:
-        """Weights by global name, without gradients."""
-        return {f"model.{name}": first.detach() for name, (first, *_) in self._named().items()}
+        """Weights by global name, without gradients and padding."""
+        return {f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer states by global name; states that do not exist yet are made as zeros."""
+        """As `weights`, and optimizer states by global name; states that do not exist yet are made as zeros."""
         assert self.optimizer is not None
         tensors = self.weights()
-        for name, (param, *_) in self._named().items():
-            if param.requires_grad:
-                states = self.optimizer.states_of(param).items()
-                tensors |= {f"optimizer.{state}.{name}": tensor for state, tensor in states if state != COUNT}
+        for name, (first, *_) in self._named().items():
+            if first.value.requires_grad:
+                states = self.optimizer.states_of(first.value).items()
+                tensors |= {
+                    f"optimizer.{state}.{name}": cut(held, first.shape) for state, held in states if state != COUNT
+                }
         return tensors
 
     @torch.no_grad()
@@ -52,29 +55,29 @@ class State:
         """Make whole what `weights()` does not reach, once they are filled."""
         for first, *copies in self._named().values():
             for copy in copies:
-                copy.copy_(first)
+                copy.value.copy_(first.value)
 
     def loaded(self, updates: int) -> None:
         """Make whole what `tensors()` does not reach, once they are filled; `updates` were taken before."""
         assert self.optimizer is not None
         self.loaded_weights()
         for first, *copies in self._named().values():
-            if not first.requires_grad:
+            if not first.value.requires_grad:
                 continue
-            states = self.optimizer.states_of(first)
+            states = self.optimizer.states_of(first.value)
             if COUNT in states:
                 states[COUNT].fill_(updates)
             for copy in copies:
-                others = self.optimizer.states_of(copy)
+                others = self.optimizer.states_of(copy.value)
                 for name, tensor in states.items():
                     others[name].copy_(tensor)
 
-    def _named(self) -> dict[str, list[nn.Parameter]]:
+    def _named(self) -> dict[str, list[Parameter]]:
         """Parameters by global name: one of each, but for a tied embedding whose two copies are on this rank."""
-        found: dict[str, list[nn.Parameter]] = {}
+        found: dict[str, list[Parameter]] = {}
         for stage in self.stages.values():
-            for name, param in stage.named_parameters():
-                found.setdefault(name, []).append(param)
+            for parameter in parameters(stage):
+                found.setdefault(parameter.name, []).append(parameter)
         return found
 
 

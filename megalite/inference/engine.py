@@ -29,7 +29,7 @@ MOST_ANGLES = 4096  # positions whose angles are made at once; a model may name 
 
 def check_layout(model: Model, layout: Layout) -> None:
     """Raises InputError if the model cannot be split so."""
-    for name in ("heads", "kv_heads", "ffn", "vocab_size"):
+    for name in ("heads", "kv_heads", "ffn"):
         if (size := getattr(model, name)) % layout.tp:
             raise InputError(f"--tp {layout.tp}: must divide model.{name} = {size}")
     if layout.pp > model.layers:
@@ -114,9 +114,11 @@ class Engine:
         return told
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits `[r, v]` from the parts of all tensor-parallel ranks."""
+        """Logits `[r, v]` from the parts of all tensor-parallel ranks, without padding."""
         group = self.decoder.group
-        return logits if group.size() == 1 else start_gather(logits.t().contiguous(), group).wait().t().contiguous()
+        if group.size() == 1:
+            return logits
+        return start_gather(logits.t().contiguous(), group).wait()[: self.model.vocab_size].t().contiguous()
 
     def agree(self, count: int, make: Callable[[Tensor], Tensor], logits: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`count` numbers that `make` makes of whole logits, on one rank of the last stage; told to all."""
@@ -216,6 +218,7 @@ class Engine:
         """The log-probability of a token in every row, and whether it is the likeliest: `[r, 2]`."""
         group, wide = self.decoder.group, logits.to(torch.promote_types(logits.dtype, torch.float32))
         first = group.rank() * wide.shape[1]
+        wide[:, max(self.model.vocab_size - first, 0) :] = -torch.inf  # padding
         wanted = self._there(targets)
         absent = (wanted < first) | (wanted >= first + wide.shape[1])
         place = (wanted - first).masked_fill(absent, 0)

@@ -183,6 +183,7 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
+    A vocabulary that tp does not divide is padded; the logits of padding mean nothing, and the loss leaves them out.
     Logits are multiplied by a number, which is done in the norm. Given targets `[s, b]`, the head returns their
     cross-entropy instead, summed over tokens. Logits then exist only in chunks. A split backward makes the gradient of
     the head's weight at once: to put it off, the gradient of the logits would have to be kept.
@@ -193,7 +194,7 @@ class Head(nn.Module):
         self.group = tp.get_group()
         self.norm = Norm(model, tp, kernels, roles.FINAL_NORM, multipliers(model).logits)
         self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp, roles.HEAD)
-        self.cross_entropy = partial(linear_cross_entropy, backend=kernels.cross_entropy)
+        self.cross_entropy = partial(linear_cross_entropy, vocabulary=model.vocab_size, backend=kernels.cross_entropy)
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None) -> Tensor:
         weight = tied if self.output is None else self.output.weight

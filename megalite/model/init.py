@@ -13,10 +13,9 @@ from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megalite.config.schema import Model
-from megalite.parallel.parameter import parameters
+from megalite.parallel.parameter import box, cut, parameters
 from megalite.plan.parametrization import standard_deviation
 from megalite.plan.roles import Kind
 
@@ -25,8 +24,8 @@ BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
 @torch.no_grad()
 def initialize(stage: nn.Module, model: Model, seed: int) -> None:
-    """Fill every parameter of a materialized stage: norms 1, biases 0, matrices normal."""
-    for name, param, role in parameters(stage):
+    """Fill every parameter of a materialized stage: norms 1, biases and padding 0, matrices normal."""
+    for name, param, role, shape in parameters(stage):
         local = param.to_local()
         match role.kind:
             case Kind.NORM:
@@ -34,8 +33,9 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
             case Kind.BIAS:
                 local.zero_()
             case _:
-                _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-                fill_normal(local, param.shape, offset, standard_deviation(model, role), f"{seed}/{name}")
+                local.zero_()
+                part, std = cut(param, shape), standard_deviation(model, role)
+                fill_normal(part.to_local(), shape, box(part)[1], std, f"{seed}/{name}")
 
 
 def fill_normal(local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str) -> None:

@@ -23,13 +23,14 @@ def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> 
     that are not sharded, and the sum over both copies of a tied embedding, in the first and the last stage.
     placement: the pipeline rank that owns each stage.
     """
-    for _, param, _ in _trainable(stages):
+    for _, param, *_ in _trainable(stages):
         if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)
     if not tied or len(placement) == 1:
         return
     ends = [stage for stage in (0, len(placement) - 1) if stage in stages]
-    grads = [_local_grad(param) for stage in ends for _, param, role in trainable(stages[stage]) if role == EMBEDDING]
+    tables = (found.value for stage in ends for found in trainable(stages[stage]) if found.role == EMBEDDING)
+    grads = [_local_grad(table) for table in tables]
     match grads:
         case [first, last]:
             first += last
@@ -79,7 +80,7 @@ def _counted(stages: Stages, placement: Sequence[int], tied: bool) -> Iterator[t
     """The names and values of the parameters that this rank counts."""
     copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
     for number, stage in stages.items():
-        for name, param, role in trainable(stage):
+        for name, param, role, _ in trainable(stage):
             if _counts(param) and not (number == copy and role == EMBEDDING):
                 yield name, param
 

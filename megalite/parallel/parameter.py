@@ -13,10 +13,13 @@ from megalite.plan.roles import Role
 
 
 def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter of global `shape`, without values: this rank's part is on the meta device."""
+    """A parameter of global `shape`, without values: this rank's part is on the meta device.
+
+    All ranks have equally large parts. So a dimension that the mesh does not divide is padded, see `Parameter.shape`.
+    """
     part = list(shape)
     if isinstance(placement, Shard):
-        part[placement.dim] //= mesh.size()
+        part[placement.dim] = -(-part[placement.dim] // mesh.size())
     local = torch.empty(part, device="meta")
     return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
 
@@ -43,6 +46,7 @@ class Parameter(NamedTuple):
     name: str  # in the whole model
     value: DTensor
     role: Role
+    shape: tuple[int, ...]  # without the rows of padding at the end, which begin as 0 and have no gradients
 
 
 def parameters(stage: nn.Module) -> Iterator[Parameter]:
@@ -50,12 +54,38 @@ def parameters(stage: nn.Module) -> Iterator[Parameter]:
     for prefix, module in stage.named_modules():
         for name, value in module.named_parameters(prefix, recurse=False):
             assert isinstance(value, DTensor)
-            yield Parameter(name, value, module.roles[name.rpartition(".")[2]])
+            shape = (getattr(module, "rows", value.shape[0]), *value.shape[1:])
+            yield Parameter(name, value, module.roles[name.rpartition(".")[2]], shape)
 
 
 def trainable(stage: nn.Module) -> Iterator[Parameter]:
     """The parameters of `stage` that training changes. All others have no gradients and no optimizer states."""
     return (found for found in parameters(stage) if found.value.requires_grad)
+
+
+def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
+    """A view without padding of `tensor`, a parameter or something of its size. Where its parts are, `box` tells."""
+    tensor = tensor.detach()
+    assert isinstance(tensor, DTensor)
+    if tuple(tensor.shape) == shape:
+        return tensor
+    spec, (first, *_) = tensor._spec, box(tensor)[1]
+    assert spec.tensor_meta is not None
+    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(shape=torch.Size(shape)))
+    return DTensor(tensor.to_local()[: max(shape[0] - first, 0)], spec, requires_grad=False)
+
+
+def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of this rank's part of a parameter, also of a `cut` one, and its first element's place in the whole."""
+    mesh, whole, sizes = tensor.device_mesh, tensor.shape, tuple(tensor.to_local().shape)
+    parts, first = list(whole), [0] * len(whole)
+    axes = zip(tensor.placements, mesh.get_coordinate() or (), mesh.shape, strict=True)
+    # FSDP2 cuts the tensor-parallel part once more, though FSDP2's mesh axis is first: a strided shard.
+    for placement, position, ranks in sorted(axes, key=lambda axis: hasattr(axis[0], "split_factor")):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            before, parts[dim] = parts[dim], -(-parts[dim] // ranks)
+            first[dim] += min(position * parts[dim], before)
+    return sizes, tuple(at if size else end for at, size, end in zip(first, sizes, whole, strict=True))
 
 
 def add_gradient(param: DTensor, grad: Tensor) -> None:

@@ -33,10 +33,11 @@ class Linear(nn.Module):
 
 
 class ColumnLinear(Linear):
-    """y = x Wᵀ + b, with output features split over tp; see `columns`."""
+    """y = x Wᵀ + b, with output features, padded so that tp divides them, split over tp; see `columns`."""
 
     def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role, bias: bool = False) -> None:
         super().__init__(role)
+        self.rows = width_out
         self.weight = parameter((width_out, width_in), mesh, Shard(0))
         self.bias = parameter((width_out,), mesh, Shard(0)) if bias else None
 
@@ -63,11 +64,12 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding table split by vocabulary over tp: tokens `[s, b]` → `[s/t, b, d]`."""
+    """An embedding table split by vocabulary, padded so that tp divides it: tokens `[s, b]` → `[s/t, b, d]`."""
 
     def __init__(self, vocabulary: int, width: int, mesh: DeviceMesh) -> None:
         super().__init__()
         self.roles = {"weight": EMBEDDING}
+        self.rows = vocabulary
         self.weight = parameter((vocabulary, width), mesh, Shard(0))
         self.group: dist.ProcessGroup = mesh.get_group()
 

@@ -31,7 +31,7 @@ from megalite.plan.parts import Kept, Moment, Part, Weights
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.size import Parameters, layer_parameters
 from megalite.plan.states import state_names
-from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
+from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights, part_of
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 TOKEN = 8  # bytes of a token id
@@ -121,7 +121,7 @@ class Activations:
     def head(self) -> Part:
         """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
         model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
-        columns = model.vocab_size // self.t
+        columns = self._columns
         chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
         block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
@@ -203,7 +203,7 @@ class Activations:
         """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits."""
 
         def elements(weight: Weight) -> int:
-            return weight.elements // (self.t if weight.role.split else 1)
+            return math.prod(part_of(weight, self.t))
 
         def states(weight: Weight) -> int:
             return len(state_names(self.config.optim, weight.role)) * elements(weight)
@@ -212,9 +212,14 @@ class Activations:
         return Weights(Parameters.of(several, elements), Parameters.of(several, states))
 
     @property
+    def _columns(self) -> int:
+        """Tokens of the vocabulary on one rank, with padding."""
+        return part_of(embedding(self.config.model), self.t)[0]
+
+    @property
     def _matrix(self) -> int:
         """Elements of the embedding, or of the head, on one rank."""
-        return self.config.model.vocab_size * self.config.model.width // self.t
+        return self._columns * self.config.model.width
 
     def _down(self, kind: LayerKind) -> int:
         """Elements of the last matrix of a layer, on one rank."""

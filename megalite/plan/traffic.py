@@ -12,8 +12,8 @@ from megalite.plan.muon import MuonPlan, Piece, moves, stage_matrices, working_b
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan
 from megalite.plan.transfers import NAMES, Traffic, Transfer, Transfers, axis_sizes, stage_axis
-from megalite.plan.weight_traffic import Gathering, WeightTraffic, part_of
-from megalite.plan.weights import embedding
+from megalite.plan.weight_traffic import Gathering, WeightTraffic
+from megalite.plan.weights import embedding, part_of
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 from megalite.stop import STOP

@@ -23,7 +23,7 @@ from megalite.plan.resolved import Plan
 from megalite.plan.roles import Kind
 from megalite.plan.transfers import NAMES, Transfer, Transfers, axis_sizes
 from megalite.plan.walk import States
-from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
+from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights, part_of
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,3 @@ class Gathering:
 def put_off(weight: Weight) -> bool:
     """Whether a split backward puts off the gradient of a weight: of the matrices in layers, and of no others."""
     return weight.role.kind is Kind.MATRIX
-
-
-def part_of(weight: Weight, tp: int) -> tuple[int, ...]:
-    """The shape of a tensor-parallel rank's part of a weight."""
-    if not weight.role.split:
-        return weight.shape
-    rows, *others = weight.shape
-    return (rows, others[0] // tp) if weight.role.into_stream else (rows // tp, *others)

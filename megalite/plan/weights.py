@@ -22,6 +22,14 @@ class Weight:
         return prod(self.shape)
 
 
+def part_of(weight: Weight, tp: int) -> tuple[int, ...]:
+    """The shape of a tensor-parallel rank's part of a weight, with padding where tp does not divide the vocabulary."""
+    if not weight.role.split:
+        return weight.shape
+    rows, *others = weight.shape
+    return (rows, others[0] // tp) if weight.role.into_stream else (-(-rows // tp), *others)
+
+
 def weights(model: Model) -> dict[str, Weight]:
     """All weights by global name; a head that uses the embedding's weight has none of its own."""
     found = {"embed.weight": embedding(model)}

@@ -141,7 +141,7 @@ class Space:
 
     def _tensor(self) -> list[int]:
         model, node = self.model, self.timer.cluster.gpus_per_node
-        sizes = (model.heads, model.kv_heads, model.ffn, model.vocab_size, model.sequence_length)
+        sizes = (model.heads, model.kv_heads, model.ffn, model.sequence_length)
         wanted = self._pinned("parallel.tp", lambda: [tp for tp in every_divisor(self.gpus) if tp <= node])
         return [tp for tp in wanted if not any(size % tp for size in sizes)]
 

@@ -21,6 +21,7 @@ from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.size import layer_parameters
+from megalite.plan.weights import embedding, part_of
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
@@ -372,7 +373,7 @@ def work_of(config: Config) -> Work:
         kv_heads=model.kv_heads,
         head_size=model.head_size,
         ffn=model.ffn,
-        vocab=model.vocab_size,
+        vocab=part_of(embedding(model), parallel.tp)[0] * parallel.tp,  # with padding
         sequence=model.sequence_length,
         tied=model.tie_embeddings,
         tp=parallel.tp,

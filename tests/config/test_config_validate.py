@@ -43,10 +43,6 @@ def test_the_defaults_are_valid() -> None:
             "model.ffn = 383: must be divisible by parallel.tp = 2; use ffn 382 or 384, or tp 1",
         ),
         (
-            ["model.vocab_size=1001", "parallel.tp=2"],
-            "model.vocab_size = 1001: must be divisible by parallel.tp = 2; use vocab_size 1000 or 1002, or tp 1",
-        ),
-        (
             ["model.sequence_length=255", "parallel.tp=2"],
             "model.sequence_length = 255: must be divisible by parallel.tp = 2; use sequence_length 254 or 256, "
             "or tp 1 or 3",
@@ -495,14 +491,14 @@ def test_no_sizes_break_the_validator_and_what_passes_divides(numbers: tuple[int
         layout = parallel.layout
         assert world_size in (None, layout.world_size)
         assert batch.global_ % (batch.micro * layout.dp) == 0
-        assert model.kv_heads % parallel.tp == model.ffn % parallel.tp == model.vocab_size % parallel.tp == 0
+        assert model.kv_heads % parallel.tp == model.ffn % parallel.tp == 0
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
 def test_heads_pass_exactly_when_everything_divides(width: int, heads: int, kv_heads: int, tp: int) -> None:
     config = load([], [f"model.width={width * 4}", f"model.heads={heads}", f"model.kv_heads={kv_heads}"])
     config.parallel.tp = tp
-    config.model.ffn = config.model.vocab_size = config.model.sequence_length = 12
+    config.model.ffn = config.model.sequence_length = 12
     fits = heads % kv_heads == heads % tp == kv_heads % tp == width * 4 % heads == 0 and width * 4 // heads % 2 == 0
     assert (validate(config) == []) == fits
 

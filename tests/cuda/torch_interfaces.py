@@ -37,7 +37,6 @@ FUNCTIONS = (
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
     "torch.distributed.tensor:DTensor.__new__",
     "torch.distributed.tensor._dtensor_spec:DTensorSpec.__init__",
-    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     "torch.multiprocessing.reductions:StorageWeakRef.__init__",
 )
 

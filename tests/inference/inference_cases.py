@@ -1,7 +1,6 @@
 """What the ranks of the tests of inference run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.inference.generate import Request, generate
 from megalite.model.init import initialize
+from megalite.parallel.parameter import cut, parameters
 
 # Strong weights, so that what follows depends on what came before.
 MODEL = Model(
@@ -62,27 +62,31 @@ def prompts(model: Model = MODEL, lengths: tuple[int, ...] = (3, 11, 1, 17, 6)) 
     return [torch.randint(model.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def requests(most: int, samples: int = 1) -> list[Request]:
-    return [Request(index, sample, prompt, most) for index, prompt in enumerate(prompts()) for sample in range(samples)]
+def requests(most: int, samples: int = 1, model: Model = MODEL) -> list[Request]:
+    return [
+        Request(index, sample, prompt, most) for index, prompt in enumerate(prompts(model)) for sample in range(samples)
+    ]
 
 
 def texts(engine: Engine, asked: list[Request], draw: Draw, batch: int, end: int | None = None) -> Texts:
     """All tokens drawn, by request."""
     found: Texts = {}
-    for drawn in generate(engine, asked, draw, batch, engine.model.vocab_size, end):
+    for drawn in generate(engine, asked, draw, batch, 2 * engine.model.vocab_size, end):
         found.setdefault((drawn.request.index, drawn.request.sample), []).append(drawn.token)
     return found
 
 
 def engine_of(mesh: Mesh, model: Model = MODEL, dtype: torch.dtype = torch.float64) -> Engine:
+    """With padding that would be the likeliest token, as what is in memory that nothing is loaded into may be."""
     engine = Engine(model, mesh, dtype)
     initialize(engine.decoder, model, 0)
+    for _, value, _, shape in parameters(engine.decoder):
+        value.to_local()[len(cut(value, shape).to_local()) :] = 1e3
     return engine
 
 
-def in_layouts(layouts: list[Layout], tied: bool) -> list[tuple[Texts, Texts] | None]:
+def in_layouts(layouts: list[Layout], model: Model) -> list[tuple[Texts, Texts] | None]:
     """Greedy and random texts in every layout; None for those that do not need this rank."""
-    model = replace(MODEL, tie_embeddings=tied)
     found: list[tuple[Texts, Texts] | None] = []
     for layout in layouts:
         mesh = Mesh.build(layout, torch.device("cpu"), sharded=False)
@@ -90,8 +94,8 @@ def in_layouts(layouts: list[Layout], tied: bool) -> list[tuple[Texts, Texts] | 
             found.append(None)
             continue
         engine = engine_of(mesh, model)
-        random = texts(engine, requests(9, samples=2), Draw(1.0, 20, 0.9, seed=3), batch=3)
-        found.append((texts(engine, requests(12), Draw(0), batch=4), random))
+        random = texts(engine, requests(9, 2, model), Draw(1.0, 20, 0.9, seed=3), batch=3)
+        found.append((texts(engine, requests(12, 1, model), Draw(0), batch=4), random))
     return found
 
 
@@ -125,23 +129,25 @@ def stems(vocabulary: int) -> list[Stem]:
 Answers = tuple[list[tuple[float, bool]], list[list[int]]]
 
 
-def answers_in_layouts(layouts: list[Layout]) -> list[Answers | None]:
+def answers_in_layouts(layouts: list[Layout], model: Model) -> list[Answers | None]:
     """The scores of all branches in every layout, greedy ones too, and texts, on the rank that leads."""
     group = HostGroup()
     found: list[Answers | None] = []
-    asked = stems(MODEL.vocab_size)
+    asked = stems(model.vocab_size)
     for layout in layouts:
         mesh = Mesh.build(layout, torch.device("cpu"), sharded=False)
         assert mesh is not None
-        crew = Crew(engine_of(mesh), group, Letters(Path("letters")), None)
+        crew = Crew(engine_of(mesh, model), group, Letters(Path("letters")), None)
         if not group.leads:
             crew.serve()
             found.append(None)
             continue
-        written = crew.write(Writing(requests(9, samples=2), Draw(1.0, 20, 0.9), ("5",)))
+        written = crew.write(Writing(requests(9, 2, model), Draw(1.0, 20, 0.9), ("5",)))
         likely = [
             Stem(prompt, [text])
-            for prompt, text in zip(prompts(), crew.write(Writing(requests(3), Draw(0), ())), strict=True)
+            for prompt, text in zip(
+                prompts(model), crew.write(Writing(requests(3, 1, model), Draw(0), ())), strict=True
+            )
         ]
         scores = crew.score([*asked, *likely])
         found.append(([(*score,) for of_stem in scores for score in of_stem], written))

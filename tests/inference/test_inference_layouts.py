@@ -1,5 +1,8 @@
 """The text does not depend on the layout."""
 
+from dataclasses import replace
+from typing import Any
+
 import inference_cases
 import pytest
 from ranks import Ranks
@@ -12,10 +15,11 @@ from megalite.inference.generate import Request, Timing, generate
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_layout_writes_the_same_texts(tied: bool, ranks: Ranks) -> None:
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}], ids=str)
+def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks) -> None:
     """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""
-    alone, *layouts = zip(*ranks.run(inference_cases.in_layouts, [Layout(), *LAYOUTS], tied), strict=True)
+    model = replace(inference_cases.MODEL, **change)
+    alone, *layouts = zip(*ranks.run(inference_cases.in_layouts, [Layout(), *LAYOUTS], model), strict=True)
     reference = alone[0]
     assert reference is not None
     greedy, random = reference

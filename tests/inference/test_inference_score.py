@@ -48,9 +48,11 @@ def test_what_begins_alike_is_scored_as_if_alone(case: str, alone: Mesh, monkeyp
             assert found.greedy == greedy
 
 
-def test_every_layout_finds_the_same_scores_and_writes_the_same(ranks: Ranks) -> None:
+@pytest.mark.parametrize("vocabulary", [64, 61])
+def test_every_layout_finds_the_same_scores_and_writes_the_same(vocabulary: int, ranks: Ranks) -> None:
     """Replicas share the requests; a text ends with a string wherever it is written."""
-    leader, *others = ranks.run(inference_cases.answers_in_layouts, LAYOUTS)
+    model = replace(inference_cases.MODEL, vocab_size=vocabulary)
+    leader, *others = ranks.run(inference_cases.answers_in_layouts, LAYOUTS, model)
     assert others == [[None] * len(LAYOUTS)] * 7
     (scores, written), *rest = leader
     assert any(greedy for _, greedy in scores)

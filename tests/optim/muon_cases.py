@@ -188,7 +188,8 @@ def trained(config: Config) -> Trained | None:
         return None
     job = build(resolve(config), mesh)
     losses = [train_step(job, random_batch(job, step), step).read().loss for step in range(STEPS)]
-    params = [param for _, param, role in chain(*map(parameters, job.stages.values())) if role.kind is Kind.MATRIX]
+    found = chain(*map(parameters, job.stages.values()))
+    params = [each.value for each in found if each.role.kind is Kind.MATRIX]
     assert all([*job.optimizer.states_of(param)] == ["momentum_buffer"] for param in params)
     boxes = [held_by(param, mesh.stage.rank(), mesh.stage.size()) for param in params]
     return Trained(losses, [(name, Part.of(param)) for name, param in job.named_parameters()], boxes)

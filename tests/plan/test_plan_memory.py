@@ -207,6 +207,12 @@ def test_as_many_micro_batches_are_held_as_the_simulation_says(schedule: str, pp
     assert (held - 1) * one < rank_memory(config, pp).of("activations")["mlp"] <= held * one
 
 
+@pytest.mark.parametrize("overrides", [{"parallel.tp": 4, **SHARDED}, {"parallel.tp": 4, "model.tie_embeddings": True}])
+def test_the_padding_of_a_vocabulary_takes_memory(overrides: Overrides) -> None:
+    padded, whole = (rank_memory(configured({**overrides, "model.vocab_size": size}), 0) for size in (4001, 4004))
+    assert padded.bytes == whole.bytes
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_components_are_named_and_add_up(name: str) -> None:
     overrides, pp = CASES[name]

@@ -33,7 +33,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(preset: Path) -> None:
         assert mesh is not None
         decoder = Decoder(whole, mesh.tp, range(model.layers)).to("meta")
         found = Counter[str]()
-        for _, value, role in parameters(decoder):
+        for _, value, role, _ in parameters(decoder):
             found[role.component] += value.numel()
         tokens = torch.zeros(model.sequence_length, 1, dtype=torch.int64, device="meta")
         with FlopCounterMode(display=False) as counted, torch.no_grad():

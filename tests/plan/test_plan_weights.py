@@ -29,7 +29,7 @@ def test_they_are_those_of_the_model(model: Model) -> None:
         mesh = Mesh.build(Layout(), torch.device("cpu"))
         assert mesh is not None
         decoder = Decoder(model, mesh.root["tp"], range(model.layers))
-    found = {name: Weight(tuple(param.shape), role) for name, param, role in parameters(decoder)}
+    found = {name: Weight(shape, role) for name, _, role, shape in parameters(decoder)}
     assert weights(model) == found
     assert list(found) == [name for name, _ in decoder.named_parameters()]
     assert sum(math.prod(weight.shape) for weight in found.values()) == model_parameters(model).total

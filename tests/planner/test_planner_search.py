@@ -86,7 +86,13 @@ SEARCHED_ORDER = {  # of few layouts, since each has a search of its own
     cluster=st.sampled_from(sorted(TIMERS)),
     keys=st.sets(
         st.sampled_from(
-            ["parallel.data.reduce_precision=bf16", "optim.name=muon", "train.precision=fp32", "train.compile=true"]
+            [
+                "parallel.data.reduce_precision=bf16",
+                "optim.name=muon",
+                "train.precision=fp32",
+                "train.compile=true",
+                "model.vocab_size=1001",
+            ]
         ),
         max_size=2,
     ),
@@ -132,6 +138,12 @@ def test_a_result_is_what_its_configuration_is_predicted_to_take() -> None:
         layout = check(result.choice.applied(config, pins), 8)
         assert layout == result.prediction.config
         assert layout.parallel.tp == 2
+
+
+def test_tp_need_not_divide_a_vocabulary() -> None:
+    pins = {**PINS, "parallel.tp": 2}
+    config = configured("tiny", ["model.vocab_size=1001", "batch.global=4"], pins)
+    assert search(config, 4, TIMERS["h100_sxm"], GIB, pins, wanted=1).results
 
 
 def test_few_layouts_are_simulated() -> None:

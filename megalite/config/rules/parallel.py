@@ -51,7 +51,7 @@ def virtual_stages(parallel: Parallel) -> int | None:
 
 
 def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
-    for name in ("heads", "kv_heads", "ffn", "vocab_size"):
+    for name in ("heads", "kv_heads", "ffn"):
         yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
 
 

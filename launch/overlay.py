@@ -61,9 +61,16 @@ def _yaml(path: Path, text: str) -> list[Any]:
             f"{path}: is not JSON, and this Python has no PyYAML to read YAML; write it as JSON, or install pyyaml"
         ) from None
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise UserError(f"{path}: has aliases, which could make it endless; write out what they stand for")
-        return [document for document in yaml.safe_load_all(text) if document is not None]
+
+        class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+            """Takes no aliases: a few of them stand for a document without end."""
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    raise UserError(f"{path}: has aliases, which could make it endless; write out what they stand for")
+                return super().compose_node(parent, index)
+
+        return [document for document in yaml.load_all(text, Loader) if document is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is neither JSON nor YAML: {' '.join(str(error).split())[:200]}") from None
 

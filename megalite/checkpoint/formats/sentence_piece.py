@@ -1,6 +1,7 @@
 """A SentencePiece model as the `tokenizer.json` that transformers reads. Imports no torch."""
 
 import re
+import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ ALWAYS = -0.1  # the score that SentencePiece gives to a piece which is whole wh
 def tokenizer_json(path: Path, content: bytes) -> bytes:
     """The model of the file `path` as a `tokenizer.json` with the same ids.
 
-    Not all that a model can ask for can be said there: try it. Raises InputError if the package for that is missing.
+    Not all that a model can ask for can be said there: try it. Raises InputError if the package for that is missing,
+    and for a file that cannot be read.
     """
     if tokenizers is None:
         raise InputError(f"{path}: exporting it needs the package `tokenizers`: pip install 'megalite[hf]'")
-    model = read_model(content)
+    try:
+        model = read_model(content)
+    except (KeyError, TypeError, IndexError, ValueError, struct.error):  # which SentencePiece itself passes over
+        raise InputError(
+            f"{path}: has fields that no SentencePiece model has; make it again with the program that trained it"
+        ) from None
     found = tokenizers.Tokenizer(_unigram(model) if model.kind == UNIGRAM else _bpe(model))
     found.normalizer = _normalizer(model)
     patterns = _lone(model) if model.kind == UNIGRAM else _whole(model, found.model)

@@ -32,12 +32,18 @@ def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
 
     Read are the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
     """
-    section = fields.section("rope_parameters") or fields.section("rope_scaling") or {}
+    found = fields.section("rope_parameters") or fields.section("rope_scaling") or {}
+    section = {key: value for key, value in found.items() if value is not None}
+    for key, value in section.items():
+        if isinstance(value, dict):
+            raise fields.wrong(key, "gives some layers a RoPE of their own, which megalite lacks", value)
     around = {key: fields.get(key) for key in ("rope_theta", PART) if fields.get(key) is not None}
     told = {PART: 1.0, **around, **section}
     theta, share = (fields.number(key, within=told) for key in ("rope_theta", PART))
+    if not 0 < share <= 1:
+        raise fields.wrong(PART, "must be above 0 and at most 1", share)
     for key, value in WITHOUT_EFFECT.items():
-        if section.get(key, value) not in (value, None):
+        if section.get(key, value) != value:
             raise fields.wrong(key, f"changes RoPE in a way that megalite lacks; it must be {value}", section[key])
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
@@ -53,7 +59,7 @@ def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
 def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScaling:
     length, outside = fields.whole("max_position_embeddings"), fields.get(ORIGINAL)
     # transformers takes the key outside of the section first, and no other length than the largest for kind dynamic.
-    told = {ORIGINAL: length} | {key: value for key, value in section.items() if value is not None}
+    told = {ORIGINAL: length, **section}
     if kind == "dynamic" or outside is not None:
         told[ORIGINAL] = length if kind == "dynamic" else outside
     found: dict[str, Any] = {"kind": kind}

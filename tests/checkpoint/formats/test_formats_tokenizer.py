@@ -9,7 +9,9 @@ import pytest
 from tokenizer_cases import DOCS, EXACT, odd_texts, piece_model, write_tokenizer
 
 from megalite.checkpoint.formats import tokenizer as exported
+from megalite.checkpoint.formats.sentence_piece import tokenizer_json
 from megalite.checkpoint.formats.tokenizer import doubts, tokenizer_files
+from megalite.config.errors import InputError
 from megalite.data.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -80,3 +82,11 @@ def test_what_no_file_can_say_is_told_with_a_text(case: str, tmp_path: Path) -> 
         for text in ("  two  blanks ", "a\r\n\tb", "ﬁ ½ ① Ａ ㎏ ™", "e\u0301", "", " ", "\u00a0a"):
             assert theirs(text).input_ids == ours.encode(text)
             assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
+
+
+@pytest.mark.parametrize("more", [b"\xa3\x06\xa4\x06", b"\x08\x05", b"\x10\x01", b"\x0a\x04\x0a\x02\xff\xfe"])
+def test_a_model_with_fields_that_only_its_own_package_passes_over_is_refused(more: bytes, tmp_path: Path) -> None:
+    """A group, numbers in the place of messages, and a piece that is no text."""
+    file = write_tokenizer(tmp_path / "run", "bpe")
+    with pytest.raises(InputError, match="has fields that no SentencePiece model has"):
+        tokenizer_json(file, file.read_bytes() + more)

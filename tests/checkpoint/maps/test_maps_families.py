@@ -19,7 +19,7 @@ from megalite.checkpoint.formats.tokenizer import ends_in
 from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, read_config
 from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.models import plain_model
-from megalite.checkpoint.maps.rope import rope_fields
+from megalite.checkpoint.maps.rope import rope, rope_fields
 from megalite.checkpoint.read import reader_of
 from megalite.checkpoint.sources import open_weights
 from megalite.checkpoint.state import State
@@ -318,3 +318,26 @@ def test_the_tokens_that_end_texts_are_found(told: Any, ends: tuple[int, ...], t
     CASES["llama"].save(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
     assert ends_in(tmp_path) == ends
+
+
+PLAIN = {"model_type": "llama", "rope_theta": 1e4, "max_position_embeddings": 64}
+
+
+def test_a_null_in_a_section_of_rope_is_as_if_it_were_left_out() -> None:
+    section = {"rope_type": None, "type": "linear", "factor": 2.0, "rope_theta": None}
+    found = rope(Fields("config.json", {**PLAIN, "rope_theta": 5e5, "rope_scaling": section}))
+    assert found == (5e5, RopeScaling("linear", 2.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "gives some layers a RoPE of their own"),
+        ({"partial_rotary_factor": 1e300}, r"partial_rotary_factor = 1e\+300: must be above 0 and at most 1"),
+        ({"partial_rotary_factor": -0.5}, "must be above 0 and at most 1"),
+        ({"partial_rotary_factor": 0}, "must be above 0 and at most 1"),
+    ],
+)
+def test_a_rope_that_is_none_is_refused_by_its_own_key(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        rope(Fields("config.json", {**PLAIN, **change}))

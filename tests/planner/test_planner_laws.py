@@ -60,6 +60,7 @@ def drawn(draw: st.DrawFn) -> tuple[Config, str]:
         "parallel.pipeline.virtual_stages": virtual or "null",
         "parallel.data.mode": draw(st.sampled_from(["ddp", "zero1", "zero2", "zero3"])),
         "parallel.data.reduce_precision": draw(st.sampled_from(["fp32", "bf16"])),
+        "optim.name": draw(st.sampled_from(["adamw", "muon"])),
         "batch.micro": micro,
         "batch.global": micro * rounds * replicas * shards,
         "train.precision": "bf16",

@@ -119,7 +119,7 @@ def owners(costs: Sequence[int], ranks: int) -> list[int]:
     Matrices are assigned in order of cost, the most costly first, each to the rank with the least work so far (Graham
     1969). So no rank has more work than the mean plus one matrix. Ties go to the first matrix and the first rank.
     """
-    load, found = [0] * ranks, [0] * len(costs)
+    load, found = [0] * min(ranks, len(costs)), [0] * len(costs)  # ranks beyond own nothing
     for index in _descending(costs):
         found[index] = load.index(min(load))
         load[found[index]] += costs[index]

@@ -12,15 +12,12 @@ from functools import cached_property
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
-from megalite.plan.muon import Matrix
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.roles import Kind as Role
 from megalite.plan.size import flops_per_token
-from megalite.plan.weights import layer_weights
 from megalite.planner.hardware import Cluster
 from megalite.planner.layer import KINDS, Seconds
-from megalite.planner.network import Group
+from megalite.planner.muon import muon_seconds
 from megalite.planner.slowest import waiting
 from megalite.planner.stages import HALVED, HOST_SHARE, WHOLE, Shared, StageTime, Timer, transfer_seconds
 from megalite.planner.tables import PICTURED, Cost, costs_of, enough
@@ -32,8 +29,6 @@ from megalite.schedule.simulate import Timeline, simulate
 UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
 HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
-MUON_ELEMENT = 2  # bytes of an element that Muon sends
-MUON_SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
 
 
 @dataclass(frozen=True)
@@ -360,9 +355,7 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
     seconds = adamw_seconds(held / shards, config.optim.offload, timer)
     if config.optim.name == "muon":
-        ranks = layout.world_size // layout.pp
-        sent = timer.net.collective("all_to_all", MUON_ELEMENT * held, Group(ranks, 1))
-        seconds += _orthogonalizing(plan, ranks) / (timer.kernels.rate("bf16") * MUON_SHARE) + 2 * sent
+        seconds += muon_seconds(plan, timer)
     return seconds + timer.kernels.passes(held * Shared(config, timer.net).last)
 
 
@@ -372,19 +365,3 @@ def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
         moved = 2 * 4 * count / (timer.cluster.gpu.host * HOST_SHARE)
         return moved + count * UPDATE_ON_HOST / HOST_MEMORY + timer.kernels.passes(4 * count)
     return timer.kernels.passes(count * timer.program.optimizer)
-
-
-def _orthogonalizing(plan: Plan, ranks: int) -> int:
-    """FLOPs of Muon on the rank that has most of them: an even share, or the largest matrix."""
-    model, steps = plan.config.model, plan.config.optim.muon.steps
-    most = 0
-    for rank in range(plan.config.parallel.pp):
-        matrices = [
-            Matrix((weight.shape[0], weight.shape[1]), (), steps).flops
-            for stage in plan.stages_of(rank)
-            for layer in plan.layers[stage]
-            for _, weight in layer_weights(model, plan.kinds[layer])
-            if weight.role.kind is Role.MATRIX
-        ]
-        most = max(most, -(-sum(matrices) // ranks), max(matrices, default=0))
-    return most

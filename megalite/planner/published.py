@@ -70,7 +70,7 @@ COLUMNS = [
 LARGEST = 1 << 24  # bytes of a file
 GPT_VOCABULARY = 51_200  # of Megatron's GPT models, where a row of a model without gates does not tell
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
-HEAD = 128  # elements of a head, where a row does not tell how many there are
+HEAD = 128  # elements of the width for each head, where a row does not tell how many there are
 EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b"  # in the name of a model: 30B-A3B, 8x7B
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}  # and what the planner takes them as
 FLOPS = ("model", "model causal", "hardware", "hardware causal")
@@ -234,6 +234,17 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         raise ValueError(f"tp = {tp}, pp = {pp}, cp = {cp}: {tp * pp * cp} GPUs are no divisor of n_gpus = {gpus}")
     if heads > width or tp > width or cp > sequence or pp * virtual > layers + 2:
         raise ValueError(f"heads = {heads}, tp = {tp}, cp = {cp}, pp = {pp}, vpp = {virtual}: cut the model too small")
+    kv_heads = whole(fields, "kv_heads", heads)
+    if heads % kv_heads or (fields["heads"].strip() and (width % heads or heads % tp)):
+        raise ValueError(
+            f"heads = {heads}, kv_heads = {kv_heads}: must divide hidden = {width}, "
+            f"and be a multiple of kv_heads and of tp = {tp}"
+        )
+    if virtual > 1 and pp == 1:
+        raise ValueError(f"vpp = {virtual}: must be 1 or empty where pp = 1, as no pipeline has virtual stages")
+    mode = word(fields, "sharding", get_args(DataMode))
+    if mode == "ddp" and fields["shards"].strip():
+        raise ValueError(f"shards = {fields['shards'].strip()!r:.40}: must be empty with ddp, which shards nothing")
     shards = whole(fields, "shards", dp)
     if dp % shards:
         raise ValueError(f"shards = {shards}: is no divisor of the {dp} data-parallel ranks")
@@ -245,7 +256,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         layers=layers,
         width=width,
         heads=heads,
-        kv_heads=whole(fields, "kv_heads", heads),
+        kv_heads=kv_heads,
         head_size=width // heads,
         ffn=whole(fields, "ffn", None if gated else 4 * width),
         vocab=_padded(whole(fields, "vocab", None if gated else GPT_VOCABULARY), tp),
@@ -258,7 +269,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         cp=cp,
         dp=dp,
         shards=shards if shards < dp else None,
-        mode=word(fields, "sharding", get_args(DataMode)),
+        mode=mode,
         micro=micro,
         micro_batches=max(1, round(batch / (dp * micro))),
         recompute=word(fields, "recompute", get_args(Recompute)),
@@ -275,6 +286,8 @@ def _seconds(fields: Mapping[str, str], work: Work, batch: int, cluster: Cluster
         return batch * work.sequence / work.gpus / tokens
     rate = (number(fields, "tflops_per_gpu", 1e5) or 0.0) * 1e12
     if share := number(fields, "mfu", 100):
+        if share < 1:
+            raise ValueError(f"mfu = {share:g}: must be in percent, as {100 * share:g}")
         rate = share / 100 * cluster.gpu.peak["bf16"]
     if not rate:
         return None

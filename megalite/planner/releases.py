@@ -45,6 +45,7 @@ COMPARED = {"kempnerforge": 0, "megatron-bridge": 202606, "megatron-lm": 202512,
 VERSION = r"(?:20)?(2\d)[.-](0?[1-9]|1[0-2])(?:\.\d{1,3})?|(20\d\d)"
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 KERNELS: tuple[Attention, ...] = ("flash1", "flash2", "flash3", "cudnn", "unfused")
+CHOICES = (*KERNELS, "eager_softmax"), ("sequence_parallel", "no_sequence_parallel")  # of each, a row has one at most
 COMPILED = ("torchtitan", "kempnerforge")  # if told so
 
 
@@ -88,6 +89,11 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
     known = {**ANY, **OWN.get(name, {})}
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"options = {unknown[0]!r:.40}: of {name} must be of {listing(list(known))}")
+    for choice in CHOICES:
+        if len(both := [option for option in dict.fromkeys(options) if option in choice]) > 1:
+            raise ValueError(f"options = {' '.join(both)!r:.40}: must have one at most of {listing(choice)}")
+    if "rowwise" in options and not eight_bits:
+        raise ValueError("options = 'rowwise': must have the precision fp8 or mxfp8, whose scales it is about")
     profile, date = _profile(name, fields["version"].strip())
     if name in COMPILED and "compile" not in options:
         profile = "torchtitan"

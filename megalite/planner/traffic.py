@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.traffic import step_traffic
 from megalite.plan.transfers import Traffic
-from megalite.planner.network import Group, Kind, Links, Net
+from megalite.planner.network import ROUNDS, Group, Kind, Net
 from megalite.planner.predict import Prediction
 from megalite.planner.stages import Timer
-from megalite.planner.wires import groups, kind_of, times, total
+from megalite.planner.wires import groups, kind_of
 
 # By axis of `plan.transfers.axis_sizes`: what moves, and the part of a prediction in which that is counted.
 MOVES = {
@@ -53,9 +53,9 @@ def flows(prediction: Prediction, timer: Timer) -> list[Flow]:
     Raises InputError for a schedule that cannot run.
     """
     config, net = prediction.config, timer.net
-    by_axis, found = groups(config), []
-    for axis, mine in _by_axis(prediction, prediction.busy.index(max(prediction.busy))).items():
-        (what, part), group = MOVES[axis], by_axis[axis]
+    on, found = groups(config), []
+    for axis, mine in by_axis(prediction, prediction.busy.index(max(prediction.busy))).items():
+        (what, part), group = MOVES[axis], on[axis]
         sent = sum(_sent(each) for _, each in mine)
         seconds = sum(_seconds(kind, each, group, net) for kind, each in mine)
         rate = min(net.bandwidth(group, kind) for kind, _ in mine)
@@ -63,22 +63,11 @@ def flows(prediction: Prediction, timer: Timer) -> list[Flow]:
     return found
 
 
-def busy_links(prediction: Prediction, timer: Timer, pp: int) -> Links:
-    """Seconds of a step for which links are busy with all that a rank on pipeline rank `pp` sends.
+def by_axis(prediction: Prediction, pp: int) -> dict[str, list[tuple[Kind, Traffic]]]:
+    """Transfers of a pipeline rank's first rank in a step, over each axis of MOVES over which it sends anything.
 
     Raises InputError for a schedule that cannot run.
     """
-    net, by_axis = timer.net, groups(prediction.config)
-    sent = [
-        times(net.links(kind, each.bytes, by_axis[axis]), each.times)
-        for axis, mine in _by_axis(prediction, pp).items()
-        for kind, each in mine
-    ]
-    return total([net.nothing, *sent])
-
-
-def _by_axis(prediction: Prediction, pp: int) -> dict[str, list[tuple[Kind, Traffic]]]:
-    """Transfers of a pipeline rank's first rank in a step, over each axis of MOVES over which it sends anything."""
     config = prediction.config
     rank = config.parallel.layout.rank(pp=pp, dp_replicate=0, dp_shard=0, cp=0, tp=0)
     found: dict[str, list[tuple[Kind, Traffic]]] = {axis: [] for axis in MOVES}
@@ -98,8 +87,7 @@ def _sent(traffic: Traffic) -> float:
     """Bytes that the rank sends."""
     if traffic.kind == "send":
         return traffic.total
-    rounds = 2 if traffic.kind == "all_reduce" else 1
-    return rounds * (traffic.ranks - 1) / traffic.ranks * traffic.total
+    return ROUNDS.get(traffic.kind, 1) * (traffic.ranks - 1) / traffic.ranks * traffic.total
 
 
 def _seconds(kind: Kind, traffic: Traffic, group: Group, net: Net) -> float:

@@ -4,7 +4,7 @@ Transfers are those of `plan.traffic`. The same wires carry all of them, whateve
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config, Model
@@ -13,10 +13,11 @@ from megalite.plan.recompute_modes import Mode
 from megalite.plan.transfers import Transfers, axis_sizes
 from megalite.plan.weight_traffic import Group as Weights
 from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
-from megalite.planner.network import ROUNDS, Group, Kind, Links, Net
+from megalite.planner.network import Collective, Group, Kind, Links, Net
 
 End = Literal["embedding", "head"]
 Part = LayerKind | End  # what FSDP2 gathers and reduces at once
+KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Collective)} | {"send": "messages"}  # by kind of transfer
 
 
 def groups(config: Config) -> dict[str, Group]:
@@ -33,9 +34,7 @@ def groups(config: Config) -> dict[str, Group]:
 
 def kind_of(transfer: str) -> Kind | None:
     """As the network's times name a transfer; None for one that another rank sends."""
-    return {"send": "messages", "receive": None}.get(
-        transfer, next((kind for kind in ROUNDS if kind == transfer), None)
-    )
+    return KINDS.get(transfer)
 
 
 def total(links: Iterable[Links]) -> Links:

@@ -255,6 +255,15 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"n_gpus": "1e7"}, "and at most 1,048,576"),
         ({"tp": "64"}, "tp = 64, pp = 2, cp = 1: 128 GPUs are no divisor of n_gpus = 64"),
         ({"tp": "3"}, "tp = 3, pp = 2, cp = 1: 6 GPUs are no divisor of n_gpus = 64"),
+        (
+            {"heads": "33"},
+            "heads = 33, kv_heads = 8: must divide hidden = 4096, and be a multiple of kv_heads and of tp",
+        ),
+        ({"heads": "33", "kv_heads": ""}, "heads = 33, kv_heads = 33: must divide hidden = 4096"),
+        ({"kv_heads": "7"}, "heads = 32, kv_heads = 7: must divide hidden = 4096"),
+        ({"tp": "64", "pp": "1"}, "must divide hidden = 4096, and be a multiple of kv_heads and of tp = 64"),
+        ({"pp": "1", "vpp": "4"}, "vpp = 4: must be 1 or empty where pp = 1"),
+        ({"sharding": "ddp", "shards": "8"}, "shards = '8': must be empty with ddp, which shards nothing"),
         ({"shards": "32"}, "shards = 32: is no divisor of the 16 data-parallel ranks"),
         ({"shards": "group 8"}, "shards = 'group 8': must be a number"),
         ({"global_batch": "40"}, "global_batch = 40: is no multiple of micro_batch = 1 on 16 data-parallel ranks"),
@@ -276,6 +285,7 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"tied": ""}, "tied = '': must be yes or no"),
         ({"mem_counts": "resident"}, "mem_counts = 'resident': must be allocated, reserved, device, formula or unsaid"),
         ({"tps_per_gpu": "", "mfu": "40", "flops": "full"}, "flops = 'full': must be model, model causal, hardware"),
+        ({"tps_per_gpu": "", "mfu": "0.45", "flops": "model"}, "mfu = 0.45: must be in percent, as 45"),
         ({"program": "torchtian"}, "program = 'torchtian': must be deepspeed, fms-fsdp"),
     ],
 )

@@ -68,6 +68,15 @@ def test_code_that_no_published_run_is_compared_with_is_not_known() -> None:
         ("internevo", "latest", "", "version = 'latest': must be a release or a date"),
         ("scaling", "", "flash4", "options = 'flash4': of scaling must be of flash1, flash2, flash3, cudnn, unfused"),
         ("scaling", "", "compile", "options = 'compile': of scaling must be of flash1"),
+        ("scaling", "", "flash1 flash2", "options = 'flash1 flash2': must have one at most of flash1, flash2"),
+        ("nemo", "24.07", "cudnn eager_softmax", "options = 'cudnn eager_softmax': must have one at most of flash1"),
+        (
+            "megatron-lm",
+            "2024",
+            "sequence_parallel no_sequence_parallel",
+            "options = 'sequence_parallel no_sequence_parallel': must have one at most of sequence_parallel",
+        ),
+        ("torchtitan", "2024-12", "compile rowwise", "options = 'rowwise': must have the precision fp8 or mxfp8"),
         ("megatron", "2024", "", "program = 'megatron': must be deepspeed, fms-fsdp"),
         ("", "", "", "program = '': must be deepspeed"),
     ],
@@ -109,6 +118,6 @@ def test_options_of_one_program() -> None:
     assert (short.attention, short.gradient, short.kept.gradient) == ("cudnn", 2, 2)
     assert program("torchtitan", "2024-12", "compile async_tp").hidden == 0.5
     assert program("torchtitan", "2024-12", "compile").gathers_fp8
-    assert not program("torchtitan", "2024-12", "compile rowwise").gathers_fp8
+    assert not program("torchtitan", "2024-12", "compile rowwise", eight_bits=True).gathers_fp8
     assert program("megatron-deepspeed", options="fp32_sums").kept == DEEPSPEED_FLOAT32_SUM
     assert program("megatron-deepspeed").kept.gradient == 2

@@ -7,6 +7,7 @@ from megalite.config.validate import check
 from megalite.plan.size import model_parameters
 from megalite.planner.constants import FITTED
 from megalite.planner.hardware import load_cluster
+from megalite.planner.muon import muon_seconds
 from megalite.planner.network import Group
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.stages import Timer
@@ -14,6 +15,15 @@ from megalite.planner.traffic import Flow, flows
 
 TIMER = Timer(load_cluster("h100_sxm"))
 AT_ONCE = Timer(TIMER.cluster, replace(FITTED, launch=0.0, hop=0.0))  # transfers start at once
+(NODE,) = TIMER.cluster.levels
+WITHOUT_LINKS = Timer(
+    replace(
+        TIMER.cluster,
+        levels=(replace(NODE, link=NODE.link.faster(1e9)),),
+        network=TIMER.cluster.network.faster(1e9),
+    ),
+    AT_ONCE.constants,
+)
 
 
 def planned(gpus: int, *overrides: str) -> tuple[Prediction, dict[str, Flow]]:
@@ -77,6 +87,30 @@ def test_muon_sends_matrices_among_all_ranks_of_a_stage():
     assert (found["stage"].group.size, found["stage"].group.stride) == (4, 1)
     assert found["stage"].sent > 0
     assert found["stage"].part == "optimizer"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.dp_replicate=8", "parallel.dp_shard=8"),
+        ("parallel.dp_shard=64",),
+        ("parallel.dp_replicate=32", "parallel.dp_shard=2", "parallel.data.mode=zero3"),
+        ("parallel.dp_replicate=64", "parallel.data.mode=ddp"),
+        ("parallel.dp_replicate=4", "parallel.tp=4", "parallel.cp=4", "parallel.data.mode=ddp"),
+        ("parallel.dp_shard=4", "parallel.tp=2", "parallel.cp=4", "parallel.pp=2"),
+    ],
+)
+def test_muon_takes_as_long_as_it_sends(layout: tuple[str, ...]):
+    """Updates go to every replica, momentum to owners once, and nowhere where all ranks have all of it."""
+    keys = ["run.device=cuda", "parallel.dp_shard=1", *layout]
+    prediction, found = planned(64, *keys, "optim.name=muon", "batch.micro=1")
+    at_once = {flow.axis: flow for flow in flows(prediction, AT_ONCE)}
+    computing = muon_seconds(prediction.plan, WITHOUT_LINKS)
+    assert muon_seconds(prediction.plan, AT_ONCE) - computing == pytest.approx(at_once["stage"].seconds, rel=0.02)
+    adamw, _ = planned(64, *keys, "batch.micro=1")
+    more = prediction.parts["optimizer"] - adamw.parts["optimizer"]
+    assert more == pytest.approx(muon_seconds(prediction.plan, TIMER))
+    assert more > found["stage"].seconds * 0.98
 
 
 def test_slower_links_take_longer_for_the_same_bytes():

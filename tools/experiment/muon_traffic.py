@@ -24,7 +24,7 @@ from megalite.config.validate import check
 from megalite.data.loader import Micros
 from megalite.dryrun import dry_job
 from megalite.entry import exit_code
-from megalite.plan.muon import MuonPlan, stage_matrices
+from megalite.plan.muon import MuonPlan, stage_matrices, working_bytes
 from megalite.plan.resolved import resolve
 from megalite.planner.ordering import costing_of
 from megalite.train.step import train_step
@@ -108,8 +108,7 @@ def traffic(config: Config) -> tuple[float, float, float]:
         raise AssertionError(
             f"counted {muon.exchanged} elements and {muon.bytes}, not {exchanged[0]} and {adamw.bytes}"
         )
-    itemsize = 8 if config.train.precision == "fp64" else 2 if config.run.device == "cuda" else 4
-    base = adamw.bytes.total()
+    itemsize, base = working_bytes(config), adamw.bytes.total()
     return base, base + itemsize * sum(exchanged) / len(exchanged), base + itemsize * max(exchanged)
 
 

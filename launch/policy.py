@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from .events import Event
 from .outcome import BAD_INPUT, DONE, STOPPED, UNHEALTHY
 from .slurm import Job
-from .verdict import BAD, BROKEN, CRASH, FINISHED, HANG, KILLED, LOST, SICK, STOP, TIMEOUT, Ended
+from .verdict import BAD, BROKEN, FINISHED, HANG, KILLED, LOST, SICK, STOP, TIMEOUT, Ended
 
 RELAUNCH, REQUEUE, END = "relaunch", "requeue", "end"
 UNFIT = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
@@ -88,7 +88,7 @@ class Past:
                 if not progress and (cause == BAD or (event.get("met") is False and cause in UNMET and not untold)):
                     continue
                 stuck = 0 if progress else stuck + 1
-                pauses, trained = 0, trained or progress or (event.get("met") is True and cause != CRASH)
+                pauses, trained = 0, trained or progress or event.get("met") is True
             elif event["event"] == "requeue" and event.get("code") == UNFIT:
                 stuck += 1
             elif event["event"] == "waiting":

@@ -322,7 +322,8 @@ class Supervisor:
             out_of_time=out_of_time,
             asked=bool(self.asked),
             full=no_room(self.run_folder.path) if code else "",
-            met=self.backend.where == "local" or have_met(start.folder),  # on one machine nobody is waited for
+            # On one machine nobody is waited for; yet ranks that failed by themselves may not have met.
+            met=have_met(start.folder) or (self.backend.where == "local" and code != FAILED),
         )
 
     def _tell_edits(self) -> None:

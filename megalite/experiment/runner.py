@@ -25,7 +25,7 @@ from megalite.experiment.folder import ENDED, LARGEST, ExperimentFolder, Status,
 from megalite.experiment.states import KILLED, ended, reached
 from megalite.stop import STOP, listen
 from megalite.train.lock import Lock
-from megalite_launch.files import PRIVATE, appended, kept
+from megalite_launch.files import PRIVATE, appended
 from megalite_launch.layout import RunFolder
 from megalite_launch.local_backend import processes_of
 from megalite_launch.processes import prepared
@@ -175,7 +175,7 @@ class Runner:
             command += ["--nodes", str(options.nodes), *(f"--srun-option={option}" for option in options.srun)]
         command += ["--", options.megalite, "train", *arguments]
         (run / "logs").mkdir(exist_ok=True)
-        with kept(run / "logs" / "sweep.log") as log:
+        with appended(run / "logs" / "sweep.log") as log:
             supervisor = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

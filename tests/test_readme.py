@@ -104,8 +104,8 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path) -> None:
     assert "measured" in shown[-2]
     assert "NVIDIA H100" in shown[-1]
     planned = outputs["megalite plan"]  # as the page shows it
-    assert "1  dp 64 zero2 · micro 1 " in planned
-    assert "8,983" in planned
+    assert "1  dp 64 zero2 · micro 2 · recompute selective " in planned
+    assert "8,979" in planned
     assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000
     assert outputs["megalite-generate runs/small"].startswith("Once")
     assert outputs["megalite-generate hf:runs/small_hf"].startswith("Once")

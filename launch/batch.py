@@ -19,7 +19,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # of time, for sbatch
 PLACE = re.compile(r"\{[a-z]+\}")
 GRACE = round(Limits.grace)  # seconds that ranks have at least to save
-CORES = "8"  # of a rank with a GPU; slurm.sbatch has as many
+CORES = "8"  # for a rank with a GPU; slurm.sbatch has as many
 # Whole nodes, unless the user asks otherwise: by the option itself or by one that Slurm takes in its place.
 DEFAULTS = {
     "cpus-per-task": (CORES, ("cpus-per-gpu",)),

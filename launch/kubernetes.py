@@ -23,7 +23,7 @@ LABEL = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # room for the numbers t
 CLAIM = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(/[^:]*)")
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTP]i?)?")
 OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # the name of one
-KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # of a label or a resource
+KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # name of a label or a resource
 WORD = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")  # value of a label
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 TAINT = re.compile(r"(?P<key>[^=:]+)(=(?P<value>[^=:]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
@@ -52,20 +52,20 @@ class Pods:
     directory: str  # in which the command runs, as pods see it
     run: str  # the folder of the run, as pods see it
     arguments: Sequence[str]  # of megalite train
-    shm: str  # of each node: what /dev/shm may hold
+    shm: str  # size of /dev/shm on each node
     namespace: str | None = None
-    resources: Mapping[str, str] = field(default_factory=dict)  # of each node, beside GPUs
+    resources: Mapping[str, str] = field(default_factory=dict)  # by name, on each node beside GPUs
     rdma: Mapping[str, str] = field(default_factory=dict)  # likewise, of the kind that registers memory
     host_network: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()  # each of whose keys is a variable
     tolerations: Sequence[str] = ()  # KEY[=VALUE][:EFFECT]
-    node_labels: Mapping[str, str] = field(default_factory=dict)  # that nodes must have
-    annotations: Mapping[str, str] = field(default_factory=dict)  # of pods
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # required on nodes
+    annotations: Mapping[str, str] = field(default_factory=dict)  # on pods
     priority: str = ""  # a class
-    queue: str = ""  # of Kueue
+    queue: str = ""  # name in Kueue
     pull_secrets: Sequence[str] = ()
-    account: str = ""  # of service
+    account: str = ""  # service account
     user: str = ""  # UID[:GID]; empty: the image's
 
 

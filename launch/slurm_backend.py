@@ -269,7 +269,7 @@ class SlurmBackend:
         bad: dict[tuple[str, ...], str] = {}
         for group in groups:
             with suppress(OSError):
-                _log(folder, group).unlink()  # what an earlier check said tells nothing of this one
+                _log(folder, group).unlink()  # the output of an earlier check tells nothing of this one
             with kept(_log(folder, group)) as said:
                 check = self._check(folder, full, together or group)
                 under_way[group] = self._srun(["--overlap", "--quiet", *_on(group), *check], said)

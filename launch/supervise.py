@@ -210,7 +210,7 @@ class Supervisor:
             attempt = Attempt(self.backend.job, self.backend.restart, self._number)
             folder, logs = self.run_folder.attempt(attempt), self.run_folder.logs(attempt)
             self._number += 1
-            with suppress(FileExistsError):  # of another supervisor in the same start of the job, or prepared
+            with suppress(FileExistsError):  # by another supervisor in the same start of the job, or prepared
                 logs.mkdir(parents=True)
                 folder.mkdir(parents=True)
                 self._made = folder

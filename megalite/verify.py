@@ -65,7 +65,7 @@ class Part:
 
     @staticmethod
     def of(tensor: Tensor | None) -> "Part":
-        """Of a parameter, or of what is of its size."""
+        """Bytes of a parameter, or of a tensor of its size."""
         assert isinstance(tensor, DTensor)
         place = tuple(slice(start, start + size) for size, start in zip(*box(tensor), strict=True))
         return Part(place, tensor.to_local().detach().clone())

@@ -11,7 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, of Windows' Linux
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows' Linux
 TRITONS = {
     11: "3.6",
     12: "3.7",

@@ -14,7 +14,7 @@ from math import exp, expm1, inf, sqrt
 HOUR = 3600.0
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, §3.3.4).
 HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419  # of one GPU
-ROUNDS = 60  # of Newton's method, which needs fewer than ten
+ROUNDS = 60  # steps of Newton's method, which needs fewer than ten
 
 
 @dataclass(frozen=True)

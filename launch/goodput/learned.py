@@ -14,7 +14,7 @@ from math import exp, fsum, lgamma, log, sqrt
 from .formulas import HOUR, HOURS_BETWEEN_FAILURES, Costs, between_failures, daly
 
 PRIORS = tuple((0.1 if at else 0.5, HOURS_BETWEEN_FAILURES / 10**at) for at in range(6))  # weights and hours of a GPU
-ROUNDS = 60  # of halving
+ROUNDS = 60  # halvings of an interval
 BETWEEN = 3  # saves from one failure to the next, at least
 FIRST = 100  # times a save's own cost, for which a run may train unsaved until it has survived longer
 

@@ -14,7 +14,7 @@ BESIDE, LETTER = 14, 8.5  # left of an axis: a gap, and a character of its numbe
 POINTS = 400  # of a curve: as many as a picture can show
 ROWS = 60  # attempts that are drawn
 ROW, GAP, LENGTH = 14, 5, 1000
-LEAST, MOST = 1e-100, 1e100  # of a value that can be told from 0, and that an axis can show
+LEAST, MOST = 1e-100, 1e100  # smallest value that differs from 0, and largest that an axis can show
 Point = tuple[float, float]
 
 

@@ -23,7 +23,7 @@ from .text import one_line, status_text
 EVERY = 2.0  # seconds between two looks
 TELL = 30.0  # seconds between two lines of a pipe on which nothing happens
 CLEAR = "\x1b[H\x1b[J"
-INDENT = "    "  # of what does not fit on a line
+INDENT = "    "  # before the rest of a line that is too long
 
 
 def open_run(path: str) -> Watched:

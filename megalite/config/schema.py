@@ -30,8 +30,8 @@ class RopeScaling:
     original_length: int = 8192  # context length before stretching, in tokens
     beta_fast: float = 32.0  # rotations within the original context
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # of cosines and sines; null: it follows from factor
-    short_factors: list[float] | None = None  # of the wavelength of every pair, in sequences up to original_length
+    attention_factor: float | None = None  # scales cosines and sines; null: it follows from factor
+    short_factors: list[float] | None = None  # stretch every pair's wavelength in sequences up to original_length
     long_factors: list[float] | None = None  # and in longer ones
 
 

@@ -16,7 +16,7 @@ ODD_TEXTS = (
     "漢字かな交じり文 한국어 ไทย العربية हिन्दी",
     "😀 👩‍👩‍👧‍👦 🇩🇪 👍🏽",
     "e\u0301 a\u0308\u0304 n\u0303 \u0301x e\u0301\u200d ﬁ\u0301",  # combining marks
-    "ﬁ ½ ① Ａ ｶﾞ ㎏ ™",  # what normalizing changes
+    "ﬁ ½ ① Ａ ｶﾞ ㎏ ™",  # changed by normalizing
     "a\u00a0b\u2003c\u3000d\u200be\ufefff\u00adg",  # blanks and invisible characters
     "\x00 \x01\x7f\x80",
     "\u2581 \u2581\u2581a",

@@ -9,7 +9,7 @@ from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
 UNIGRAM = 1  # a kind of model
-STEPS = 64  # of a score, to 1
+STEPS = 64  # scores are multiples of 1 / STEPS
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class PieceModel:
     pieces: list[tuple[str, float, int]]  # name, score and kind
     kind: int
     to_bytes: bool  # whether a character without a piece becomes its bytes
-    unknown: str  # what an unknown piece is decoded as
-    charsmap: bytes  # of the normalization; empty: there is none
+    unknown: str  # text of an unknown piece when it is decoded
+    charsmap: bytes  # normalization; empty: there is none
     prefix: bool  # whether a blank is put before every text
     one_blank: bool  # whether blanks at both ends are dropped, and of several only one is kept
 

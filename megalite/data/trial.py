@@ -18,7 +18,7 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 from megalite.exit_codes import ExitCode
 
 MEMORY, MEMORY_PER_BYTE = 1 << 30, 20  # bytes, and so many more for each byte of the file
-SECONDS, BYTES_PER_SECOND = 10, 1 << 19  # of a processor, and one more for so many bytes of the file
+SECONDS, BYTES_PER_SECOND = 10, 1 << 19  # processor time, and one second more for so many bytes of the file
 PATIENCE = 5  # times those seconds on a busy machine
 RUN = 10_000  # characters that are the same
 TEXTS = (*ODD_TEXTS, "".join(ODD_TEXTS), *(character * RUN + "!" for character in " a=.0\n"))

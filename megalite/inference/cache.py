@@ -40,7 +40,7 @@ class Cache:
     ) -> None:
         """Raises InputError if there is no memory for it."""
         shape = slots, heads, capacity, width
-        self.capacity, self.lengths = capacity, [0] * slots  # of every sequence in the end, as `Engine.prompts` is told
+        self.capacity, self.lengths = capacity, [0] * slots  # final ones, as `Engine.prompts` is told
         try:  # zeros, since what is hidden is multiplied by 0 still
             self.layers = {
                 layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))

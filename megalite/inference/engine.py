@@ -158,7 +158,7 @@ class Engine:
         found = [least_alike(self.model.rope_scaling, length) for length in lengths]
         if not any(found):
             return *self._angles_up_to(max(run.stop for run in runs)), None
-        order = sorted(range(len(runs)), key=found.__getitem__)  # those that are alike are neighbours
+        order = sorted(range(len(runs)), key=found.__getitem__)  # equal ones become neighbours
         tables = []
         for length, numbers in groupby(order, found.__getitem__):
             places = self._there([place for number in numbers for place in runs[number]])

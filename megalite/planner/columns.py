@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from megalite.config.errors import listing
 
-LEAST = 1e-9  # of a speed, a time or a memory
-MOST = {  # of what a row may say
+LEAST = 1e-9  # lower bound of a speed, a time or a memory
+MOST = {  # upper bounds of numbers in a row
     "experts": 1 << 16,
     "layers": 1 << 14,
     "hidden": 1 << 20,

@@ -10,7 +10,7 @@ from megalite.plan.weights import layer_weights
 from megalite.planner.network import Group
 from megalite.planner.stages import Timer
 
-SHARE = 0.5  # of the rate of large products that the Newton–Schulz iteration reaches; an assumption
+SHARE = 0.5  # rate of the Newton–Schulz iteration relative to large products; an assumption
 
 
 def muon_seconds(plan: Plan, timer: Timer) -> float:

@@ -120,7 +120,7 @@ PROGRAMS = {
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
     # It sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned. The engine goes through a list of
     # instructions for every micro-batch, which its host takes. Its runs tell fewer bytes of a logit than Megatron-LM's;
-    # of most of them the vocabulary is not published.
+    # for most of them the vocabulary is not published.
     "megatron_deepspeed": replace(
         MEGATRON_2021,
         name="Megatron-DeepSpeed",
@@ -170,7 +170,7 @@ PROGRAMS = {
         moved=FSDP1,
         gathers_fp8=False,
     ),
-    # Of 2023: the fusions of 2021, with sequence parallelism and FlashAttention 2.
+    # The code of 2023: the fusions of 2021, with sequence parallelism and FlashAttention 2.
     "megatron_2023": replace(
         MEGATRON_2021,
         name="Megatron-LM 2023",

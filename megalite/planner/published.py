@@ -68,7 +68,7 @@ COLUMNS = [
     "notes",
 ]
 LARGEST = 1 << 24  # bytes of a file
-GPT_VOCABULARY = 51_200  # of Megatron's GPT models, where a row of a model without gates does not tell
+GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates does not tell
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
 HEAD = 128  # elements of the width for each head, where a row does not tell how many there are
 EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b"  # in the name of a model: 30B-A3B, 8x7B

@@ -45,7 +45,7 @@ COMPARED = {"kempnerforge": 0, "megatron-bridge": 202606, "megatron-lm": 202512,
 VERSION = r"(?:20)?(2\d)[.-](0?[1-9]|1[0-2])(?:\.\d{1,3})?|(20\d\d)"
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 KERNELS: tuple[Attention, ...] = ("flash1", "flash2", "flash3", "cudnn", "unfused")
-CHOICES = (*KERNELS, "eager_softmax"), ("sequence_parallel", "no_sequence_parallel")  # of each, a row has one at most
+CHOICES = (*KERNELS, "eager_softmax"), ("sequence_parallel", "no_sequence_parallel")  # a row has one of each at most
 COMPILED = ("torchtitan", "kempnerforge")  # if told so
 
 
@@ -71,7 +71,7 @@ OF_TORCHTITAN: Mapping[str, Callable[[Program], Program]] = {
     "async_tp": lambda program: replace(program, hidden=0.5),
     "rowwise": lambda program: replace(program, fp8=ROWWISE, gathers_fp8=False),
 }
-OWN: Mapping[str, Mapping[str, Callable[[Program], Program]]] = {  # of one program
+OWN: Mapping[str, Mapping[str, Callable[[Program], Program]]] = {  # options that one program alone has
     "kempnerforge": OF_TORCHTITAN,
     "torchtitan": OF_TORCHTITAN,
     "megatron-deepspeed": {"fp32_sums": lambda program: replace(program, kept=DEEPSPEED_FLOAT32_SUM)},

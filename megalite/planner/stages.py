@@ -180,7 +180,7 @@ class Timer:
         forward = backward = Seconds()
         inputs = weights = gather = reduce = replicas = parameters = 0.0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
-        edge = None  # of what a pass begins with: nothing hides its gather
+        edge = None  # the first unit of a pass: nothing hides its gather
         for piece, mode, count in self._pieces(plan, stage):
             moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
             again, over = (moved.gathered, moved.sent.gather) if zero3 else (0.0, self.net.nothing)

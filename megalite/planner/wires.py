@@ -16,7 +16,7 @@ from megalite.plan.weights import Weight, embedding, final_norm, head, layer_wei
 from megalite.planner.network import Collective, Group, Kind, Links, Net
 
 End = Literal["embedding", "head"]
-Part = LayerKind | End  # what FSDP2 gathers and reduces at once
+Part = LayerKind | End  # a unit that FSDP2 gathers and reduces at once
 KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Collective)} | {"send": "messages"}  # by kind of transfer
 
 

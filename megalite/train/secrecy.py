@@ -13,7 +13,7 @@ SETTING = re.compile(r"""(?<!\w)([A-Za-z_][\w.-]{0,99})["']?\s{0,3}[=:](?!//)"""
 NEXT = re.compile(r"[,;&\s]+[A-Za-z_-][\w.-]{0,99}=")  # the beginning of another one
 FLAG = re.compile(r"((?<!\S)--?([A-Za-z][\w-]{0,99})\s+)(?!-)\S+")
 USER = re.compile(r"([A-Za-z][\w+.-]{0,19}://)[^\s/?#]{0,999}@|(?<![\w/])[^\s:@/,=]{1,99}:[^\s@/]{1,99}@(?=\w)")
-KNOWN = re.compile(  # what services give out
+KNOWN = re.compile(  # tokens in the formats of well-known services
     r"(?<![A-Za-z0-9])(hf_\w{8,}|gh[a-z]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|sk-[\w-]{8,}|xox[a-z]-[\w-]{8,}"
     r"|A[KS]IA[0-9A-Z]{8,}|AIza[\w-]{8,}|ya29\.[\w-]{8,}|(npm|dckr_pat|wandb_v\d)_[\w-]{8,}|pypi-[\w-]{8,}"
     r"|eyJ[\w-]{6,}\.[\w-]+\.[\w-]*|(Bearer|Basic)\s+\S+|(?<![/\w])[0-9a-f]{40}(?![/\w])"

@@ -29,7 +29,7 @@ from megalite.train.build import Job
 
 ODD = replace(MODEL, vocab_size=33, heads=8, kv_heads=8, qkv_bias=False)
 TIED = replace(ODD, tie_embeddings=True)
-TINY = replace(ODD, vocab_size=5)  # of eight ranks, three have padding alone
+TINY = replace(ODD, vocab_size=5)  # three of eight ranks have padding alone
 LAYOUTS = {
     "tp 2": (Layout(dp_shard=4, tp=2), "1f1b"),  # four shards of 17 rows are not those of 16 rows and one of padding
     "tp 4, both ends of a V": (Layout(pp=2, tp=4), "zbv"),

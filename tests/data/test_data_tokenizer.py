@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+from tokenizer_cases import byte_level
 
 from megalite.config.errors import InputError
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
@@ -20,19 +21,8 @@ TEXTS = ["The cat sat.", "  two spaces\n\tand a tab", "naïve ☃", "<|endoftext
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE whose file asks for truncation and padding, as published ones may."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>", "<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(TEXTS, trainer)
+    model = byte_level(TEXTS, 300, ["<s>", "</s>", "<|endoftext|>"])
     model.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    model.enable_truncation(4)
-    model.enable_padding(length=64)
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
     model.save(str(path))
     return path

@@ -49,7 +49,7 @@ def test_quantiles_are_those_of_the_mixture() -> None:
         rate = found.quantile(probability)
         below = sum(weight * (1 - exp(-rate * hours)) for weight, hours in found.parts)
         assert below == pytest.approx(probability)
-    long = failure_rate(0, 1e9)  # what was known is nothing beside that
+    long = failure_rate(0, 1e9)  # the prior is nothing beside that
     assert long.quantile(0.05) == pytest.approx(-log(0.95) / 1e9, rel=0.05)
 
 

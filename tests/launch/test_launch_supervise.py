@@ -111,7 +111,7 @@ def test_the_largest_number_of_nodes_that_the_check_accepts(world: World) -> Non
     world.check = lambda ranks: Check(0 if asked.append(ranks) or ranks < 8 else 2, "must be divisible")
     assert world.supervisor(crash, lambda ranks: ranks.finish()).run() == 0
     assert world.slurm.ran == [("n1",), ("n1",)]
-    assert asked == [12, 8, 4, 12, 8]  # what was refused is asked for again: a file may have been away
+    assert asked == [12, 8, 4, 12, 8]  # a refused size is asked for again: a file may have been away
 
 
 def test_what_fits_no_number_of_nodes_is_bad_input(world: World) -> None:

@@ -153,7 +153,7 @@ def test_a_full_disk_ends_it_whatever_srun_says(run: Run, tmp_path: Path, code: 
     done = run(f"exit {code}", ROOM="12")
     assert (done.returncode, requeues(tmp_path)) == (4, 0)
     assert "megalite: job 7 /disk: No space left on device" in done.stderr
-    assert run("exit 137", ROOM="12").returncode == 137  # of which a signal is the cause
+    assert run("exit 137", ROOM="12").returncode == 137  # a signal is its cause
     assert run(outcome(3), ROOM="12").returncode == 3  # a rank could write
 
 

@@ -295,7 +295,7 @@ def test_a_controller_that_restarts_and_a_node_that_is_drained(submit: Submit, c
     assert "a fan is loud" in case.all("preflight")[2]["bad"][NODES[1]]
     cluster.run("scancel", case.job)
     assert case.ended()[::2] == ("CANCELLED", "0"), case.log
-    assert case.causes()[1] == "killed"  # of the first end srun may have heard nothing
+    assert case.causes()[1] == "killed"  # srun may have heard nothing of the first end
     states = stand_in.recorded(case.run)
     assert states == stand_in.curve(len(states))
 

@@ -12,7 +12,7 @@ from megalite.verify import compare
 
 ODD = replace(MODEL, vocab_size=37, qkv_bias=False)
 TIED = replace(ODD, tie_embeddings=True)
-TINY = replace(ODD, vocab_size=5)  # of four ranks, the last has padding alone
+TINY = replace(ODD, vocab_size=5)  # the last of four ranks has padding alone
 
 
 def case(layout: Layout, model: Model, mode: str = "zero3", schedule: str = "1f1b") -> Config:

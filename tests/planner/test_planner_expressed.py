@@ -82,7 +82,7 @@ def test_a_pipeline_has_the_layers_of_the_program() -> None:
         (replace(PLAIN, gated=False), TITAN),
         (replace(PLAIN, precision="fp8"), TITAN),
         (PLAIN, replace(TITAN, attention="unfused")),
-        (PLAIN, replace(TITAN, waits=0.01)),  # of a host
+        (PLAIN, replace(TITAN, waits=0.01)),  # waits of a host
         (replace(PLAIN, tp=8, dp=8, shards=None), replace(TITAN, hidden=0.8)),
         (replace(PLAIN, mode="zero1", micro_batches=1, dp=256, shards=None), replace(TITAN, pieces=9)),
         (replace(PLAIN, layers=20, pp=20, virtual=2), TITAN),  # a stage without layers

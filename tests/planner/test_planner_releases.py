@@ -104,7 +104,7 @@ def test_sequence_parallelism_is_an_option() -> None:
     assert (without.sequence_parallel, found.sequence_parallel) == (False, True)
     assert found.kept.gathered > without.kept.gathered
     assert found.scatters
-    assert not found.gathers_again  # what is kept gathered is not gathered again
+    assert not found.gathers_again  # weights that are kept gathered are not gathered again
     assert program("nemo", "25.02", "sequence_parallel") == PROGRAMS["nemo"]
     baseline = program("megatron-lm", "2022", "no_sequence_parallel")
     assert not baseline.sequence_parallel

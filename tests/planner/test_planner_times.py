@@ -105,7 +105,7 @@ def test_boards_in_a_node_are_crossed_by_as_many_lanes_as_they_have_members() ->
 
 def test_an_all_to_all_and_messages_leave_a_node_by_each_gpus_own_adapter() -> None:
     adapter, inside = 50e9 * FITTED.network, 361.4e9 * FITTED.node
-    whole, group = 1e9, Group(16, 1)  # of 16 equal parts, eight are for the other node
+    whole, group = 1e9, Group(16, 1)  # eight of 16 equal parts are for the other node
     starts = NET.collective("all_to_all", 0.0, group)
     assert NET.collective("all_to_all", whole, group) - starts == pytest.approx(whole * 8 / 16 / adapter)
     assert NET.links("all_to_all", whole, group) == pytest.approx(

@@ -36,7 +36,7 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple
         ("evaluation", 1, 0, [0]),  # the first, before the first step
         ("a schedule is made", 1, 1, []),  # the second time, in the first step
         ("forward", 9, 1, []),  # of the first step, after 8 of the evaluation
-        ("forward", 13, 3, [3]),  # of the third step, after which an evaluation is due
+        ("forward", 13, 3, [3]),  # in the third step, after which an evaluation is due
         ("evaluation", 5, 3, [3]),
         ("staging", 0, 4, []),
         ("writing", 0, 4, []),

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.errors import InputError
 
 LARGEST = 1e300  # number; whole ones beyond are more than a float can be
-SHOWN = Repr()  # of values, which may be nested deep
+SHOWN = Repr()  # for values, which may be nested deep
 SHOWN.maxstring = SHOWN.maxother = 200
 
 

@@ -11,7 +11,7 @@ from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
 from megalite.config.yaml import read_mapping
 
 SCHEDULE_FILES = (".yaml", ".yml")
-SCHEDULE_BYTES = 16 << 20  # of a file: as many as the longest schedule that can be planned
+SCHEDULE_BYTES = 16 << 20  # largest file: as many as the longest schedule that can be planned
 SEARCHED = 32  # batch sizes that `auto` searches orders for; each takes up to seconds
 
 

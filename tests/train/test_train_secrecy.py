@@ -62,4 +62,5 @@ def test_a_command_has_no_secrets() -> None:
 @pytest.mark.parametrize("value", ["A=", "a" * 20 + " ", "a,b=c,", "a-", "a:", "--a ", "KEY=a,"])
 def test_a_long_value_is_searched_in_no_time(value: str) -> None:
     times = 20_000 // len(value)
-    assert without_secrets(value * times) == value.replace("KEY=a", "KEY=***") * times
+    expected = value.replace("KEY=a", "KEY=***") * times
+    assert without_secrets(value * times).rstrip(",") == expected.rstrip(",")  # the last may be part of the secret

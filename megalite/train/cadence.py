@@ -89,11 +89,11 @@ class Cadence:
     def of(job: Job, report: Report | None) -> "Cadence":
         return Automatic(job, report) if job.config.checkpoint.interval == "auto" else Cadence(job, report)
 
-    def begin(self, step: int) -> None:
-        """Training begins after `step`, which is saved, or 0."""
+    def begin(self, step: int, seconds: float) -> None:
+        """Training begins after `step`, which is saved, or 0. seconds: of a clock that stands still in pauses."""
 
     def stepped(self, step: int, seconds: float) -> None:
-        """A step was taken. seconds: of a clock that stands still in pauses."""
+        """A step was taken. seconds: of that clock."""
 
     def due(self, step: int) -> bool:
         checkpoint = self._job.config.checkpoint
@@ -128,23 +128,23 @@ class Automatic(Cadence):
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._guess = (SAVED * parameters / COPIED, write) if async_ else (write, 0.0)
         self._wrote: float | None = None
-        self._clock = 0.0
-        self._base, self._measures = (
-            0,
-            0,
-        )  # the step that was saved last, and the one after which a first choice is made
+        self._clock = self._trained = 0.0  # readings of the meter's clock, and seconds of this start's steps
+        self._base = 0  # the step that was saved last
+        self._measures = 0  # the step after which a first choice is made
         self._interval = self._told = 0  # 0: not yet known
         if report is not None:
             self._interval = self._recall(report.path.with_name("interval.json"))
         self._interval = self._agreed(self._interval)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, seconds: float) -> None:
         self._base, self._measures = step, step + WARM_UP + FEWEST
+        self._clock = seconds
         self._steps.clear()
 
     def stepped(self, step: int, seconds: float) -> None:
         if step > self._measures - FEWEST:
             self._steps.append(max(seconds - self._clock, 1e-6))
+        self._trained += seconds - self._clock
         self._clock = seconds
         if step == self._measures and step < self._last:
             self._decide(step)
@@ -184,7 +184,7 @@ class Automatic(Cadence):
         with suppress(OSError):
             failures, rank_hours = interruptions(read_events(run / "events.jsonl"), time.time())
         ranks = self._job.mesh.layout.world_size
-        rank_hours = max(rank_hours, ranks * self._clock / 3600)  # no supervisor writes attempts down: this start's
+        rank_hours = max(rank_hours, ranks * self._trained / 3600)  # no supervisor writes attempts down: this start's
         return decide(save, write, median(self._steps), ranks, failures, rank_hours)
 
     def _agreed(self, interval: int) -> int:

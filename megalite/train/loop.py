@@ -86,7 +86,7 @@ def _train(
     """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
     config, last, progress = job.config, job.config.train.steps, guard.progress
     meter = Meter(job)
-    cadence.begin(progress.step)
+    cadence.begin(progress.step, meter.training_seconds())
     job.activity("reading a batch")
     wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):

@@ -25,7 +25,7 @@ from megalite.train import cadence
 from megalite.train.cadence import FEWEST, WARM_UP, Automatic, decide
 from megalite.train.loop import Batches, train
 from megalite_launch.events import append_event
-from megalite_launch.goodput.learned import learned_interval
+from megalite_launch.goodput.learned import failure_rate, learned_interval
 
 FIRST = WARM_UP + FEWEST  # the step after which there is a first interval
 
@@ -57,10 +57,15 @@ def test_a_run_without_a_supervisor_has_survived_its_own_time() -> None:
     """Nobody writes attempts down there; a ceiling of 100 times a save's cost for good would cost a hundredth."""
     with one_rank(), patch.object(cadence, "interruptions", lambda *_: (0, 0.0)):
         found = Automatic(make(automatic(100, Layout())), None)
-        found._steps.append(1.0)
         found._saves.append(0.01)
-        found._clock = 3600.0
-        assert found._decision(Path("none")).steps > 10
+        uptime = 1e7  # the clock counts from the machine's start
+        found.begin(0, uptime)
+        with patch.object(found, "_decide"):
+            for step in range(1, 3601):
+                found.stepped(step, uptime + step)
+        decision = found._decision(Path("none"))
+        assert decision.steps > 10
+        assert decision.rate == failure_rate(0, 1.0)
 
 
 def test_a_run_measures_before_it_saves_and_goes_on_from_that(tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ def test_a_save_to_the_nodes_alone_is_told_and_moves_no_other() -> None:
     notes = Notes()
     with one_rank():
         found = Automatic(make(automatic(100, Layout())), notes)  # type: ignore[arg-type]
-        found.begin(0)
+        found.begin(0, 0.0)
         writer = SimpleNamespace(wrote=None)
         with patch.object(found, "_interval", 10), patch.object(found, "_decide", lambda step: None):
             for step, shared in ((4, False), (5, True)):

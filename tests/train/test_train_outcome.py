@@ -105,7 +105,7 @@ def test_a_run_that_is_done_says_so_and_keeps_logs_by_attempt(work: Path) -> Non
     outcome = read_outcome(attempt)
     assert outcome is not None
     assert (outcome.code, outcome.step) == (0, 3)
-    assert [path.name for path in attempt.iterdir()] == ["outcome.json"]
+    assert sorted(path.name for path in attempt.iterdir()) == ["met", "outcome.json"]
     logs = work / "runs/done/logs"
     assert sorted(str(path.relative_to(logs)) for path in logs.rglob("*.log")) == [
         f"{NAME}/{node_name()}-{rank}.log" for rank in (0, 1)

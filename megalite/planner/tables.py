@@ -26,6 +26,8 @@ def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
     if schedule not in NAMES:  # a file, or a searched order, is for one number of micro-batches
         return m
+    if (schedule, config.parallel.data.mode) == ("dualpipev", "zero2"):  # its reductions fall behind more and more
+        return m
     return min(m, rounds * pp + m % pp)
 
 

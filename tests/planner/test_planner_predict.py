@@ -64,6 +64,7 @@ def test_one_micro_batch_takes_as_long_under_zero1_as_under_zero2(replicas: int,
     st.integers(15, 24),
     st.integers(2, 3),
 )
+@example("dualpipev", 2, 42, "zero2", 16, 2)  # whose reductions fall behind compute
 @example("1f1b", 3, 45, "ddp", 20, 2)  # whose rounds alternate
 @example("zb_h2", 3, 36, "zero3", 20, 2)  # whose slowest rank waits at first, and determines the pace after 51
 def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(

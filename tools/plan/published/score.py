@@ -6,15 +6,16 @@ from math import ceil, log, sqrt
 from statistics import fmean
 from typing import TypeVar
 
-from megalite.planner.constants import BOUNDS, FITTED, Constants
-from megalite.planner.expressed import expressed
-from megalite.planner.memory import SPREADS, UNKNOWN_SPREAD, counted, fits
+from megalite.planner.constants import FITTED, Constants
 from megalite.planner.predict import predict
-from megalite.planner.published import Row, works_of
 from megalite.planner.slowest import slowest
 from megalite.planner.stages import Timer
-from megalite.planner.step import StepModel
 from megalite.planner.work import Work
+from megalite_tools.plan.published.as_configuration import expressed
+from megalite_tools.plan.published.memory import SPREADS, UNKNOWN_MEMORY_SPREAD, counted, fits
+from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD
+from megalite_tools.plan.published.rows import Row, works_of
+from megalite_tools.plan.published.step import StepModel
 
 RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
 TOP = 3  # of a group's layouts, as predicted, among which the best measured one should be
@@ -114,7 +115,7 @@ def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
 
 def _timed(row: Row, measured: float, constants: Constants) -> Compared:
     work, seconds = chosen(row, constants)
-    spread = constants.spread if row.program.known else constants.unknown
+    spread = constants.spread if row.program.known else UNKNOWN_SPREAD
     config = expressed(work, row.program, row.cluster)
     if config is None:
         return Compared(row, seconds, measured, spread)
@@ -139,7 +140,7 @@ def weighed(rows: Iterable[Row]) -> list[Compared]:
             row,
             counted(chosen(row)[0], row.program, row.counts),
             row.memory,
-            SPREADS[row.counts] if row.program.known else UNKNOWN_SPREAD,
+            SPREADS[row.counts] if row.program.known else UNKNOWN_MEMORY_SPREAD,
         )
         for row in rows
         if row.memory is not None
@@ -211,35 +212,3 @@ def trend(found: Iterable[Compared]) -> Trend | None:
     slope = sum(b * e for group in deviations for b, e in group) / scale
     spread_out = sum(sum(b * (e - slope * b) for b, e in group) ** 2 for group in deviations)
     return Trend(slope, sqrt(spread_out) / scale, len(deviations))
-
-
-def loss(rows: Sequence[Row], constants: Constants) -> float:
-    """Objective of a fit: the mean error of rows, and that of sources, each by half; errors as |ln ratio|.
-
-    All rows are timed by the formula, which agrees with `predict` and takes less time.
-    """
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        if row.seconds is not None and row.fits:
-            errors.setdefault(row.source, []).append(abs(log(chosen(row, constants)[1] / row.seconds)))
-    groups = list(errors.values())
-    return (fmean(error for group in groups for error in group) + fmean(map(fmean, groups))) / 2
-
-
-def fit(rows: Sequence[Row], start: Constants = FITTED, finest: float = 0.015) -> Constants:
-    """Constants with a small loss: each is made larger or smaller in turn, by less and less, down to `finest`."""
-    found, best, step = start, loss(rows, start), 0.16
-    while step > finest:
-        better = False
-        for name, (least, most) in BOUNDS.items():
-            for factor in (1 + step, 1 - step):
-                value = getattr(found, name) * factor
-                if not least <= value <= most:
-                    continue
-                tried = replace(found, **{name: value})
-                if (now := loss(rows, tried)) < best - 1e-5:
-                    found, best, better = tried, now, True
-                    break
-        if not better:
-            step /= 2
-    return found

@@ -1,4 +1,4 @@
-"""What datasheets do not tell the time model: a few numbers for all GPUs, programs and models.
+"""Numbers that the time model needs and datasheets do not have: a few for all GPUs, programs and models.
 
 They were fitted once on published runs of other programs. On 1,151 of these the mean error is 5.6 %, the 90th
 percentile 11.9 %: `megalite-validate-planner tests/tools/plan/published/runs/*.csv` (docs/planner_evidence.md).

@@ -1,4 +1,4 @@
-"""What a training program fuses, keeps and launches, as far as the time of a layer depends on it. Imports no torch.
+"""Facts of a training program that the time of a layer depends on: fusions, attention, launches. Imports no torch.
 
 Bytes are those that passes over activations read and write; a tensor in bf16 that is read once has 2 for each of its
 elements. The defaults are one set for all programs, as fits published runs best.

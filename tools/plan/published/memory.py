@@ -50,7 +50,7 @@ class Memory:
 
 
 def memory(work: Work, program: Profile) -> Memory:
-    """Of the fullest pipeline rank: the first, the last, or the first of those that have more layers."""
+    """Add up the bytes of the fullest pipeline rank: the first, the last, or the first that has more layers."""
     return _fullest(work, program, stage_layers(work, program))
 
 
@@ -60,7 +60,7 @@ def _fullest(work: Work, program: Profile, layers: Sequence[int]) -> Memory:
 
 
 def counted(work: Work, program: Profile, what: Counted) -> float:
-    """The same in the bytes that a source publishes.
+    """Predict the bytes that a source publishes.
 
     allocated: of tensors. reserved: of PyTorch's allocator. device: what nvidia-smi shows. formula: of layers alone,
     as papers add them up. Where a source does not say, tensors are meant.
@@ -76,7 +76,7 @@ def counted(work: Work, program: Profile, what: Counted) -> float:
 
 
 def fits(work: Work, program: Profile, size: float) -> bool:
-    """Whether a step runs on GPUs of so many bytes. What the allocator has cached it gives back before it fails."""
+    """Tell whether a step runs on GPUs of `size` bytes. The allocator gives back what it has cached before it fails."""
     return memory(work, program).total <= program.kept.usable * size
 
 

@@ -19,7 +19,7 @@ DIGITS = 1e-4  # relative: by which a rounded time differs
 
 @dataclass(frozen=True)
 class Peer:
-    """What a planner predicts of one run, and what megalite does. program: with its version and settings."""
+    """Predictions of one run by another planner and by megalite. program: with its version and settings."""
 
     program: str
     theirs: Compared

@@ -10,7 +10,7 @@ UNKNOWN_SPREAD = 0.35  # half the width of the interval of a step of a program t
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Program):
-    """What a published program does otherwise than others.
+    """Facts of one published program: those that the time of a layer depends on, and these.
 
     Data parallelism:
         gradient: bytes of a gradient that is reduced. pieces: collectives in which the gradients of a layer are
@@ -249,7 +249,7 @@ PROFILES = {
     # 2024, which releases up to July have, it is as fast as FlashAttention 2, as the times of long sequences tell.
     "nemo_2024": replace(NEMO, name="NeMo of 2024", attention="flash2", fp8=0.92, kept=keeps.NEMO_2024),
     "nemo_late_2024": replace(NEMO, name="NeMo of late 2024", fp8=0.92, kept=keeps.NEMO_2024),
-    # What is usual in PyTorch: FlashAttention 2, fused norms, little else, and a loss in float32.
+    # Usual in PyTorch: FlashAttention 2, fused norms, little else, and a loss in float32.
     "unknown": replace(
         MEGATRON_2025,
         name="an unknown program",

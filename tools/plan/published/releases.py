@@ -51,12 +51,12 @@ COMPILED = ("torchtitan", "kempnerforge")  # if told so
 
 
 def _with_overlap(program: Profile) -> Profile:
-    """With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather."""
+    """Switch on --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather."""
     return replace(program, hidden=NEMO.hidden, reduces_beside=True, gathers_beside=True)
 
 
 def _with_16_bit_gradients(program: Profile) -> Profile:
-    """With --grad-reduce-in-bf16."""
+    """Switch on --grad-reduce-in-bf16."""
     return replace(program, gradient=2, moved=NEMO.moved, kept=replace(program.kept, gradient=2))
 
 

@@ -224,7 +224,7 @@ def _shipped(name: str) -> Cluster:
 
 
 def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
-    """What a step does, and the sequences of its batch."""
+    """Read the work of a step, and the sequences of its batch."""
     gated, tied = (word(fields, key, ("yes", "no")) == "yes" for key in ("gated", "tied"))
     layers, width, sequence, gpus = (whole(fields, key) for key in ("layers", "hidden", "seq", "n_gpus"))
     heads = whole(fields, "heads", max(1, width // HEAD))

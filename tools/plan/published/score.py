@@ -42,13 +42,13 @@ class Compared:
 
     @property
     def inside(self) -> bool:
-        """Whether what was measured lies within the interval around the prediction."""
+        """True where the measured figure lies within the interval around the prediction."""
         return self.predicted / (1 + self.spread) <= self.measured <= self.predicted * (1 + self.spread)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Whether a row is predicted to fit into its GPUs."""
+    """A row, and whether it is predicted to fit into its GPUs."""
 
     row: Row
     fits: bool
@@ -100,7 +100,7 @@ class Trend:
 
 
 def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
-    """What the row does, and the seconds of its step; of micro-batches that are unknown, the fastest that fit."""
+    """Choose the row's work, and time its step. Where micro-batches are unknown, the fastest that fit are taken."""
     works = list(works_of(row))
     works = [work for work in works if fits(work, row.program, row.cluster.gpu.memory)] or works
     steps = ((work, StepModel(work, row.program, row.cluster, constants).step().total) for work in works)
@@ -129,7 +129,7 @@ def planned(found: Iterable[Compared]) -> list[Compared]:
 
 
 def by_formula(found: Iterable[Compared]) -> list[Compared]:
-    """The same rows, with what the formula for other programs says."""
+    """Select the times that are `predict`'s, and put those of the formula for other programs in their place."""
     return [replace(each, predicted=each.formula) for each in found if each.formula is not None]
 
 
@@ -148,12 +148,12 @@ def weighed(rows: Iterable[Row]) -> list[Compared]:
 
 
 def judged(rows: Iterable[Row]) -> list[Judged]:
-    """Whether rows fit: with some micro-batches, where their size is unknown."""
+    """Judge which rows fit: with micro-batches of any size, where theirs is unknown."""
     return [Judged(row, any(fits(work, row.program, row.cluster.gpu.memory) for work in works_of(row))) for row in rows]
 
 
 def score(found: Sequence[Compared]) -> Score | None:
-    """None for no rows."""
+    """Sum up the errors of some rows; None for no rows."""
     if not found:
         return None
     errors = sorted(abs(each.error) for each in found)
@@ -167,7 +167,8 @@ def score(found: Sequence[Compared]) -> Score | None:
 
 
 def ranking(found: Iterable[Compared]) -> Ranking:
-    """Of step times. Rows of a group may have batches of different sizes, so tokens per second are compared."""
+    """Count the groups whose best layout is found, from step times. A group's rows may have batches of different sizes,
+    so tokens per second are compared."""
     groups: dict[object, dict[object, Compared]] = {}
     for each in found:
         layouts = groups.setdefault(each.row.group, {})
@@ -186,6 +187,7 @@ def _near_the_top(layouts: Sequence[Compared]) -> bool:
 
 
 def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
+    """Group rows by who published them."""
     groups: dict[str, list[Told]] = {}
     for each in found:
         groups.setdefault(each.row.source, []).append(each)
@@ -193,7 +195,7 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
 
 
 def trend(found: Iterable[Compared]) -> Trend | None:
-    """Of step times, with sources that count alike; None where fewer than two tell one."""
+    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two tell a trend."""
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]

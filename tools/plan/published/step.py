@@ -123,7 +123,7 @@ class StepModel:
         return whole / self.net.bandwidth(group) + group.size * self.net.collective("all_gather", 0.0, group)
 
     def _parameters(self) -> float:
-        """Of a pipeline rank with its share of the layers and one end, before data-parallel sharding."""
+        """Parameters of a pipeline rank with its share of the layers and one end, before data-parallel sharding."""
         work = self.work
         return (work.layers / work.pp * work.layer_parameters + work.vocab * work.width) / work.tp
 

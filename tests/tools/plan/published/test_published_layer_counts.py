@@ -45,7 +45,7 @@ def test_weighed_stages_give_the_last_rank_less_for_its_output_layer() -> None:
 
 @given(st.integers(2, 9), st.integers(2, 4), st.sampled_from([1024, 65_536, 131_072, 1_048_576]))
 def test_balanced_stages_have_the_least_largest_rank(layers: int, pp: int, vocab: int) -> None:
-    """Against all ways to divide the layers, ranks without any included."""
+    """Compares with all ways to divide the layers, ranks without any included."""
     work = replace(SMALL, layers=layers, pp=pp, vocab=vocab)
     end = vocab * work.width / work.layer_parameters
 

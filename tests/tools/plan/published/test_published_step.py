@@ -29,7 +29,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
-    """But for the embedding and the head, which only the ends have."""
+    """The embedding and the head, which only the ends have, are made small."""
     model = StepModel(replace(LLAMA, pp=4, micro_batches=8, vocab=8, mode="ddp"), PROGRAM, CLUSTER)
     found = model.step()
     assert found.bubble / found.pipeline == pytest.approx(3 / 8, rel=0.01)
@@ -120,7 +120,7 @@ def test_casts_to_8_bits_count_for_each_element_and_gathers_for_half_their_bytes
 
 
 def test_whole_gradients_are_reduced_in_buckets_and_scattered_ones_apart() -> None:
-    """In as many collectives as there are buckets of 16-bit gradients; more of them start later."""
+    """There are as many collectives as buckets of 16-bit gradients; more of them start later."""
     work, program = replace(LLAMA, dp=512), replace(PROFILES["nanotron"], reduces_beside=False)
     parameters = work.layers * work.layer_parameters + work.vocab * work.width
     count = -(-2 * parameters // (25 * 2**20))

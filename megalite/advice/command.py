@@ -291,7 +291,7 @@ def _told(asked: Asked, found: Found) -> str:
     return (
         f"{counted(found.layouts, 'layout')} had a bound, {found.timed:,} were simulated, the memory of "
         f"{found.walked:,} was walked through. Tensors may take {memory(asked.limit)} of a GPU. "
-        f"Intervals are ±{spread:.0%}; docs/planner.md tells how predictions compare with published runs."
+        f"Intervals are ±{spread:.0%}; docs/planner_evidence.md tells how predictions compare with published runs."
     )
 
 

@@ -28,8 +28,7 @@ from megalite.planner.estimate import ONCE, Estimate, mixed
 from megalite.planner.network import Group
 from megalite.planner.predict import adamw_seconds
 from megalite.planner.ranks import Ranks
-from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer
-from megalite.planner.step import beside
+from megalite.planner.stages import HALVED, SPLIT, WHOLE, Shared, Timer, beside
 from megalite.planner.tables import ROUNDS, enough
 from megalite.planner.wires import Part
 from megalite.schedule.actions import Kind

@@ -44,12 +44,6 @@ class Net:
         moved = (group.size - 1) / group.size * whole
         return ROUNDS[kind] * (moved / self.bandwidth(group, kind) + self._start(group))
 
-    def broadcasts(self, whole: float, group: Group) -> float:
-        """Each rank of the group in turn sends its part of `whole` bytes to all others."""
-        if group.size <= 1:
-            return 0.0
-        return whole / self.bandwidth(group) + group.size * self._start(group)
-
     def transfer(self, size: float, group: Group) -> float:
         """Each rank of the group sends `size` bytes to the next one; the slowest, which may be on another node."""
         if group.size <= 1:

@@ -1,14 +1,11 @@
-"""What a training program is to the planner: what it fuses, keeps, overlaps and launches. Imports no torch.
+"""Facts of a training program that the time of a layer depends on: fusions, attention, launches. Imports no torch.
 
-A published time is that of a program, so it is predicted with the program's profile. A profile tells what its code does
-otherwise than others. Bytes that passes over activations read and write are one set for all programs, as fits published
-rows best; a tensor in bf16 that is read once has 2 for each of its elements. The profiles are in `programs`.
+Bytes are those that passes over activations read and write; a tensor in bf16 that is read once has 2 for each of its
+elements. The defaults are one set for all programs, as fits published runs best.
 """
 
 from dataclasses import dataclass
 from typing import Literal
-
-from megalite.planner import kept as keeps
 
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "cudnn"]
 
@@ -31,22 +28,8 @@ class Program:
         gathers_logits: every rank has all logits, and computes the whole loss.
     Context parallelism:
         wide_keys: a ring sends gradients of keys and values in float32.
-    Data parallelism:
-        gradient: bytes of a gradient that is reduced. pieces: collectives in which the gradients of a layer are
-        reduced. buckets: bytes of 16-bit gradients that are reduced at once where none are sharded. rings: collectives
-        use all network adapters of a node, not one. reduces_beside: gradients are reduced while the last backward goes
-        on. gathers_beside: the first forward goes on while weights are gathered. all_reduces: gradients are summed on
-        all ranks, also where their states are sharded. broadcasts: each rank sends the weights that it has updated to
-        all others, one after another.
-    Weights and their gradients, in bytes for each parameter:
-        optimizer: that the optimizer reads and writes. moved: that forward and backward of a micro-batch read and write
-        besides the products: copies of what is gathered and reduced, sums of gradients. sums: such bytes of backward,
-        but for the first micro-batch of a step.
-    Pipelines:
-        scatters: tensor-parallel ranks send a part of a tensor each to the next stage. serial: a rank sends and
-        receives one tensor after another, and computes nothing meanwhile. weighs_stages: ranks get layers so that the
-        output layer's parameters are shared out too. balances: they get layers so that the largest rank has as few
-        parameters as can be, those of the embedding and the output layer included.
+    Weights:
+        optimizer: bytes of a parameter that the optimizer reads and writes.
     The host, in seconds:
         host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD times as long. waits: in which a
         layer's forward stands still, since the host reads a result before it goes on.
@@ -55,8 +38,6 @@ class Program:
         less, and it is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in
         forward for each element that enters a product, in backward for that and for each element of a gradient.
         gathers_fp8: sharded weights, and inputs that tensor-parallel ranks gather, are in 8 bits.
-    known: its code or papers were read; predictions for another program have a wider interval. kept: what it keeps in
-    memory.
     """
 
     name: str
@@ -72,33 +53,34 @@ class Program:
     gathers_again: bool = False
     hidden: float = 0.0
     repeats: float | None = None
-    gradient: int = 4
     optimizer: float = 28.0
-    moved: tuple[float, float] = (0, 0)
-    sums: float = 0
     host: float = 0.0003
-    scatters: bool = False
-    rings: bool = True
-    pieces: int = 1
-    buckets: float | None = None
-    reduces_beside: bool = False
-    gathers_beside: bool = False
     rearranges: bool = False
     fp8: float = 0.83
     casts: tuple[float, float] = (0, 0)
-    weighs_stages: bool = False
-    all_reduces: bool = False
-    broadcasts: bool = False
     gathers_fp8: bool = False
     gathers_logits: bool = False
     wide_keys: bool = False
-    balances: bool = False
-    serial: bool = False
     waits: float = 0.0
-    known: bool = True
-    kept: keeps.Kept = keeps.MEGATRON_2025
 
 
+# Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
+# four tensors each way, SwiGLU three and five, the loss six; AdamW reads a gradient and updates three float32 tensors,
+# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products.
+MEGALITE = Program(
+    "megalite",
+    attention="flash2",
+    forward=16,
+    backward=16,
+    forward_ffn=3,
+    backward_ffn=5,
+    logit=12,
+    sequence_parallel=True,
+    gathers_again=True,
+    repeats=0.0,
+    optimizer=32,
+    wide_keys=True,
+)
 HOST_BACKWARD = 1.9
 ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
     ("flash1", "A100"): (0.36, 0.30),

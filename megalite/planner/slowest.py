@@ -3,7 +3,7 @@
 from statistics import NormalDist
 
 MOST = 0.2  # of a spread: with more, the slowest of many GPUs would hardly run at all
-PUBLISHED = 0.011  # spread of GPUs' speeds that the errors of published rows tell, 1.1 % ± 1.1 %: `score.trend`
+PUBLISHED = 0.011  # spread of GPUs' speeds that the errors of published rows tell (docs/planner_evidence.md)
 
 
 def slowest(gpus: int) -> float:

@@ -27,10 +27,8 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
 from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Collective, Group, Links, Net
-from megalite.planner.program import Program
-from megalite.planner.programs import MEGALITE
+from megalite.planner.program import MEGALITE, Program
 from megalite.planner.room import room_for
-from megalite.planner.step import beside
 from megalite.planner.tables import Tables
 from megalite.planner.wires import Part, elements, end_links, groups, layer_links, partial_links, times, total
 from megalite.planner.work import Work
@@ -42,6 +40,11 @@ SPLIT = 0.035
 HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
 WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
+
+
+def beside(compute: float, communication: float, constants: Constants) -> float:
+    """Seconds of both at once: the longer, and a share of the other, which takes its multiprocessors."""
+    return max(compute, communication) + constants.overlap * min(compute, communication)
 
 
 class Sent(NamedTuple):

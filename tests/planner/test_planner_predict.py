@@ -16,7 +16,7 @@ from megalite.plan.resolved import resolve
 from megalite.planner.hardware import Cluster, Link, load_cluster
 from megalite.planner.network import Group
 from megalite.planner.predict import Trial, predict, seconds_of, timeline
-from megalite.planner.programs import MEGALITE
+from megalite.planner.program import MEGALITE
 from megalite.planner.stages import SPLIT, Shared, Timer, work_of
 from megalite.planner.tables import Cost
 from megalite.planner.traffic import flows

@@ -1,9 +1,7 @@
-"""Waiting for the slowest GPU: how much it is, where it is counted, and that published rows are not told it twice."""
+"""Waiting for the slowest GPU: how much it is, and where it is counted."""
 
 from dataclasses import replace
 from itertools import pairwise
-from math import exp
-from pathlib import Path
 from statistics import NormalDist
 
 import pytest
@@ -12,14 +10,11 @@ from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import predict
-from megalite.planner.published import read_rows
-from megalite.planner.score import Compared, timed, trend
 from megalite.planner.search import search
 from megalite.planner.slowest import PUBLISHED, slowest, waiting
 from megalite.planner.stages import Timer
 
 H100 = load_cluster("h100_sxm")
-FILES = sorted(Path(__file__).with_name("published").glob("*.csv"))
 MODEL = ["configs/model/llama3.2_1b.yaml"]
 GIVEN = ["run.device=cuda", "train.precision=bf16", "batch.global=64"]
 
@@ -69,27 +64,3 @@ def test_the_order_of_layouts_stays() -> None:
     assert [each.choice for each in measured.results] == [each.choice for each in usual.results]
     longer = [after.seconds / before.seconds for after, before in zip(measured.results, usual.results, strict=True)]
     assert longer == pytest.approx([waiting(0.05, 16)] * 20)
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[Compared]:
-    return timed(row for file in FILES for row in read_rows(file)[0])
-
-
-def test_published_rows_tell_the_spread_that_predictions_contain(rows: list[Compared]) -> None:
-    found = trend(rows)
-    assert found is not None
-    assert found.spread == pytest.approx(PUBLISHED, abs=5e-4)
-    assert found.spread < 2 * found.error  # so that it may well be nothing
-    assert found.sources == 19
-
-
-def test_a_trend_is_found_again(rows: list[Compared]) -> None:
-    before = trend(rows)
-    slower = [replace(each, measured=each.measured * exp(0.03 * slowest(each.row.work.gpus))) for each in rows]
-    after = trend(slower)
-    assert before is not None
-    assert after is not None
-    assert after.spread == pytest.approx(before.spread + 0.03, rel=1e-6)
-    assert after.error == pytest.approx(before.error, rel=1e-6)
-    assert trend([each for each in rows if each.row.source == "llm-foundry MPT"]) is None

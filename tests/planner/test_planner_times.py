@@ -11,7 +11,7 @@ from megalite.planner.hardware import Level, Link, known_clusters, load_cluster
 from megalite.planner.kernels import BEST, Kernels
 from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group, Net
-from megalite.planner.programs import MEGALITE
+from megalite.planner.program import MEGALITE
 from megalite.planner.work import Work
 
 H100 = load_cluster("h100_sxm")

@@ -1,5 +1,5 @@
 """Compare the planner's step times and memory with published runs. A row of a CSV
-file is one run; docs/planner.md explains the columns and their words.
+file is one run; docs/planner_evidence.md explains the columns and their words.
 """
 
 import argparse
@@ -16,17 +16,17 @@ from megalite.config.errors import counted
 from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
 from megalite.exit_codes import ExitCode
-from megalite.planner.constants import BOUNDS, FITTED, Constants
-from megalite.planner.peers import Peer, read_peers
-from megalite.planner.published import Row, read_rows
-from megalite.planner.score import (
+from megalite.planner.constants import FITTED, Constants
+from megalite_tools.plan.published.fit import BOUNDS, fit
+from megalite_tools.plan.published.other_planners import Peer, read_peers
+from megalite_tools.plan.published.rows import Row, read_rows
+from megalite_tools.plan.published.score import (
     RANGE,
     TOP,
     Compared,
     Judged,
     by_formula,
     by_source,
-    fit,
     judged,
     planned,
     ranking,

@@ -3,14 +3,17 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import in_process
 
-from megalite.planner.constants import BOUNDS, FITTED
+from megalite.planner.constants import FITTED
+from megalite_tools.plan.published.fit import BOUNDS
 from megalite_tools.plan.validate_planner import main
 
-FOLDER = Path(__file__).parents[2] / "planner" / "published"
+FOLDER = Path(__file__).with_name("published") / "runs"
+PAGE = Path(__file__).parents[3] / "docs" / "planner_evidence.md"
 
 
 def test_errors_by_source_as_tables_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,21 +111,31 @@ def test_bad_input_is_one_message(arguments: list[object], told: str, capsys: py
     assert told in err
 
 
-PEERS = FOLDER.parent / "peers" / "peers.csv"
+OTHERS = FOLDER.with_name("other_planners.csv")
 
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_table_of_other_planners_in_the_docs_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_tables_in_the_docs_are_what_the_command_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One run of the command tells errors of step times and memory by source, which have longer names in the docs, and
+    the errors of other planners."""
     monkeypatch.setenv("COLUMNS", "200")
-    _, out, _ = in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")), "--peers", PEERS)
+    found = tmp_path / "errors.json"
+    code, out, _ = in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")), "--peers", OTHERS, "--json", found)
+    assert code == 0
+    page, report = PAGE.read_text(), json.loads(found.read_text())
+    check_other_planners(page, out)
+    check_errors(page, report)
+
+
+def check_other_planners(page: str, out: str) -> None:
     printed = [re.split(r" {2,}", line.strip()) for line in out.partition(" planner ")[2].splitlines()]
-    page = (FOLDER.parents[2] / "docs" / "planner.md").read_text().partition("| planner | runs of |")[2]
-    rows = [cells(line) for line in page.partition("\n\n")[0].splitlines()[2:]]
+    table = page.partition("| planner | runs of |")[2].partition("\n\n")[0]
+    rows = [cells(line) for line in table.splitlines()[2:]]
     planner = ""
     for first, *others in rows:
         planner = first or planner
@@ -130,13 +143,7 @@ def test_the_table_of_other_planners_in_the_docs_is_what_the_command_prints(
     assert len(rows) > 10
 
 
-def test_the_tables_of_errors_in_the_docs_are_what_the_command_finds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of step times and memory, by source; sources have longer names there."""
-    assert in_process(main, capsys)(*sorted(FOLDER.glob("*.csv")), "--json", tmp_path / "errors.json")[0] == 0
-    report = json.loads((tmp_path / "errors.json").read_text())
-    page = (FOLDER.parents[2] / "docs" / "planner.md").read_text()
+def check_errors(page: str, report: dict[str, Any]) -> None:
     for key, head in (("time", "| source | rows | fitted: mean |"), ("memory", "| source | counted | rows | mean |")):
         found = [of[key] for of in (*report["by_source"].values(), report) if of[key]]
         told = [cells(line.replace("**", "")) for line in page.partition(head)[2].partition("\n\n")[0].splitlines()[2:]]
@@ -182,9 +189,9 @@ def test_a_row_with_a_word_that_is_not_known_is_refused_and_told(
 def test_predictions_of_other_runs_are_refused(
     old: str, new: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = PEERS.read_text()
+    text = OTHERS.read_text()
     assert old in text
-    (tmp_path / "peers.csv").write_text(text.replace(old, new))
-    code, _, error = in_process(main, capsys)(FOLDER / "korthikanti22.csv", "--peers", tmp_path / "peers.csv")
+    (tmp_path / "others.csv").write_text(text.replace(old, new))
+    code, _, error = in_process(main, capsys)(FOLDER / "korthikanti22.csv", "--peers", tmp_path / "others.csv")
     assert code == 2
     assert told in error

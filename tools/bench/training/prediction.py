@@ -7,17 +7,16 @@ from typing import Any
 from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.size import flops_per_token
-from megalite.planner.constants import FITTED
 from megalite.planner.devices import cluster_of
 from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import predict
-from megalite.planner.programs import PROGRAMS
 from megalite.planner.stages import Timer
 from megalite_launch.preflight.smi import SmiError, ask
 from megalite_tools.bench.training.cases import OURS, Case, Target
+from megalite_tools.plan.published.profiles import PROFILES, UNKNOWN_SPREAD
 
 REHEARSED = "h100_sxm"  # the cluster of predictions in a rehearsal, which nothing is compared with
-PROFILES = {  # names of the planner's profiles, by implementation and whether it is compiled; others have none
+PROFILE_NAMES = {  # in PROFILES, by implementation and whether it is compiled; others have none
     ("torchtitan", False): "torchtitan",
     ("torchtitan", True): "torchtitan_2025",
 }
@@ -68,6 +67,6 @@ def mfu(config: Config, seconds: float, on: Cluster | None, ranks: int) -> dict[
 def _of_program(case: Case, config: Config, on: Cluster) -> tuple[float, float]:
     """Seconds of another program's step, and how far that may be off."""
     recompute = "selective" if case.selective or config.train.recompute == "budget" else config.train.recompute
-    program = PROGRAMS[PROFILES.get((case.implementation, config.train.compile), "unknown")]
+    program = PROFILES[PROFILE_NAMES.get((case.implementation, config.train.compile), "unknown")]
     found = predict(replace(config, train=replace(config.train, recompute=recompute)), on, Timer(on, program=program))
-    return found.seconds, found.spread if program.known else FITTED.unknown
+    return found.seconds, found.spread if program.known else UNKNOWN_SPREAD

@@ -6,15 +6,16 @@ from math import ceil, log, sqrt
 from statistics import fmean
 from typing import TypeVar
 
-from megalite.planner.constants import BOUNDS, FITTED, Constants
-from megalite.planner.expressed import expressed
-from megalite.planner.memory import SPREADS, UNKNOWN_SPREAD, counted, fits
+from megalite.planner.constants import FITTED, Constants
 from megalite.planner.predict import predict
-from megalite.planner.published import Row, works_of
 from megalite.planner.slowest import slowest
 from megalite.planner.stages import Timer
-from megalite.planner.step import StepModel
 from megalite.planner.work import Work
+from megalite_tools.plan.published.as_configuration import expressed
+from megalite_tools.plan.published.memory import SPREADS, UNKNOWN_MEMORY_SPREAD, counted, fits
+from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD
+from megalite_tools.plan.published.rows import Row, works_of
+from megalite_tools.plan.published.step import StepModel
 
 RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
 TOP = 3  # of a group's layouts, as predicted, among which the best measured one should be
@@ -41,13 +42,13 @@ class Compared:
 
     @property
     def inside(self) -> bool:
-        """Whether what was measured lies within the interval around the prediction."""
+        """True where the measured figure lies within the interval around the prediction."""
         return self.predicted / (1 + self.spread) <= self.measured <= self.predicted * (1 + self.spread)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Whether a row is predicted to fit into its GPUs."""
+    """A row, and whether it is predicted to fit into its GPUs."""
 
     row: Row
     fits: bool
@@ -99,7 +100,7 @@ class Trend:
 
 
 def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
-    """What the row does, and the seconds of its step; of micro-batches that are unknown, the fastest that fit."""
+    """Choose the row's work, and time its step. Where micro-batches are unknown, the fastest that fit are taken."""
     works = list(works_of(row))
     works = [work for work in works if fits(work, row.program, row.cluster.gpu.memory)] or works
     steps = ((work, StepModel(work, row.program, row.cluster, constants).step().total) for work in works)
@@ -114,7 +115,7 @@ def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
 
 def _timed(row: Row, measured: float, constants: Constants) -> Compared:
     work, seconds = chosen(row, constants)
-    spread = constants.spread if row.program.known else constants.unknown
+    spread = constants.spread if row.program.known else UNKNOWN_SPREAD
     config = expressed(work, row.program, row.cluster)
     if config is None:
         return Compared(row, seconds, measured, spread)
@@ -128,7 +129,7 @@ def planned(found: Iterable[Compared]) -> list[Compared]:
 
 
 def by_formula(found: Iterable[Compared]) -> list[Compared]:
-    """The same rows, with what the formula for other programs says."""
+    """Select the times that are `predict`'s, and put those of the formula for other programs in their place."""
     return [replace(each, predicted=each.formula) for each in found if each.formula is not None]
 
 
@@ -139,7 +140,7 @@ def weighed(rows: Iterable[Row]) -> list[Compared]:
             row,
             counted(chosen(row)[0], row.program, row.counts),
             row.memory,
-            SPREADS[row.counts] if row.program.known else UNKNOWN_SPREAD,
+            SPREADS[row.counts] if row.program.known else UNKNOWN_MEMORY_SPREAD,
         )
         for row in rows
         if row.memory is not None
@@ -147,12 +148,12 @@ def weighed(rows: Iterable[Row]) -> list[Compared]:
 
 
 def judged(rows: Iterable[Row]) -> list[Judged]:
-    """Whether rows fit: with some micro-batches, where their size is unknown."""
+    """Judge which rows fit: with micro-batches of any size, where theirs is unknown."""
     return [Judged(row, any(fits(work, row.program, row.cluster.gpu.memory) for work in works_of(row))) for row in rows]
 
 
 def score(found: Sequence[Compared]) -> Score | None:
-    """None for no rows."""
+    """Sum up the errors of some rows; None for no rows."""
     if not found:
         return None
     errors = sorted(abs(each.error) for each in found)
@@ -166,7 +167,8 @@ def score(found: Sequence[Compared]) -> Score | None:
 
 
 def ranking(found: Iterable[Compared]) -> Ranking:
-    """Of step times. Rows of a group may have batches of different sizes, so tokens per second are compared."""
+    """Count the groups whose best layout is found, from step times. A group's rows may have batches of different sizes,
+    so tokens per second are compared."""
     groups: dict[object, dict[object, Compared]] = {}
     for each in found:
         layouts = groups.setdefault(each.row.group, {})
@@ -185,6 +187,7 @@ def _near_the_top(layouts: Sequence[Compared]) -> bool:
 
 
 def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
+    """Group rows by who published them."""
     groups: dict[str, list[Told]] = {}
     for each in found:
         groups.setdefault(each.row.source, []).append(each)
@@ -192,7 +195,7 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
 
 
 def trend(found: Iterable[Compared]) -> Trend | None:
-    """Of step times, with sources that count alike; None where fewer than two tell one."""
+    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two tell a trend."""
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]
@@ -211,35 +214,3 @@ def trend(found: Iterable[Compared]) -> Trend | None:
     slope = sum(b * e for group in deviations for b, e in group) / scale
     spread_out = sum(sum(b * (e - slope * b) for b, e in group) ** 2 for group in deviations)
     return Trend(slope, sqrt(spread_out) / scale, len(deviations))
-
-
-def loss(rows: Sequence[Row], constants: Constants) -> float:
-    """Objective of a fit: the mean error of rows, and that of sources, each by half; errors as |ln ratio|.
-
-    All rows are timed by the formula, which agrees with `predict` and takes less time.
-    """
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        if row.seconds is not None and row.fits:
-            errors.setdefault(row.source, []).append(abs(log(chosen(row, constants)[1] / row.seconds)))
-    groups = list(errors.values())
-    return (fmean(error for group in groups for error in group) + fmean(map(fmean, groups))) / 2
-
-
-def fit(rows: Sequence[Row], start: Constants = FITTED, finest: float = 0.015) -> Constants:
-    """Constants with a small loss: each is made larger or smaller in turn, by less and less, down to `finest`."""
-    found, best, step = start, loss(rows, start), 0.16
-    while step > finest:
-        better = False
-        for name, (least, most) in BOUNDS.items():
-            for factor in (1 + step, 1 - step):
-                value = getattr(found, name) * factor
-                if not least <= value <= most:
-                    continue
-                tried = replace(found, **{name: value})
-                if (now := loss(rows, tried)) < best - 1e-5:
-                    found, best, better = tried, now, True
-                    break
-        if not better:
-            step /= 2
-    return found

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 from megalite.config.schema import Batch, Config, DataParallel, Model, Parallel, Pipeline, Run, Train
 from megalite.config.validate import validate
-from megalite.planner.balance import stage_layers
 from megalite.planner.hardware import Cluster
-from megalite.planner.program import Program
-from megalite.planner.step import StepModel
 from megalite.planner.work import Work
+from megalite_tools.plan.published.layer_counts import stage_layers
+from megalite_tools.plan.published.profiles import Profile
+from megalite_tools.plan.published.step import StepModel
 
 OWN = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
 WEIGHT = 2  # bytes of one in bf16
 
 
-def expressed(work: Work, program: Program, cluster: Cluster) -> Config | None:
+def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
     """The configuration that does `work` as `program` does; None where megalite has none.
 
     A configuration has SwiGLU, products in 16 bits and fused attention. And it has one way to send and to add up, for
@@ -29,7 +29,7 @@ def expressed(work: Work, program: Program, cluster: Cluster) -> Config | None:
     return None if validate(config, work.gpus) else config
 
 
-def _as_ours(work: Work, program: Program) -> Program:
+def _as_ours(work: Work, program: Profile) -> Profile:
     """The program with its kernels and fusions, but with megalite's ways between them."""
     if work.mode in ("zero2", "zero3"):
         moved, sums = (2.0 * WEIGHT, float(WEIGHT + program.gradient)), 0.0
@@ -57,7 +57,7 @@ def _as_ours(work: Work, program: Program) -> Program:
     )
 
 
-def _config(work: Work, program: Program) -> Config:
+def _config(work: Work, program: Profile) -> Config:
     shards = 1 if work.mode == "ddp" else work.shards or work.dp
     named = "1f1b" if work.virtual == 1 else "interleaved_1f1b"
     return Config(
@@ -87,7 +87,7 @@ def _config(work: Work, program: Program) -> Config:
     )
 
 
-def _split(work: Work, program: Program) -> list[int] | None:
+def _split(work: Work, program: Profile) -> list[int] | None:
     """Layers of every stage, first to last, as the program has them; None without a pipeline."""
     if work.pp == 1:
         return None

@@ -1,21 +1,19 @@
 """Published runs as configurations of megalite: which can be expressed, and that both ways of timing them agree."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megalite.config.validate import validate
-from megalite.planner.expressed import expressed
 from megalite.planner.hardware import load_cluster
 from megalite.planner.predict import predict
-from megalite.planner.program import Program
-from megalite.planner.programs import MEGALITE, PROGRAMS
-from megalite.planner.published import read_rows
-from megalite.planner.score import by_formula, planned, score, timed
+from megalite.planner.program import MEGALITE
 from megalite.planner.stages import Timer, work_of
-from megalite.planner.step import StepModel
 from megalite.planner.work import Work
+from megalite_tools.plan.published.as_configuration import expressed
+from megalite_tools.plan.published.profiles import PROFILES, Profile
+from megalite_tools.plan.published.score import Compared, by_formula, planned, score
+from megalite_tools.plan.published.step import StepModel
 
 H100 = load_cluster("h100_sxm")
 PLAIN = Work(
@@ -35,7 +33,7 @@ PLAIN = Work(
     micro_batches=8,
     recompute="full",
 )
-TITAN = PROGRAMS["torchtitan"]
+TITAN = PROFILES["torchtitan"]
 
 
 def test_a_configuration_has_all_that_a_row_tells() -> None:
@@ -88,7 +86,7 @@ def test_a_pipeline_has_the_layers_of_the_program() -> None:
         (replace(PLAIN, layers=20, pp=20, virtual=2), TITAN),  # a stage without layers
     ],
 )
-def test_what_no_configuration_does_is_left_to_the_formula(work: Work, program: Program) -> None:
+def test_what_no_configuration_does_is_left_to_the_formula(work: Work, program: Profile) -> None:
     assert expressed(work, program, H100) is None
 
 
@@ -116,9 +114,10 @@ def test_one_profile_takes_as_long_both_ways(mode: str, pp: int, virtual: int, t
     assert predict(config, H100, Timer(H100, program=program)).seconds == pytest.approx(formula, rel=0.06)
 
 
-def test_runs_that_a_configuration_expresses_are_predicted_as_well_as_the_documentation_says() -> None:
-    files = sorted(Path(__file__).with_name("published").glob("*.csv"))
-    found = planned(timed([row for file in files for row in read_rows(file)[0]]))
+def test_runs_that_a_configuration_expresses_are_predicted_as_well_as_the_documentation_says(
+    times: list[Compared],
+) -> None:
+    found = planned(times)
     through, formula = score(found), score(by_formula(found))
     assert through is not None
     assert formula is not None

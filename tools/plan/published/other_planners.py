@@ -10,8 +10,8 @@ from math import isclose
 from pathlib import Path
 
 from megalite.config.errors import InputError
-from megalite.planner.published import Row, lines_of
-from megalite.planner.score import Compared, timed
+from megalite_tools.plan.published.rows import Row, lines_of
+from megalite_tools.plan.published.score import Compared, timed
 
 COLUMNS = ["program", "version", "settings", "file", "line", "measured", "seconds"]
 DIGITS = 1e-4  # relative: by which a rounded time differs
@@ -19,7 +19,7 @@ DIGITS = 1e-4  # relative: by which a rounded time differs
 
 @dataclass(frozen=True)
 class Peer:
-    """What a planner predicts of one run, and what megalite does. program: with its version and settings."""
+    """Predictions of one run by another planner and by megalite. program: with its version and settings."""
 
     program: str
     theirs: Compared

@@ -3,13 +3,13 @@
 from functools import lru_cache
 from itertools import pairwise
 
-from megalite.planner.program import Program
 from megalite.planner.work import Work
+from megalite_tools.plan.published.profiles import Profile
 
 CLOSE = 1e-9  # by which sums of parameters may differ from whole layers
 
 
-def stage_layers(work: Work, program: Program) -> list[int]:
+def stage_layers(work: Work, program: Profile) -> list[int]:
     """Layers of every pipeline rank, first to last; their sum is that of the model.
 
     Programs that weigh their stages count the output layer by its parameters, and close a stage with the block that

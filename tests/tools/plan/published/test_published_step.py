@@ -7,19 +7,19 @@ import pytest
 from megalite.planner.hardware import load_cluster
 from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group
-from megalite.planner.programs import PROGRAMS
-from megalite.planner.step import StepModel, StepTime
 from megalite.planner.work import Work
+from megalite_tools.plan.published.profiles import PROFILES
+from megalite_tools.plan.published.step import StepModel, StepTime
 
 CLUSTER = load_cluster("h100_sxm")
-PROGRAM = PROGRAMS["megatron_2025"]
+PROGRAM = PROFILES["megatron_2025"]
 LLAMA = Work(
     layers=32, width=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256, sequence=8192, micro_batches=4
 )
 
 
 def step(work: Work, program: str = "megatron_2025", cluster: str = "h100_sxm") -> StepTime:
-    return StepModel(work, PROGRAMS[program], load_cluster(cluster)).step()
+    return StepModel(work, PROFILES[program], load_cluster(cluster)).step()
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
@@ -29,7 +29,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
-    """But for the embedding and the head, which only the ends have."""
+    """The embedding and the head, which only the ends have, are made small."""
     model = StepModel(replace(LLAMA, pp=4, micro_batches=8, vocab=8, mode="ddp"), PROGRAM, CLUSTER)
     found = model.step()
     assert found.bubble / found.pipeline == pytest.approx(3 / 8, rel=0.01)
@@ -60,8 +60,8 @@ def test_tensor_parallelism_is_worth_less_than_its_ranks() -> None:
 
 def test_small_layers_take_as_long_as_the_host_needs_to_launch_them() -> None:
     tiny = replace(LLAMA, width=256, heads=4, kv_heads=4, head_size=64, ffn=512, vocab=512, sequence=128)
-    layer = StepModel(tiny, PROGRAMS["megatron_deepspeed"], CLUSTER).parts.layer()
-    assert layer.forward.total == pytest.approx(PROGRAMS["megatron_deepspeed"].host, rel=0.01)
+    layer = StepModel(tiny, PROFILES["megatron_deepspeed"], CLUSTER).parts.layer()
+    assert layer.forward.total == pytest.approx(PROFILES["megatron_deepspeed"].host, rel=0.01)
 
 
 def test_fp8_makes_products_faster_and_nothing_else() -> None:
@@ -93,17 +93,17 @@ def test_states_that_a_node_shards_are_gathered_in_it() -> None:
 
 
 def test_broadcasts_by_each_rank_start_as_often_as_there_are_ranks() -> None:
-    model = StepModel(replace(LLAMA, dp=512, mode="zero1"), PROGRAMS["internevo"], CLUSTER)
+    model = StepModel(replace(LLAMA, dp=512, mode="zero1"), PROFILES["internevo"], CLUSTER)
     group = model.shards
-    alone = model.net.broadcasts(0.0, group)
+    alone = model._broadcasts(0.0, group)
     assert alone == pytest.approx(512 * model.net.collective("all_gather", 0.0, group))
-    assert model.net.broadcasts(1e9, group) - alone == pytest.approx(1e9 / model.net.bandwidth(group))
+    assert model._broadcasts(1e9, group) - alone == pytest.approx(1e9 / model.net.bandwidth(group))
     assert step(replace(LLAMA, dp=512, mode="zero1"), "internevo").data > alone
 
 
 def test_casts_to_8_bits_count_for_each_element_and_gathers_for_half_their_bytes() -> None:
     work = replace(LLAMA, tp=8, precision="fp8", mode="zero3", dp=8)
-    program = PROGRAMS["torchtitan_compiled"]
+    program = PROFILES["torchtitan_compiled"]
     plain = replace(program, casts=(0, 0), gathers_fp8=False)
     found, without = (StepModel(work, each, CLUSTER).parts.layer() for each in (program, plain))
     width, q, k, f = work.width, work.q / 8, work.k / 8, work.ffn / 8
@@ -120,8 +120,8 @@ def test_casts_to_8_bits_count_for_each_element_and_gathers_for_half_their_bytes
 
 
 def test_whole_gradients_are_reduced_in_buckets_and_scattered_ones_apart() -> None:
-    """In as many collectives as there are buckets of 16-bit gradients; more of them start later."""
-    work, program = replace(LLAMA, dp=512), replace(PROGRAMS["nanotron"], reduces_beside=False)
+    """There are as many collectives as buckets of 16-bit gradients; more of them start later."""
+    work, program = replace(LLAMA, dp=512), replace(PROFILES["nanotron"], reduces_beside=False)
     parameters = work.layers * work.layer_parameters + work.vocab * work.width
     count = -(-2 * parameters // (25 * 2**20))
     model = StepModel(replace(work, mode="ddp"), program, CLUSTER)
@@ -133,7 +133,7 @@ def test_whole_gradients_are_reduced_in_buckets_and_scattered_ones_apart() -> No
 
 
 def test_logits_that_all_ranks_have_cost_as_much_as_without_tensor_parallelism() -> None:
-    plain = PROGRAMS["scaling"]
+    plain = PROFILES["scaling"]
     work = replace(LLAMA, tp=8, mode="zero1")
     whole, parts = (
         LayerModel(work, replace(plain, gathers_logits=gathers), CLUSTER).head() for gathers in (True, False)
@@ -146,7 +146,7 @@ def test_logits_that_all_ranks_have_cost_as_much_as_without_tensor_parallelism()
 
 
 def test_serial_transfers_take_both_directions_with_each_neighbour() -> None:
-    plain = replace(PROGRAMS["scaling"], serial=False)
+    plain = replace(PROFILES["scaling"], serial=False)
     for pp, times in ((2, 2), (4, 4)):
         work = replace(LLAMA, pp=pp, mode="zero1")
         serial, batched = (StepModel(work, replace(plain, serial=each), CLUSTER).step() for each in (True, False))
@@ -155,7 +155,7 @@ def test_serial_transfers_take_both_directions_with_each_neighbour() -> None:
 
 
 def test_a_host_that_waits_does_so_once_more_where_layers_are_recomputed() -> None:
-    program = replace(PROGRAMS["scaling"], waits=0.001)
+    program = replace(PROFILES["scaling"], waits=0.001)
     for recompute, backward in (("none", 0.0), ("full", 0.001)):
         work = replace(LLAMA, recompute=recompute)
         with_, without = (LayerModel(work, replace(program, waits=each), CLUSTER).layer() for each in (0.001, 0.0))

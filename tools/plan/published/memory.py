@@ -8,10 +8,10 @@ backward, times the micro-batches that a pipeline rank holds; and what lives for
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megalite.planner.balance import stage_layers
-from megalite.planner.kept import Counted
-from megalite.planner.program import Program
 from megalite.planner.work import Work
+from megalite_tools.plan.published.kept_memory import Counted
+from megalite_tools.plan.published.layer_counts import stage_layers
+from megalite_tools.plan.published.profiles import Profile
 
 HALF, FLOAT = 2, 4  # bytes of an element in 16 bits, and in float32
 ADAM = 8  # bytes of AdamW's two moments of a parameter
@@ -24,7 +24,7 @@ SPREADS: dict[Counted, float] = {  # half the width of the interval, relative to
     "device": 0.08,
     "unsaid": 0.10,
 }
-UNKNOWN_SPREAD = 0.25  # the same of a program of which no profile is known
+UNKNOWN_MEMORY_SPREAD = 0.25  # the same of a program of which no profile is known
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class Memory:
         return sum(vars(self).values())
 
 
-def memory(work: Work, program: Program) -> Memory:
-    """Of the fullest pipeline rank: the first, the last, or the first of those that have more layers."""
+def memory(work: Work, program: Profile) -> Memory:
+    """Add up the bytes of the fullest pipeline rank: the first, the last, or the first that has more layers."""
     return _fullest(work, program, stage_layers(work, program))
 
 
-def _fullest(work: Work, program: Program, layers: Sequence[int]) -> Memory:
+def _fullest(work: Work, program: Profile, layers: Sequence[int]) -> Memory:
     ranks = {0, work.pp - 1, layers.index(max(layers))}
     return max((_rank(work, program, rank, layers[rank]) for rank in ranks), key=lambda found: found.total)
 
 
-def counted(work: Work, program: Program, what: Counted) -> float:
-    """The same in the bytes that a source publishes.
+def counted(work: Work, program: Profile, what: Counted) -> float:
+    """Predict the bytes that a source publishes.
 
     allocated: of tensors. reserved: of PyTorch's allocator. device: what nvidia-smi shows. formula: of layers alone,
     as papers add them up. Where a source does not say, tensors are meant.
@@ -75,12 +75,12 @@ def counted(work: Work, program: Program, what: Counted) -> float:
     return RESERVED * total if what == "reserved" else total
 
 
-def fits(work: Work, program: Program, size: float) -> bool:
-    """Whether a step runs on GPUs of so many bytes. What the allocator has cached it gives back before it fails."""
+def fits(work: Work, program: Profile, size: float) -> bool:
+    """Tell whether a step runs on GPUs of `size` bytes. The allocator gives back what it has cached before it fails."""
     return memory(work, program).total <= program.kept.usable * size
 
 
-def _rank(work: Work, program: Program, rank: int, layers: int) -> Memory:
+def _rank(work: Work, program: Profile, rank: int, layers: int) -> Memory:
     kept = program.kept
     first, last = rank == 0, rank == work.pp - 1
     layer = work.layer_parameters / work.tp
@@ -120,7 +120,7 @@ def _held(work: Work, rank: int) -> float:
     return min(work.micro_batches * work.virtual, 2 * after + (work.virtual - 1) * work.pp + 1) / work.virtual
 
 
-def layer_kept(work: Work, program: Program) -> float:
+def layer_kept(work: Work, program: Profile) -> float:
     """Bytes that a layer keeps of a micro-batch on one rank, unless all of it is recomputed."""
     kept, selective = program.kept, work.recompute == "selective"
     if selective and kept.selective:
@@ -134,7 +134,7 @@ def layer_kept(work: Work, program: Program) -> float:
     return work.tokens * (work.width * (kept.stream / split + kept.gathered) + inside / work.tp)
 
 
-def _backward(work: Work, program: Program) -> float:
+def _backward(work: Work, program: Profile) -> float:
     """Bytes that a layer's backward has besides what layers keep: the layer, if it was recomputed, and gradients."""
     again = layer_kept(work, program) if work.recompute == "full" else 0.0
     return again + HALF * work.tokens * (3 if work.gated else 2) * work.ffn / work.tp

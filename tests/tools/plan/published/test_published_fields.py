@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.planner.columns import number, whole, word
+from megalite_tools.plan.published.fields import number, whole, word
 
 
 def test_words_and_numbers() -> None:

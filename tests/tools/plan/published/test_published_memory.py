@@ -6,12 +6,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megalite.planner.memory import OUTSIDE, RESERVED, counted, fits, layer_kept, memory
-from megalite.planner.program import Program
-from megalite.planner.programs import PROGRAMS
 from megalite.planner.work import DataMode, Recompute, Work
+from megalite_tools.plan.published.memory import OUTSIDE, RESERVED, counted, fits, layer_kept, memory
+from megalite_tools.plan.published.profiles import PROFILES, Profile
 
-MEGATRON = PROGRAMS["megatron_2025"]
+MEGATRON = PROFILES["megatron_2025"]
 LLAMA = Work(
     layers=32,
     width=4096,
@@ -39,7 +38,7 @@ works = st.builds(
     recompute=st.sampled_from(["none", "selective", "full"]),
     mode=st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
 )
-programs = st.sampled_from([PROGRAMS[name] for name in sorted(PROGRAMS)])
+programs = st.sampled_from([PROFILES[name] for name in sorted(PROFILES)])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_states_are_divided_among_the_ranks_that_share_them() -> None:
 
 
 def test_an_optimizer_may_have_the_lower_half_of_float32_weights_only() -> None:
-    assert memory(LLAMA, PROGRAMS["nemo_2024"]).optimizer == pytest.approx(10 / 8 * PARAMETERS)
+    assert memory(LLAMA, PROFILES["nemo_2024"]).optimizer == pytest.approx(10 / 8 * PARAMETERS)
 
 
 def test_zero2_shards_gradients() -> None:
@@ -94,7 +93,7 @@ GPT = Work(
 )
 def test_a_layer_keeps_what_korthikanti_et_al_count(program: str, recompute: Recompute, expected: float) -> None:
     work = replace(GPT, recompute=recompute)
-    assert layer_kept(work, PROGRAMS[program]) == pytest.approx(expected * 4 * 2048 * 6144)
+    assert layer_kept(work, PROFILES[program]) == pytest.approx(expected * 4 * 2048 * 6144)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_the_last_rank_counts_if_logits_take_more_than_micro_batches_under_way()
 
 
 @given(works, programs)
-def test_more_to_hold_is_never_less(work: Work, program: Program) -> None:
+def test_more_to_hold_is_never_less(work: Work, program: Profile) -> None:
     total = memory(work, program).total
     assert min(vars(memory(work, program)).values()) >= 0
     assert memory(replace(work, micro=2 * work.micro), program).total >= total
@@ -134,22 +133,22 @@ def test_more_to_hold_is_never_less(work: Work, program: Program) -> None:
 
 
 @given(works, programs)
-def test_sharding_over_more_ranks_never_takes_more(work: Work, program: Program) -> None:
+def test_sharding_over_more_ranks_never_takes_more(work: Work, program: Profile) -> None:
     if work.dp * work.cp > 1:
         assert memory(replace(work, dp=2 * work.dp), program).total <= memory(work, program).total
 
 
 @given(works, programs)
 # This program gives layers to ranks by the vocabulary too.
-@example(replace(LLAMA, pp=3, micro=2, micro_batches=3), PROGRAMS["scaling"])
-def test_what_is_counted_grows_from_tensors_to_the_device(work: Work, program: Program) -> None:
+@example(replace(LLAMA, pp=3, micro=2, micro_batches=3), PROFILES["scaling"])
+def test_what_is_counted_grows_from_tensors_to_the_device(work: Work, program: Profile) -> None:
     of = {what: counted(work, program, what) for what in ("formula", "unsaid", "allocated", "reserved", "device")}
     assert of["formula"] <= of["allocated"] == of["unsaid"] < of["reserved"] < of["device"]
     assert of["device"] == pytest.approx(RESERVED * of["allocated"] + OUTSIDE)
 
 
 @given(works, programs)
-def test_a_step_fits_into_what_it_needs(work: Work, program: Program) -> None:
+def test_a_step_fits_into_what_it_needs(work: Work, program: Profile) -> None:
     needed = memory(work, program).total / program.kept.usable
     assert fits(work, program, 1.001 * needed)
     assert not fits(work, program, 0.999 * needed)
@@ -157,9 +156,9 @@ def test_a_step_fits_into_what_it_needs(work: Work, program: Program) -> None:
 
 def test_a_pipeline_with_fsdp2_keeps_weights_and_gradients_whole() -> None:
     work = replace(LLAMA, mode="zero3", pp=2)
-    whole = memory(work, PROGRAMS["torchtitan"])
+    whole = memory(work, PROFILES["torchtitan"])
     assert whole.gathered == pytest.approx((2 + 4) * (16 * LLAMA.layer_parameters + LLAMA.vocab * LLAMA.width))
-    assert memory(work, PROGRAMS["llm_foundry"]).gathered < whole.gathered
+    assert memory(work, PROFILES["llm_foundry"]).gathered < whole.gathered
 
 
 def test_logits_that_all_tensor_parallel_ranks_have_are_not_divided() -> None:
@@ -167,7 +166,7 @@ def test_logits_that_all_tensor_parallel_ranks_have_are_not_divided() -> None:
         layers=2, width=1024, heads=8, kv_heads=8, head_size=128, ffn=4096, vocab=131072, sequence=4096, mode="zero1"
     )
     whole, parts = (
-        memory(replace(work, tp=4), replace(PROGRAMS["scaling"], gathers_logits=gathers)).moment
+        memory(replace(work, tp=4), replace(PROFILES["scaling"], gathers_logits=gathers)).moment
         for gathers in (True, False)
     )
     assert whole == 18 * 4096 * 131072 == 4 * parts

@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM
-from megalite.planner.program import Program
-from megalite.planner.programs import EAGER_NORMS, EAGER_SOFTMAX, PROGRAMS
-from megalite.planner.releases import PROFILES, program_of
+from megalite_tools.plan.published.kept_memory import DEEPSPEED_FLOAT32_SUM
+from megalite_tools.plan.published.profiles import EAGER_NORMS, EAGER_SOFTMAX, PROFILES, Profile
+from megalite_tools.plan.published.releases import RELEASES, program_of
 
 
 def program(
     name: str, version: str = "", options: str = "", sharded: bool = False, eight_bits: bool = False
-) -> Program:
+) -> Profile:
     return program_of({"program": name, "version": version, "options": options}, sharded, eight_bits)
 
 
@@ -36,14 +35,14 @@ def program(
     ],
 )
 def test_a_version_has_the_profile_of_its_time(name: str, version: str, profile: str) -> None:
-    assert program(name, version) is PROGRAMS[profile]
+    assert program(name, version) is PROFILES[profile]
 
 
 def test_products_sharding_and_compilation_choose_a_profile() -> None:
-    assert program("nemo", "23.11", eight_bits=True) is PROGRAMS["nemo_2024"]
-    assert program("other", sharded=True) is PROGRAMS["unknown_sharded"]
-    assert program("torchtitan", "2024-12", "compile") is PROGRAMS["torchtitan_compiled"]
-    assert program("torchtitan", "2025-06", "compile") is PROGRAMS["torchtitan_2025"]
+    assert program("nemo", "23.11", eight_bits=True) is PROFILES["nemo_2024"]
+    assert program("other", sharded=True) is PROFILES["unknown_sharded"]
+    assert program("torchtitan", "2024-12", "compile") is PROFILES["torchtitan_compiled"]
+    assert program("torchtitan", "2025-06", "compile") is PROFILES["torchtitan_2025"]
 
 
 def test_code_that_no_published_run_is_compared_with_is_not_known() -> None:
@@ -53,7 +52,7 @@ def test_code_that_no_published_run_is_compared_with_is_not_known() -> None:
         ("nemo", "25.05", "", "nemo"),
         ("megatron-lm", "2026-01", "", "megatron_2025"),
     ):
-        assert program(name, version, options) == replace(PROGRAMS[profile], known=False)
+        assert program(name, version, options) == replace(PROFILES[profile], known=False)
     assert program("torchtitan", "2025", "compile").known
 
 
@@ -88,11 +87,11 @@ def test_what_is_not_known_is_refused(name: str, version: str, options: str, why
 
 
 def test_kernels_are_options_of_all_programs() -> None:
-    for name, profiles in PROFILES.items():
+    for name, profiles in RELEASES.items():
         version = str(profiles[0][0] // 100 or "")
         for kernel in ("flash1", "flash2", "flash3", "cudnn", "unfused"):
             assert program(name, version, kernel).attention == kernel
-    best = PROGRAMS["scaling"]
+    best = PROFILES["scaling"]
     eager = program("scaling", options="eager_softmax eager_norms")
     assert (eager.attention, eager.scores) == ("unfused", EAGER_SOFTMAX)
     assert (eager.forward - best.forward, eager.backward - best.backward) == EAGER_NORMS
@@ -105,7 +104,7 @@ def test_sequence_parallelism_is_an_option() -> None:
     assert found.kept.gathered > without.kept.gathered
     assert found.scatters
     assert not found.gathers_again  # weights that are kept gathered are not gathered again
-    assert program("nemo", "25.02", "sequence_parallel") == PROGRAMS["nemo"]
+    assert program("nemo", "25.02", "sequence_parallel") == PROFILES["nemo"]
     baseline = program("megatron-lm", "2022", "no_sequence_parallel")
     assert not baseline.sequence_parallel
     assert not baseline.gathers_again

@@ -3,90 +3,24 @@
 import csv
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
-from math import isfinite, log
+from math import isfinite
 from pathlib import Path
-from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_cases import write
 
-from megalite.advice.alike import CLOSE
 from megalite.config.errors import InputError
-from megalite.planner.constants import BOUNDS, FITTED
-from megalite.planner.memory import UNKNOWN_SPREAD, fits
-from megalite.planner.published import COLUMNS, LARGEST, Row, read_rows, works_of
-from megalite.planner.score import Ranking, by_source, chosen, fit, judged, loss, ranking, score, timed, weighed
+from megalite_tools.plan.published.rows import COLUMNS, LARGEST, Row, read_rows, works_of
+from megalite_tools.plan.published.score import (
+    judged,
+    timed,
+    weighed,
+)
 
-FOLDER = Path(__file__).with_name("published")
-FILES = sorted(FOLDER.glob("*.csv"))
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    return [row for file in FILES for row in read_rows(file)[0]]
-
-
-def test_step_times_are_predicted_as_well_as_the_documentation_says(rows: list[Row]) -> None:
-    found = score(timed(rows))
-    assert found is not None
-    assert found.rows == 1151
-    assert found.mean_abs_error < 0.06
-    assert found.p90 < 0.12
-    assert abs(found.bias) < 0.025
-    assert 0.8 <= found.inside_interval <= 0.95
-
-
-STUDY = "Hagemann et al. 2023 (AA-Scaling)"
-FAR_OFF = {"Megatron-Turing NLG (Megatron-DeepSpeed)"}  # docs/planner.md, "What is not modelled"
-
-
-def test_no_source_is_far_off_but_those_that_the_documentation_names(rows: list[Row]) -> None:
-    far = set()
-    for source, group in by_source(timed([row for row in rows if row.program.known])).items():
-        found = score(group)
-        assert found is not None
-        if found.mean_abs_error >= 0.11:
-            far.add(source)
-    assert far == FAR_OFF
-
-
-UNKNOWN = {"Colossal-AI", "FlashAttention training code", "LitGPT", "TinyLlama"}
-
-
-def test_kernels_of_a_study_are_told_apart(rows: list[Row]) -> None:
-    """Each of its kernels and kinds of recompute, for itself."""
-    groups: dict[object, list[float]] = {}
-    for each in timed([row for row in rows if row.source == STUDY]):
-        program, recompute = each.row.program, each.row.work.recompute
-        groups.setdefault((program.name, program.attention, program.forward, recompute), []).append(each.error)
-    large = [fmean(errors) for errors in groups.values() if len(errors) >= 10]
-    assert len(large) == 6
-    assert all(-0.1 < bias < 0 for bias in large)
-
-
-def test_an_unknown_program_has_a_wider_interval(rows: list[Row]) -> None:
-    found = timed(rows)
-    assert {each.spread for each in found if each.row.program.known} == {FITTED.spread}
-    unknown = [each for each in found if not each.row.program.known]
-    assert {each.row.source for each in unknown} == UNKNOWN
-    assert all(each.spread == FITTED.unknown > 2 * FITTED.spread and each.inside for each in unknown)
-    memory = [each for each in weighed(rows) if not each.row.program.known]
-    assert len(memory) == 2
-    assert all(each.spread == UNKNOWN_SPREAD and each.inside for each in memory)
-
-
-def test_fitted_constants_are_within_their_bounds() -> None:
-    assert all(least <= getattr(FITTED, name) <= most for name, (least, most) in BOUNDS.items())
-
-
-def test_a_fit_finds_its_way_back(rows: list[Row]) -> None:
-    few = [row for row in rows if row.source.startswith(("Korthikanti", "SimuMax"))]
-    start = replace(FITTED, memory=0.5, network=0.3)
-    found = fit(few, start, finest=0.1)
-    assert loss(few, found) < 0.8 * loss(few, start)
+FOLDER = Path(__file__).with_name("runs")
 
 
 def test_rates_and_times_that_a_source_gives_both_agree(rows: list[Row], tmp_path: Path) -> None:
@@ -97,41 +31,6 @@ def test_rates_and_times_that_a_source_gives_both_agree(rows: list[Row], tmp_pat
             if fields["iter_time_s"]:
                 ((row,), _) = read_rows(write(tmp_path, **{**fields, "iter_time_s": ""}))
                 assert row.seconds == pytest.approx(of[number].seconds, rel=0.005)
-
-
-def write(folder: Path, **fields: str) -> Path:
-    plain = dict.fromkeys(COLUMNS, "") | {
-        "source": "a program",
-        "program": "other",
-        "model": "llama",
-        "experts": "0",
-        "gated": "yes",
-        "tied": "no",
-        "layers": "32",
-        "hidden": "4096",
-        "heads": "32",
-        "kv_heads": "8",
-        "ffn": "14336",
-        "vocab": "128256",
-        "seq": "8192",
-        "gpu": "h100_sxm",
-        "n_gpus": "64",
-        "tp": "2",
-        "pp": "2",
-        "sharding": "zero3",
-        "micro_batch": "1",
-        "global_batch": "64",
-        "recompute": "none",
-        "precision": "bf16",
-        "tps_per_gpu": "6000",
-        "status": "ok",
-    }
-    path = folder / "runs.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerow(plain | fields)
-    return path
 
 
 def test_a_row_in_the_planners_terms(tmp_path: Path) -> None:
@@ -217,16 +116,6 @@ def test_states_may_be_sharded_in_groups(tmp_path: Path) -> None:
     for group, shards in (("8", 8), ("16", None), ("", None)):
         ((row,), _) = read_rows(write(tmp_path, sharding="zero1", shards=group))
         assert (row.work.mode, row.work.dp, row.work.shards) == ("zero1", 16, shards)
-
-
-def test_of_unknown_micro_batches_the_fastest_that_fit_are_taken(tmp_path: Path) -> None:
-    fields = {"micro_batch": "", "global_batch": "512", "tp": "1", "pp": "1", "recompute": "selective"}
-    ((row,), _) = read_rows(write(tmp_path, **fields))
-    sizes = [work.micro for work in works_of(row) if fits(work, row.program, row.cluster.gpu.memory)]
-    assert sizes == [1, 2]
-    assert chosen(row)[0].micro == 2
-    ((roomy,), _) = read_rows(write(tmp_path, **fields, memory_gib="285"))
-    assert chosen(roomy)[0].micro > 2
 
 
 def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
@@ -366,73 +255,3 @@ def test_memory_is_counted_as_the_row_says_or_as_the_program_does(tmp_path: Path
     for program, kind in (("megatron-bridge", "unsaid"), ("kempnerforge", "reserved")):
         ((row,), _) = read_rows(write(tmp_path, program=program, mem_gib="60"))
         assert row.counts == kind
-
-
-def test_memory_is_predicted_as_well_as_the_documentation_says(rows: list[Row]) -> None:
-    found = weighed([row for row in rows if row.program.known])
-    for kind, rows_of, error in (
-        ("allocated", 12, 0.02),
-        ("formula", 8, 0.001),
-        ("reserved", 14, 0.07),
-        ("device", 23, 0.045),
-        ("unsaid", 11, 0.045),
-    ):
-        of = score([each for each in found if each.row.counts == kind])
-        assert of is not None
-        assert of.rows == rows_of
-        assert of.mean_abs_error < error, kind
-    whole = score(found)
-    assert whole is not None
-    assert 0.8 <= whole.inside_interval <= 0.95
-
-
-def test_rows_that_ran_out_of_memory_are_rejected_and_others_accepted(rows: list[Row]) -> None:
-    found = judged([row for row in rows if row.source != STUDY])
-    out = [each for each in found if not each.row.fits]
-    assert len(out) == 10
-    assert all(each.right for each in out)
-    assert sum(each.right for each in found) >= len(found) - 1
-
-
-def test_most_rows_of_a_study_that_ran_out_of_memory_are_rejected(rows: list[Row]) -> None:
-    found = judged([row for row in rows if row.source == STUDY])
-    right = {fits: [each.right for each in found if each.row.fits == fits] for fits in (True, False)}
-    assert (len(right[True]), len(right[False])) == (401, 563)
-    assert sum(right[True]) > 0.96 * 401
-    assert sum(right[False]) > 0.94 * 563
-
-
-def test_a_speed_of_a_run_that_ran_out_of_memory_is_not_compared(tmp_path: Path) -> None:
-    (found, _) = read_rows(write(tmp_path, status="OOM"))
-    assert found[0].seconds
-    assert not timed(found)
-    assert not judged(found)[0].row.fits
-
-
-def test_the_best_layout_is_near_the_top(rows: list[Row]) -> None:
-    found = ranking(timed(rows))
-    assert (found.groups, found.right) == (176, 175)
-    assert (found.contested, found.contested_right) == (31, 30)
-
-
-def test_one_per_cent_between_two_layouts_is_less_than_predictions_tell(rows: list[Row]) -> None:
-    """How far the ratio of two layouts' predicted times is off, of one model on as many GPUs."""
-    groups: dict[object, dict[object, float]] = {}
-    for each in timed(rows):
-        groups.setdefault(each.row.group, {})[each.row.work, each.row.program] = log(1 + each.error)
-    off = [abs(a - b) for group in groups.values() for a, b in combinations(group.values(), 2)]
-    assert len(off) == 11_489
-    assert 0.04 < median(off) < 0.05
-    assert median(off) / 2 > CLOSE
-
-
-def test_a_ranking_counts_a_group_whose_best_layout_is_predicted_as_slow(tmp_path: Path) -> None:
-    """Five layouts of a model, of which the slowest by far as predicted was the fastest as measured."""
-    layouts = []
-    for number, tp in enumerate((1, 2, 4, 8, 16)):
-        fields = {"tp": str(tp), "pp": "1", "tps_per_gpu": str(6000 + 1000 * number)}
-        layouts += read_rows(write(tmp_path, **fields))[0]
-    assert (ranking(timed(layouts)).right, ranking(timed(layouts)).contested_right) == (0, 0)
-    assert ranking(timed(layouts[:4])).contested == 1
-    assert ranking(timed(layouts[:3])) == Ranking(groups=1, right=1, contested=0, contested_right=0)
-    assert ranking(timed(layouts[:1])).groups == 0

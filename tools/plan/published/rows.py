@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import get_args
 
 from megalite.config.errors import InputError, counted
-from megalite.planner.columns import number, whole, word
 from megalite.planner.hardware import Cluster, Level, Link, known_clusters, load_cluster
-from megalite.planner.kept import Counted
-from megalite.planner.program import Program
-from megalite.planner.releases import program_of
 from megalite.planner.work import DataMode, Recompute, Work
+from megalite_tools.plan.published.fields import number, whole, word
+from megalite_tools.plan.published.kept_memory import Counted
+from megalite_tools.plan.published.profiles import Profile
+from megalite_tools.plan.published.releases import program_of
 
 COLUMNS = [
     "source",
@@ -96,7 +96,7 @@ class Row:
     source: str
     work: Work
     batch: int
-    program: Program
+    program: Profile
     cluster: Cluster
     seconds: float | None
     memory: float | None
@@ -224,7 +224,7 @@ def _shipped(name: str) -> Cluster:
 
 
 def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
-    """What a step does, and the sequences of its batch."""
+    """Read the work of a step, and the sequences of its batch."""
     gated, tied = (word(fields, key, ("yes", "no")) == "yes" for key in ("gated", "tied"))
     layers, width, sequence, gpus = (whole(fields, key) for key in ("layers", "hidden", "seq", "n_gpus"))
     heads = whole(fields, "heads", max(1, width // HEAD))

@@ -1,4 +1,4 @@
-"""What training programs keep in memory, as far as it differs from one to the next. Imports no torch.
+"""Bytes that training programs keep in memory, as far as they differ from one to the next. Imports no torch.
 
 Bytes are those that a program's code keeps from forward to backward: a tensor in bf16 has 2 for each of its elements,
 and dropout's mask has 1. Files named here are in the programs' repositories.
@@ -14,7 +14,7 @@ Counted = Literal["allocated", "reserved", "device", "formula", "unsaid"]
 
 @dataclass(frozen=True)
 class Kept:
-    """What one program keeps. Bytes without a unit are for each token of a micro-batch and element of the tensor.
+    """Bytes that one program keeps. Bytes without a unit are for each token of a micro-batch and element of the tensor.
 
     stream: the residual stream's copies, divided among tensor-parallel ranks if the program has sequence parallelism.
     gathered: such copies that every tensor-parallel rank keeps in full. query: queries and attention's result. key:
@@ -58,7 +58,7 @@ MEGATRON_2021 = Kept(stream=10)
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, gradient=2, logit=14, whole=4, outputs=True, buffers=2 * 2 * 5e8, counts="device"
 )
-# The same with a sum of gradients in float32 beside them: deepspeed/runtime/bf16_optimizer.py.
+# Megatron-DeepSpeed with a sum of gradients in float32 beside those in 16 bits: deepspeed/runtime/bf16_optimizer.py.
 DEEPSPEED_FLOAT32_SUM = replace(MEGATRON_DEEPSPEED, gradient=6)
 # In fp8, Transformer Engine keeps the inputs of products in 8 bits: results of both norms, of attention and of the
 # activation (transformer_engine/pytorch/module/layernorm_linear.py and layernorm_mlp.py, save_for_backward).
@@ -69,7 +69,7 @@ NEMO = replace(MEGATRON_2025, gradient=2, usable=EXPANDABLE)
 # The optimizer of NeMo 2.0 and before has the lower half of float32 weights only, as the weights are the upper half:
 # nemo/collections/nlp/models/language_modeling/megatron_base_model.py, store_param_remainders.
 NEMO_2024 = replace(NEMO, master=2)
-# Of every second matrix product the result is kept, and attention's: torchtitan/distributed/activation_checkpoint.py,
+# The result of every second matrix product is kept, and attention's: torchtitan/distributed/activation_checkpoint.py,
 # "op". The loss is in float32: the log-softmax, its gradient, and that of the logits. In pipelines FSDP2 gathers once
 # in a step (torchtitan/models/llama3/parallelize.py: reshard_after_forward). The report: components/metrics.py.
 # SDPA keeps rotated queries and keys, values and its result; rotations keep nothing (models/llama/model.py).
@@ -103,6 +103,6 @@ INTERNEVO = Kept(gated=8, gradient=2, logit=4, buffers=2 * 512 * 2**20)
 SCALING = Kept(stream=10, query=6, key=6, gated=8, gradient=2, logit=18, outputs=True)
 NORMED = 4  # of `stream`, bytes of the results of both norms
 EAGER_NORMS = 8  # bytes that norms keep more where each operation keeps its inputs: two in float32 and two in bf16
-# What is usual in PyTorch: logits in bf16, in float32, their log-softmax, and its gradient.
+# Usual in PyTorch: logits in bf16, in float32, their log-softmax, and its gradient.
 UNKNOWN = replace(MEGATRON_2025, logit=14)
 UNKNOWN_SHARDED = replace(TORCHTITAN, logit=14, counts="unsaid")

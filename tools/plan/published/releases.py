@@ -5,20 +5,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megalite.config.errors import listing
-from megalite.planner.columns import word
-from megalite.planner.kept import DEEPSPEED_FLOAT32_SUM
-from megalite.planner.program import Attention, Program
-from megalite.planner.programs import (
+from megalite.planner.program import Attention
+from megalite_tools.plan.published.fields import word
+from megalite_tools.plan.published.kept_memory import DEEPSPEED_FLOAT32_SUM
+from megalite_tools.plan.published.profiles import (
     EAGER_SOFTMAX,
     NEMO,
-    PROGRAMS,
+    PROFILES,
+    Profile,
     with_eager_norms,
     with_sequence_parallelism,
 )
 
 # By program, its profiles, and the month since which each holds. Since September 2024 NeMo is built on PyTorch 24.07,
 # not 24.02: its Dockerfile and Dockerfile.ci.
-PROFILES: Mapping[str, tuple[tuple[int, str], ...]] = {
+RELEASES: Mapping[str, tuple[tuple[int, str], ...]] = {
     "deepspeed": ((0, "deepspeed_zero3"),),
     "fms-fsdp": ((0, "fms_fsdp"),),
     "internevo": ((0, "internevo"),),
@@ -49,29 +50,29 @@ CHOICES = (*KERNELS, "eager_softmax"), ("sequence_parallel", "no_sequence_parall
 COMPILED = ("torchtitan", "kempnerforge")  # if told so
 
 
-def _with_overlap(program: Program) -> Program:
-    """With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather."""
+def _with_overlap(program: Profile) -> Profile:
+    """Switch on --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather."""
     return replace(program, hidden=NEMO.hidden, reduces_beside=True, gathers_beside=True)
 
 
-def _with_16_bit_gradients(program: Program) -> Program:
-    """With --grad-reduce-in-bf16."""
+def _with_16_bit_gradients(program: Profile) -> Profile:
+    """Switch on --grad-reduce-in-bf16."""
     return replace(program, gradient=2, moved=NEMO.moved, kept=replace(program.kept, gradient=2))
 
 
-ANY: Mapping[str, Callable[[Program], Program]] = {  # options of all programs
+ANY: Mapping[str, Callable[[Profile], Profile]] = {  # options of all programs
     **{kernel: lambda program, kernel=kernel: replace(program, attention=kernel) for kernel in KERNELS},  # type: ignore[misc]
     "eager_softmax": lambda program: replace(program, attention="unfused", scores=EAGER_SOFTMAX),
     "eager_norms": with_eager_norms,
     "sequence_parallel": with_sequence_parallelism,
     "no_sequence_parallel": lambda program: replace(program, sequence_parallel=False, gathers_again=False),
 }
-OF_TORCHTITAN: Mapping[str, Callable[[Program], Program]] = {
+OF_TORCHTITAN: Mapping[str, Callable[[Profile], Profile]] = {
     "compile": lambda program: program,  # `program_of` has taken the profile
     "async_tp": lambda program: replace(program, hidden=0.5),
     "rowwise": lambda program: replace(program, fp8=ROWWISE, gathers_fp8=False),
 }
-OWN: Mapping[str, Mapping[str, Callable[[Program], Program]]] = {  # options that one program alone has
+OWN: Mapping[str, Mapping[str, Callable[[Profile], Profile]]] = {  # options that one program alone has
     "kempnerforge": OF_TORCHTITAN,
     "torchtitan": OF_TORCHTITAN,
     "megatron-deepspeed": {"fp32_sums": lambda program: replace(program, kept=DEEPSPEED_FLOAT32_SUM)},
@@ -79,12 +80,12 @@ OWN: Mapping[str, Mapping[str, Callable[[Program], Program]]] = {  # options tha
 }
 
 
-def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Program:
+def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Profile:
     """The profile by the columns program, version and options; raises ValueError for a word that is not known.
 
     sharded: weights are. eight_bits: products are.
     """
-    name = word(fields, "program", PROFILES)
+    name = word(fields, "program", RELEASES)
     options = fields["options"].lower().split()
     known = {**ANY, **OWN.get(name, {})}
     if unknown := [option for option in options if option not in known]:
@@ -101,7 +102,7 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
         profile = "nemo_2024"
     elif name == "other" and sharded:
         profile = "unknown_sharded"
-    program = PROGRAMS[profile]
+    program = PROFILES[profile]
     for option in dict.fromkeys(options):
         program = known[option](program)
     return replace(program, known=False) if date > COMPARED.get(name, date) else program
@@ -109,7 +110,7 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
 
 def _profile(name: str, version: str) -> tuple[str, int]:
     """The profile that `version` of a program has, and the first month that it may be of."""
-    profiles = PROFILES[name]
+    profiles = RELEASES[name]
     if not version and len(profiles) == 1:
         return profiles[0][1], 1
     rule = "must be a release or a date, as 24.07, 2024-07 or 2024"

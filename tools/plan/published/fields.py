@@ -27,7 +27,7 @@ Word = TypeVar("Word", bound=str)
 
 
 def word(fields: Mapping[str, str], key: str, known: Iterable[Word], default: Word | None = None) -> Word:
-    """One of the known words, in whatever case; `default` for an empty field."""
+    """Read one of the known words, in whatever case; `default` for an empty field."""
     words = {each.lower(): each for each in known}
     text = fields[key].strip().lower()
     if not text and default is not None:
@@ -38,7 +38,7 @@ def word(fields: Mapping[str, str], key: str, known: Iterable[Word], default: Wo
 
 
 def number(fields: Mapping[str, str], key: str, most: float) -> float | None:
-    """A number above 0; None for an empty field."""
+    """Read a number above 0; None for an empty field."""
     text = fields[key].strip()
     if not text:
         return None
@@ -49,7 +49,7 @@ def number(fields: Mapping[str, str], key: str, most: float) -> float | None:
 
 
 def whole(fields: Mapping[str, str], key: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number; `default` for an empty field."""
+    """Read a whole number; `default` for an empty field."""
     most = MOST.get(key, MOST["n_gpus"])
     text = fields[key].strip()
     if not text and default is not None:

@@ -1,9 +1,53 @@
 """The profiles of training programs, read off their code and papers. Imports no torch."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from megalite.planner import kept as keeps
 from megalite.planner.program import Program
+from megalite_tools.plan.published import kept_memory as keeps
+
+UNKNOWN_SPREAD = 0.35  # half the width of the interval of a step of a program that has no profile, relative to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Program):
+    """Facts of one published program: those that the time of a layer depends on, and these.
+
+    Data parallelism:
+        gradient: bytes of a gradient that is reduced. pieces: collectives in which the gradients of a layer are
+        reduced. buckets: bytes of 16-bit gradients that are reduced at once where none are sharded. rings: collectives
+        use all network adapters of a node, not one. reduces_beside: gradients are reduced while the last backward goes
+        on. gathers_beside: the first forward goes on while weights are gathered. all_reduces: gradients are summed on
+        all ranks, also where their states are sharded. broadcasts: each rank sends the weights that it has updated to
+        all others, one after another.
+    Weights and their gradients, in bytes for each parameter:
+        moved: that forward and backward of a micro-batch read and write besides the products: copies of what is
+        gathered and reduced, sums of gradients. sums: such bytes of backward, but for the first micro-batch of a step.
+    Pipelines:
+        scatters: tensor-parallel ranks send a part of a tensor each to the next stage. serial: a rank sends and
+        receives one tensor after another, and computes nothing meanwhile. weighs_stages: ranks get layers so that the
+        output layer's parameters are shared out too. balances: they get layers so that the largest rank has as few
+        parameters as can be, those of the embedding and the output layer included.
+    known: its code or papers were read; predictions for another program have a wider interval. kept: what it keeps in
+    memory.
+    """
+
+    gradient: int = 4
+    pieces: int = 1
+    buckets: float | None = None
+    rings: bool = True
+    reduces_beside: bool = False
+    gathers_beside: bool = False
+    all_reduces: bool = False
+    broadcasts: bool = False
+    moved: tuple[float, float] = (0, 0)
+    sums: float = 0
+    scatters: bool = False
+    serial: bool = False
+    weighs_stages: bool = False
+    balances: bool = False
+    known: bool = True
+    kept: keeps.Kept = keeps.MEGATRON_2025
+
 
 # FSDP2 copies what it has gathered into parameters, 2 bytes read and 2 written, in both passes; gradients in bf16
 # become the float32 buffer of a reduce-scatter: foreach_all_gather_copy_out and foreach_reduce_scatter_copy_in in
@@ -25,7 +69,7 @@ EAGER_SOFTMAX = (22, 20)
 # artifact/exp_one_host.csv) come to 36 to 39 at the usual rate.
 CAST = 38
 # Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not.
-MEGATRON_2021 = Program(
+MEGATRON_2021 = Profile(
     "Megatron-LM 2021",
     kept=keeps.MEGATRON_2021,
     attention="unfused",
@@ -38,7 +82,7 @@ MEGATRON_2021 = Program(
     host=0.0003,
     scatters=True,
 )
-TORCHTITAN = Program(
+TORCHTITAN = Profile(
     "torchtitan with torch.compile",
     kept=keeps.TORCHTITAN_COMPILED,
     attention="flash2",
@@ -55,26 +99,7 @@ TORCHTITAN = Program(
     gathers_fp8=True,
     rearranges=True,  # Shard(1): all_gather_tensor in torch/distributed/_functional_collectives.py joins chunks
 )
-# Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
-# four tensors each way, SwiGLU three and five, the loss six; AdamW reads a gradient and updates three float32 tensors,
-# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products.
-MEGALITE = Program(
-    "megalite",
-    attention="flash2",
-    forward=16,
-    backward=16,
-    forward_ffn=3,
-    backward_ffn=5,
-    logit=12,
-    sequence_parallel=True,
-    gathers_again=True,
-    repeats=0.0,
-    optimizer=32,
-    scatters=True,
-    reduces_beside=True,
-    wide_keys=True,
-)
-MEGATRON_2025 = Program(
+MEGATRON_2025 = Profile(
     "Megatron-LM with Transformer Engine",
     attention="cudnn",
     sequence_parallel=True,
@@ -98,14 +123,14 @@ NEMO = replace(
 )
 
 
-def with_eager_norms(program: Program) -> Program:
+def with_eager_norms(program: Profile) -> Profile:
     """The program with norms that no kernel fuses."""
     forward, backward = program.forward + EAGER_NORMS[0], program.backward + EAGER_NORMS[1]
     kept = replace(program.kept, stream=program.kept.stream + keeps.EAGER_NORMS)
     return replace(program, forward=forward, backward=backward, kept=kept)
 
 
-def with_sequence_parallelism(program: Program) -> Program:
+def with_sequence_parallelism(program: Profile) -> Profile:
     """A program that keeps what it has gathered: the results of norms, which other ranks have parts of. Between stages
     each rank sends its own part of the stream. One that has sequence parallelism anyway stays as it is."""
     if program.sequence_parallel:
@@ -115,7 +140,7 @@ def with_sequence_parallelism(program: Program) -> Program:
     return replace(program, sequence_parallel=True, gathers_again=False, scatters=True, kept=kept)
 
 
-PROGRAMS = {
+PROFILES = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
     # It sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned. The engine goes through a list of
@@ -131,7 +156,7 @@ PROGRAMS = {
     "deepspeed_zero3": replace(
         MEGATRON_2021, name="DeepSpeed ZeRO-3 of 2021", kept=keeps.MEGATRON_DEEPSPEED, rings=False
     ),
-    "llm_foundry": Program(
+    "llm_foundry": Profile(
         "llm-foundry",
         kept=keeps.LLM_FOUNDRY,
         attention="flash1",
@@ -146,7 +171,7 @@ PROGRAMS = {
         name="torchtitan of 2025 with torch.compile",
         kept=keeps.TORCHTITAN_2025,
     ),
-    "nanotron": Program(
+    "nanotron": Profile(
         "nanotron",
         kept=keeps.NANOTRON,
         attention="flash2",
@@ -184,7 +209,7 @@ PROGRAMS = {
     # The code of 2023 (c18bec9). Gradients in bf16 are all-reduced beside backward, and each rank
     # broadcasts the weights that it has updated (solver/optimizer/hybrid_zero_optim.py: _reduce_grads_by_rank,
     # broadcast_params). FlashAttention 1.0.5: doc/en/install.md.
-    "internevo": Program(
+    "internevo": Profile(
         "InternEvo",
         kept=keeps.INTERNEVO,
         attention="flash1",
@@ -201,7 +226,7 @@ PROGRAMS = {
     # column-parallel products reduces its input's gradient. Lengths of documents are read back to the host for every
     # layer's attention (attention.py, get_max_seq_length). That stages are balanced by their parameters is told by the
     # published times.
-    "scaling": Program(
+    "scaling": Profile(
         "Aleph Alpha Scaling",
         kept=keeps.SCALING,
         attention="flash2",
@@ -224,7 +249,7 @@ PROGRAMS = {
     # 2024, which releases up to July have, it is as fast as FlashAttention 2, as the times of long sequences tell.
     "nemo_2024": replace(NEMO, name="NeMo of 2024", attention="flash2", fp8=0.92, kept=keeps.NEMO_2024),
     "nemo_late_2024": replace(NEMO, name="NeMo of late 2024", fp8=0.92, kept=keeps.NEMO_2024),
-    # What is usual in PyTorch: FlashAttention 2, fused norms, little else, and a loss in float32.
+    # Usual in PyTorch: FlashAttention 2, fused norms, little else, and a loss in float32.
     "unknown": replace(
         MEGATRON_2025,
         name="an unknown program",

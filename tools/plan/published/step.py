@@ -8,13 +8,14 @@ of layers; of other modes it follows the last micro-batch.
 from dataclasses import dataclass
 from math import ceil
 
-from megalite.planner.balance import stage_layers
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.layer import LayerModel, LayerTime
 from megalite.planner.network import Group
-from megalite.planner.program import Program
+from megalite.planner.stages import beside
 from megalite.planner.work import Work
+from megalite_tools.plan.published.layer_counts import stage_layers
+from megalite_tools.plan.published.profiles import Profile
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,10 @@ class StepTime:
         return self.pipeline + self.bubble + self.transfers + self.data + self.optimizer
 
 
-def beside(compute: float, communication: float, constants: Constants) -> float:
-    """Seconds of both at once: the longer, and a share of the other, which takes its multiprocessors."""
-    return max(compute, communication) + constants.overlap * min(compute, communication)
-
-
 class StepModel:
     """Times of `work` done by `program` on `cluster`."""
 
-    def __init__(self, work: Work, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
+    def __init__(self, work: Work, program: Profile, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.work, self.program, self.cluster, self.constants = work, program, cluster, constants
         self.parts = LayerModel(work, program, cluster, constants)
         self.kernels, self.net = self.parts.kernels, self.parts.net
@@ -111,7 +107,7 @@ class StepModel:
             reduced = count * self.net.collective("reduce_scatter", size, self.shards)
             reduced += count * self.net.collective("all_reduce", size / self.shards.size, self.replicas)
         if self.work.mode != "ddp" and program.broadcasts:
-            gathered = self.net.broadcasts(self.work.element * each * count, self.shards)
+            gathered = self._broadcasts(self.work.element * each * count, self.shards)
         elif self.work.mode != "ddp":
             gathered = count * self.net.collective("all_gather", self.work.element * each, self.shards)
         if program.reduces_beside:
@@ -120,8 +116,14 @@ class StepModel:
             gathered = beside(forward, gathered, self.constants) - forward
         return reduced + gathered
 
+    def _broadcasts(self, whole: float, group: Group) -> float:
+        """Seconds in which each rank of the group in turn sends its part of `whole` bytes to all others."""
+        if group.size <= 1:
+            return 0.0
+        return whole / self.net.bandwidth(group) + group.size * self.net.collective("all_gather", 0.0, group)
+
     def _parameters(self) -> float:
-        """Of a pipeline rank with its share of the layers and one end, before data-parallel sharding."""
+        """Parameters of a pipeline rank with its share of the layers and one end, before data-parallel sharding."""
         work = self.work
         return (work.layers / work.pp * work.layer_parameters + work.vocab * work.width) / work.tp
 

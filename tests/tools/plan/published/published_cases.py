@@ -1,0 +1,41 @@
+"""A file with one published run, for tests to change."""
+
+import csv
+from pathlib import Path
+
+from megalite_tools.plan.published.rows import COLUMNS
+
+
+def write(folder: Path, **fields: str) -> Path:
+    plain = dict.fromkeys(COLUMNS, "") | {
+        "source": "a program",
+        "program": "other",
+        "model": "llama",
+        "experts": "0",
+        "gated": "yes",
+        "tied": "no",
+        "layers": "32",
+        "hidden": "4096",
+        "heads": "32",
+        "kv_heads": "8",
+        "ffn": "14336",
+        "vocab": "128256",
+        "seq": "8192",
+        "gpu": "h100_sxm",
+        "n_gpus": "64",
+        "tp": "2",
+        "pp": "2",
+        "sharding": "zero3",
+        "micro_batch": "1",
+        "global_batch": "64",
+        "recompute": "none",
+        "precision": "bf16",
+        "tps_per_gpu": "6000",
+        "status": "ok",
+    }
+    path = folder / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerow(plain | fields)
+    return path

@@ -41,7 +41,7 @@ class Layer(nn.Module):
         branch = multipliers(model).branch
         of_norm, of_rest = (branch, 1.0) if self.post else (1.0, branch)  # of what is last before the residual stream
         self.attention_norm = Norm(model, tp, kernels, factor=of_norm)
-        self.attention = Attention(model, kind.rotary, tp, kernels, of_rest)
+        self.attention = Attention(model, kind.rope is not None, tp, kernels, of_rest)
         self.mlp_norm = Norm(model, tp, kernels, factor=of_norm)
         self.mlp = MLP(model.width, kind.feed_forward, tp, kernels, of_rest)
 
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
         kinds = layer_kinds(model)
-        self.attention_kinds = [kinds[layer].attention for layer in layers]
+        self.attention_kinds = [kinds[layer].attention.heads.scores for layer in layers]
         self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 

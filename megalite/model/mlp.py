@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalite.config.layers import FeedForward
+from megalite.config.layers import SwiGLU
 from megalite.config.schema import Kernels
 from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns
@@ -16,7 +16,7 @@ from megalite_kernels import swiglu
 class MLP(nn.Module):
     """SwiGLU feed-forward, its width split over tp. factor: of its output."""
 
-    def __init__(self, width: int, kind: FeedForward, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
+    def __init__(self, width: int, kind: SwiGLU, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
         self.group = tp.get_group()
         self.gate = ColumnLinear(width, kind.width, tp, roles.GATE)

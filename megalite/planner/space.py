@@ -191,7 +191,9 @@ class Space:
             mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
             base = self._work(choice)
             times = {
-                kind: self.timer.layer(replace(base, recompute=mode, window=kind.attention.window_in(base.sequence)))
+                kind: self.timer.layer(
+                    replace(base, recompute=mode, window=kind.attention.heads.scores.window_in(base.sequence))
+                )
                 for kind in self.kinds
             }
             embedding, head = self.timer.ends(base)

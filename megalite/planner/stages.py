@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
-from megalite.plan.activations import BYTES, Activations
+from megalite.plan.activations import Activations
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.fit import FOR_TENSORS, GIB
+from megalite.plan.parts.sizes import BYTES
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.size import layer_parameters
-from megalite.plan.weights import embedding, part_of
+from megalite.plan.weights import embedding
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
@@ -256,7 +257,7 @@ class Timer:
             yield head, "none", 1
 
     def _layer(self, config: Config, base: Work, kind: LayerKind, mode: Mode) -> Piece:
-        window = kind.attention.window_in(config.model.sequence_length)
+        window = kind.attention.heads.scores.window_in(config.model.sequence_length)
         time = self.layer(replace(base, recompute=mode, window=window))
         size = layer_parameters(config.model, kind).total / config.parallel.tp
         forward, backward, inputs = time.forward, time.backward, time.inputs
@@ -373,7 +374,7 @@ def work_of(config: Config) -> Work:
         kv_heads=model.kv_heads,
         head_size=model.head_size,
         ffn=model.ffn,
-        vocab=part_of(embedding(model), parallel.tp)[0] * parallel.tp,  # with padding
+        vocab=embedding(model).part(parallel.tp)[0] * parallel.tp,  # with padding
         sequence=model.sequence_length,
         tied=model.tie_embeddings,
         tp=parallel.tp,

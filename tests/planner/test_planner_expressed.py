@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config.layers import layer_kinds
 from megalite.config.validate import validate
 from megalite.planner.expressed import expressed
 from megalite.planner.hardware import load_cluster
@@ -13,7 +14,8 @@ from megalite.planner.program import Program
 from megalite.planner.programs import MEGALITE, PROGRAMS
 from megalite.planner.published import read_rows
 from megalite.planner.score import by_formula, planned, score, timed
-from megalite.planner.stages import Timer, work_of
+from megalite.planner.share import share_of
+from megalite.planner.stages import Timer
 from megalite.planner.step import StepModel
 from megalite.planner.work import Work
 
@@ -41,22 +43,8 @@ TITAN = PROGRAMS["torchtitan"]
 def test_a_configuration_has_all_that_a_row_tells() -> None:
     config = expressed(PLAIN, TITAN, H100)
     assert config is not None
-    work = work_of(config)
-    told = (
-        "layers",
-        "width",
-        "heads",
-        "kv_heads",
-        "head_size",
-        "ffn",
-        "vocab",
-        "sequence",
-        "tied",
-        "tp",
-        "cp",
-        "micro",
-    )
-    assert [getattr(work, name) for name in told] == [getattr(PLAIN, name) for name in told]
+    assert share_of(config, layer_kinds(config.model)[0]) == replace(PLAIN, recompute="none").share
+    assert (config.model.layers, config.model.tie_embeddings) == (PLAIN.layers, PLAIN.tied)
     layout = config.parallel.layout
     assert (layout.pp, layout.dp_shard, layout.dp_replicate, layout.world_size) == (2, 8, 2, 32)
     assert (config.batch.global_, config.parallel.data.mode, config.train.recompute) == (128, "zero3", "full")

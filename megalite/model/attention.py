@@ -6,14 +6,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from megalite.config.schema import Kernels, Model
+from megalite.config.schema import Kernels
+from megalite.model.weights import column, row
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
-from megalite.parallel.tensor import ColumnLinear, RowLinear, columns
+from megalite.parallel.tensor import columns
 from megalite.plan import roles
-from megalite.plan.roles import Role
+from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.part import Weight
 from megalite_kernels import qk_norm_rope, rms_norm, rope
 
 
@@ -37,11 +39,11 @@ class AllHeadsNorm(nn.Module):
     """The norm of all query or key heads of a token together, split over tp, and their rotation if they have one."""
 
     def __init__(
-        self, heads: int, head_size: int, role: Role, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels
+        self, weight: Weight, head_size: int, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels
     ) -> None:
         super().__init__()
-        self.roles = {"weight": role}
-        self.weight = parameter((heads * head_size,), tp, Shard(0))
+        self.roles = {"weight": weight.role}
+        self.weight = parameter(weight.shape, tp, Shard(0))
         self.head_size, self.eps, self.rotary = head_size, eps, rotary
         self.group = tp.get_group()
         self.rms_norm = partial(rms_norm, backend=kernels.rms_norm)
@@ -68,31 +70,33 @@ class AllHeadsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, heads split over tp. factor: of its output."""
+    """Causal grouped-query attention, heads split over tp. eps: of norms. factor: of its output."""
 
-    def __init__(self, model: Model, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
+    def __init__(
+        self, part: GroupedQueryPart, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0
+    ) -> None:
         super().__init__()
-        e = model.head_size
-        self.head_size, self.rotary = e, rotary
+        weights, heads = dict(part.weights()), part.heads
+        self.widths, self.rotary = (heads.width, heads.width, heads.value_width), rotary
         self.group = tp.get_group()
-        self.q = ColumnLinear(model.width, model.heads * e, tp, roles.QUERY, model.qkv_bias)
-        self.k = ColumnLinear(model.width, model.kv_heads * e, tp, roles.KEY, model.qkv_bias)
-        self.v = ColumnLinear(model.width, model.kv_heads * e, tp, roles.VALUE, model.qkv_bias)
-        self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT, factor)
-        how = model.norm_eps, rotary, tp, kernels
+        self.q, self.k, self.v = column(weights, "q", tp), column(weights, "k", tp), column(weights, "v", tp)
+        self.o = row(weights, "o", tp, factor)
+        how = heads.width, eps, rotary, tp, kernels
         self.q_norm: HeadNorm | AllHeadsNorm | None = None
         self.k_norm: HeadNorm | AllHeadsNorm | None = None
-        if model.qk_norm and model.qk_norm_width == "head":
-            self.q_norm, self.k_norm = HeadNorm(e, *how), HeadNorm(e, *how)
-        elif model.qk_norm:
-            self.q_norm = AllHeadsNorm(model.heads, e, roles.QUERY_NORM, *how)
-            self.k_norm = AllHeadsNorm(model.kv_heads, e, roles.KEY_NORM, *how)
+        if part.kind.norms == "head":
+            self.q_norm, self.k_norm = HeadNorm(*how), HeadNorm(*how)
+        elif part.kind.norms == "all":
+            self.q_norm = AllHeadsNorm(weights["q_norm.weight"], *how)
+            self.k_norm = AllHeadsNorm(weights["k_norm.weight"], *how)
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         projections = columns(x, (self.q, self.k, self.v), self.group)
-        q, k, v = (z.view(*z.shape[:-1], -1, self.head_size) for z in projections)  # q: s b h/t e; k, v: s b k/t e
+        q, k, v = (  # q: s b h/t e; k, v: s b k/t e
+            z.view(*z.shape[:-1], -1, width) for z, width in zip(projections, self.widths, strict=True)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
         elif self.rotary:

@@ -27,30 +27,38 @@ from megalite.parallel.linear import linears
 from megalite.parallel.parameter import part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
 from megalite.plan import roles
+from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
 
 AUTO = Kernels()
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each with a norm of what it takes or, with `model.norm: post`, of what it returns."""
+    """Attention and MLP, each with a norm of what it takes, of what it returns, or of both."""
 
     def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
-        self.post = model.norm == "post"
+        self.before, self.both = "before" in kind.norms, len(kind.norms) == 2
         branch = multipliers(model).branch
-        of_norm, of_rest = (branch, 1.0) if self.post else (1.0, branch)  # of what is last before the residual stream
-        self.attention_norm = Norm(model, tp, kernels, factor=of_norm)
-        self.attention = Attention(model, kind.rope is not None, tp, kernels, of_rest)
-        self.mlp_norm = Norm(model, tp, kernels, factor=of_norm)
-        self.mlp = MLP(model.width, kind.feed_forward, tp, kernels, of_rest)
+        of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)  # of the last before the stream
+        of_first = 1.0 if self.before else of_norm
+        norm, attention = partial(Norm, model, tp, kernels), GroupedQueryPart(model.width, kind.attention)
+        self.attention_norm = norm(factor=of_first)
+        self.attention = Attention(attention, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
+        self.mlp_norm = norm(factor=of_first)
+        self.mlp = MLP(SwiGLUPart(model.width, kind.feed_forward), tp, kernels, of_rest)
+        if self.both:
+            self.attention_output_norm, self.mlp_output_norm = norm(factor=of_norm), norm(factor=of_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if self.post:
+        if not self.before:
             x = x + self.attention_norm(self.attention(x, cos, sin, attend))
             return x + self.mlp_norm(self.mlp(x))
-        normed, x = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), cos, sin, attend))
-        return x + self.mlp(normed)
+        y = self.attention(self.attention_norm(x), cos, sin, attend)
+        normed, x = self.mlp_norm.of_sum(x, self.attention_output_norm(y) if self.both else y)
+        y = self.mlp(normed)
+        return x + (self.mlp_output_norm(y) if self.both else y)
 
 
 class Head(nn.Module):

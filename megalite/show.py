@@ -180,7 +180,7 @@ def _flops_table(model: Model) -> RenderableType:
     factors = " or ".join(f"{factor} ({attention})" for attention, factor in ATTENTION_FACTOR.items())
     weights = "6 · weights of matrices, with the head, without the embedding"
     formula = f"{weights}, + {factors} · layers · q · s"
-    if any(kind.attention.window_in(model.sequence_length) for kind in layer_kinds(model)):
+    if any(kind.attention.heads.scores.window_in(model.sequence_length) for kind in layer_kinds(model)):
         formula += "; in layers with a window of n tokens, 12 · q · n (full) or 12 · q · (n − n² / 2s) (causal)"
     return Group(shown, Text(formula))
 

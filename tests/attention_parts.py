@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.parallel.attention import attend, attend_backward, empty_result
 from megalite.parallel.blocks import Block
 from megalite.parallel.sequence import Documents, Method, Sequences, gaps, own_blocks, ring_steps, rows, split
 
-FULL = AttentionKind()
+FULL = Scores()
 
 
 def mask(length: int, bounds: Documents, window: int | None = None) -> Tensor:
@@ -21,9 +21,7 @@ def mask(length: int, bounds: Documents, window: int | None = None) -> Tensor:
     return (document[:, None] == document) & (back >= 0) & (back < (window or length))
 
 
-def oracle(
-    q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Documents] | None, kind: AttentionKind = FULL
-) -> Tensor:
+def oracle(q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Documents] | None, kind: Scores = FULL) -> Tensor:
     """Attention over whole sequences with an explicit mask."""
     s, b, _, e = q.shape
     masks = torch.stack([mask(s, bounds, kind.window) for bounds in documents or [(0, s)] * b])[:, None].to(q.device)
@@ -62,7 +60,7 @@ def in_blocks(
     v: Tensor,
     grad: Tensor,
     documents: Sequence[Documents],
-    kind: AttentionKind = FULL,
+    kind: Scores = FULL,
 ) -> list[Tensor]:
     """The result and its gradients, put together from those of all ranks, one after another on one device."""
     length = len(q)

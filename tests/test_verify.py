@@ -375,7 +375,8 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
     assert [getattr(small.model, key) for key in kind] == [getattr(whole.model, key) for key in kind]
     assert (small.model.heads > small.model.kv_heads) == (whole.model.heads > whole.model.kv_heads)
     kinds = [
-        {(kind.attention.window is None, kind.rotary) for kind in layer_kinds(each.model)} for each in (small, whole)
+        {(kind.attention.heads.scores.window is None, kind.rope is not None) for kind in layer_kinds(each.model)}
+        for each in (small, whole)
     ]
     assert kinds[0] == kinds[1]
     tp = whole.parallel.tp

@@ -1,19 +1,20 @@
 """The kinds of a model's layers. All code that looks at layers reads them here, so layers may differ."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Literal
 
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Model
+from megalite.config.schema import Model, RopeScaling
 
 
 @dataclass(frozen=True)
-class AttentionKind:
+class Scores:
     """Which of the tokens before it a query attends to, and how large scores are.
 
     window: so many keys, the query's own included, as in Mistral 7B (arXiv 2310.06825, §2); None: all.
     softcap: scores become softcap · tanh(score / softcap), as in Gemma 2 (arXiv 2408.00118, §2); None: they stay.
-    scale: what products of queries and keys are multiplied by, before the cap; None: 1/√(width of a head).
+    scale: what products of queries and keys are multiplied by, before the cap; None: 1/√(width of a query).
     """
 
     window: int | None = None
@@ -26,36 +27,106 @@ class AttentionKind:
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class Heads:
+    """The heads of attention, as kernels and context parallelism see them, whatever projections make them.
+
+    count: heads of queries. kv_count: heads of keys and values, each shared by count / kv_count heads of queries.
+    width: features of a query and of a key. rotary_width: of these, the first ones that positions may turn.
+    value_width: features of a value, and so of the output of a head.
+    """
+
+    count: int
+    kv_count: int
+    width: int
+    rotary_width: int
+    value_width: int
+    scores: Scores = Scores()
+
+    @property
+    def queries(self) -> int:
+        """Features of all queries of a token."""
+        return self.count * self.width
+
+    @property
+    def keys(self) -> int:
+        return self.kv_count * self.width
+
+    @property
+    def values(self) -> int:
+        return self.kv_count * self.value_width
+
+    @property
+    def outputs(self) -> int:
+        return self.count * self.value_width
+
+
+@dataclass(frozen=True)
+class GroupedQuery:
+    """Grouped-query attention (arXiv 2305.13245).
+
+    biases: of queries, keys and values. norms: RMSNorm of queries and keys, "head": of every head by itself, "all": of
+    all heads of a token together; None: there is none.
+    """
+
+    heads: Heads
+    biases: bool = False
+    norms: Literal["head", "all"] | None = None
+
+
+@dataclass(frozen=True)
+class SwiGLU:
     """SwiGLU (arXiv 2002.05202) with a hidden width."""
 
     width: int
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """What a layer is made of. Layers of equal kind differ in nothing but their weights."""
+class Rope:
+    """Rotary positions (arXiv 2104.09864): the base of their wavelengths, and how these are stretched."""
 
-    attention: AttentionKind
-    feed_forward: FeedForward
-    rotary: bool = True  # False: queries and keys are not turned by their positions (NoPE, arXiv 2305.19466)
+    base: float
+    scaling: RopeScaling | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer is made of. Layers of equal kind differ in nothing but their weights.
+
+    norms: whether attention and feed-forward have a norm before them, after them, or both. rope: None: queries and keys
+    are not turned by their positions (NoPE, arXiv 2305.19466).
+    """
+
+    attention: GroupedQuery
+    feed_forward: SwiGLU
+    norms: frozenset[Literal["before", "after"]]
+    rope: Rope | None
+
+
+NORMS: dict[str, frozenset[Literal["before", "after"]]] = {"pre": frozenset(["before"]), "post": frozenset(["after"])}
 
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
     attention = model.attention
-    near = AttentionKind(attention.window, attention.softcap, multipliers(model).scores)
-    return _kinds(model.layers, model.ffn, near, attention.full_every, attention.nope_every)
+    scores = Scores(attention.window, attention.softcap, multipliers(model).scores)
+    heads = Heads(model.heads, model.kv_heads, model.head_size, model.rotary_size, model.head_size, scores)
+    usual = LayerKind(
+        GroupedQuery(heads, model.qkv_bias, model.qk_norm_width if model.qk_norm else None),
+        SwiGLU(model.ffn),
+        NORMS[model.norm],
+        Rope(model.rope_theta, model.rope_scaling),
+    )
+    return _kinds(model.layers, usual, attention.full_every, attention.nope_every)
 
 
 @lru_cache(maxsize=64)  # a search of layouts asks thousands of times
-def _kinds(
-    layers: int, ffn: int, near: AttentionKind, full_every: int | None, nope_every: int | None
-) -> tuple[LayerKind, ...]:
-    feed_forward, full = FeedForward(ffn), replace(near, window=None)
+def _kinds(layers: int, usual: LayerKind, full_every: int | None, nope_every: int | None) -> tuple[LayerKind, ...]:
+    attention = usual.attention
+    scores = replace(attention.heads.scores, window=None)
+    to_all = replace(usual, attention=replace(attention, heads=replace(attention.heads, scores=scores)))
     kinds = {
-        (attends_to_all, rotary): LayerKind(full if attends_to_all else near, feed_forward, rotary)
-        for attends_to_all in (True, False)
+        (attends_to_all, rotary): replace(kind, rope=kind.rope if rotary else None)
+        for attends_to_all, kind in ((True, to_all), (False, usual))
         for rotary in (True, False)
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalite.config.errors import InputError, counted
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention
 
@@ -70,7 +70,7 @@ class Prompts(TokenPositions):
     slots: Tensor | None = None  # of every token, without padding
     at: Tensor | None = None  # its position
 
-    def attend(self, layer: int, kind: AttentionKind) -> Attention:
+    def attend(self, layer: int, kind: Scores) -> Attention:
         whole = self.attention[kind]
         return whole if self.cache is None else partial(self._keep_and_attend, layer, whole)
 
@@ -92,12 +92,12 @@ class Next(TokenPositions):
     at: tuple[int, ...] = ()  # positions of these tokens
     index: Tensor | None = None  # the same
     slots: Tensor | None = None
-    _seen: dict[AttentionKind, tuple[slice, Tensor | None]] = field(default_factory=dict)
+    _seen: dict[Scores, tuple[slice, Tensor | None]] = field(default_factory=dict)
 
-    def attend(self, layer: int, kind: AttentionKind) -> Attention:
+    def attend(self, layer: int, kind: Scores) -> Attention:
         return partial(self._attend, layer, kind)
 
-    def _attend(self, layer: int, kind: AttentionKind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, kind: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.cache is not None
         keys, values = self.cache.layers[layer]
         count = len(self.at)
@@ -114,7 +114,7 @@ class Next(TokenPositions):
         y = y.reshape(count, 1, q.shape[2], q.shape[3])
         return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
 
-    def _visible(self, kind: AttentionKind, q: Tensor) -> tuple[slice, Tensor | None]:
+    def _visible(self, kind: Scores, q: Tensor) -> tuple[slice, Tensor | None]:
         """The cached positions that some query attends to, and −∞ `[n, 1, 1, m]` where one does not; None: all do."""
         if kind not in self._seen:
             window, last = kind.window or max(self.at) + 1, max(self.at)
@@ -131,7 +131,7 @@ class Next(TokenPositions):
         return self._seen[kind]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: AttentionKind) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: Scores) -> Tensor:
     """q `[n, k, g, e]`, k and v `[n, k, m, e]`, hidden `[n, 1, 1, m]` → `[n, k, g, e]`."""
     if kind.softcap is None:
         mask = None if hidden is None else hidden.expand(-1, -1, q.shape[2], -1)

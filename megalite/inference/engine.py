@@ -46,7 +46,7 @@ class Engine:
         self.layers = layers_of(split_of(Config(model=model, parallel=Parallel(pp=layout.pp))))[self.stage]
         self.decoder = Decoder(model, mesh.tp, self.layers, self.stage == 0, self.last)
         self.decoder.to(dtype).to_empty(device=mesh.device).requires_grad_(False)
-        self.kinds = {kind.attention for kind in layer_kinds(model)}
+        self.kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
         self._angles = self._table(MOST_ANGLES)
 
     def cache(self, slots: int, capacity: int) -> Cache:

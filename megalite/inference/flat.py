@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.parallel.blocks import Block
 from megalite.parallel.context import Attention, Ring, attention
 from megalite.parallel.sequence import Sequences, own_blocks
@@ -84,7 +84,7 @@ def scored_rows(stems: Sequence[Stem]) -> tuple[list[int], list[int]]:
     return rows, targets
 
 
-def attention_of(runs: Sequence[Flat], length: int, kind: AttentionKind, device: torch.device) -> Attention:
+def attention_of(runs: Sequence[Flat], length: int, kind: Scores, device: torch.device) -> Attention:
     """Attention of a flat sequence of `length`, padding included, in which every text attends to itself alone."""
     bounds = tuple(accumulate((len(run.tokens) for run in runs), initial=0))
     bounds = bounds if bounds[-1] == length else (*bounds, length)
@@ -94,7 +94,7 @@ def attention_of(runs: Sequence[Flat], length: int, kind: AttentionKind, device:
     return Ring([[*own, *_to_stems(runs, kind)]], None, kind)
 
 
-def _to_stems(runs: Sequence[Flat], kind: AttentionKind) -> Iterator[Block]:
+def _to_stems(runs: Sequence[Flat], kind: Scores) -> Iterator[Block]:
     """The blocks in which branches attend to their stems; with a window, to what their first tokens can see."""
     for run in runs:
         if run.stem is None:

@@ -13,171 +13,52 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
-from megalite.config.layers import FeedForward, LayerKind, layer_kinds
+from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
 from megalite.dist.collectives import all_gather
+from megalite.model.attention import Attention
+from megalite.model.mlp import MLP
+from megalite.model.norm import Norm
 from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
-from megalite.parallel.norm import scaled, split_rms_norm
-from megalite.parallel.parameter import parameter, part, whole
-from megalite.parallel.recompute import Cheap
-from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
+from megalite.parallel.parameter import part
+from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
 from megalite.plan import roles
-from megalite.plan.roles import Role
-from megalite_kernels import add_rms_norm, linear_cross_entropy, qk_norm_rope, rms_norm, rope, swiglu
+from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.swiglu import SwiGLUPart
+from megalite_kernels import linear_cross_entropy
 
 AUTO = Kernels()
 
 
-class Norm(nn.Module):
-    """RMSNorm, multiplied by `factor`: in the few weights, so that no pass over activations is added."""
-
-    def __init__(
-        self, model: Model, tp: DeviceMesh, kernels: Kernels, role: Role = roles.NORM, factor: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.roles = {"weight": role}
-        self.weight = parameter((model.width,), tp, Replicate())
-        self.eps, self.factor = model.norm_eps, factor
-        self.rms_norm = Cheap(partial(rms_norm, backend=kernels.rms_norm))
-        self.add_rms_norm = partial(add_rms_norm, backend=kernels.rms_norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rms_norm(x, self._gains(), self.eps)
-
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + y, and x + y."""
-        gains = self._gains()
-        normal, total = self.add_rms_norm(x, y, gains, self.eps)
-        return self.rms_norm.remember(normal, total, gains, self.eps), total
-
-    def _gains(self) -> Tensor:
-        weight = whole(self.weight)
-        return weight if self.factor == 1 else weight * self.factor
-
-
-class HeadNorm(nn.Module):
-    """The norm of every query or key head, and its rotation in a layer with rotary positions."""
-
-    def __init__(self, width: int, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
-        super().__init__()
-        self.roles = {"weight": roles.HEAD_NORM}
-        self.weight = parameter((width,), tp, Replicate())
-        self.eps = eps
-        self.rotary = rotary
-        self.norm = Cheap(partial(qk_norm_rope if rotary else rms_norm, backend=kernels.rope))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turns = (cos, sin) if self.rotary else ()
-        return self.norm(x, whole(self.weight), *turns, self.eps)
-
-
-class AllHeadsNorm(nn.Module):
-    """The norm of all query or key heads of a token together, split over tp, and their rotation if they have one."""
-
-    def __init__(
-        self, heads: int, head_size: int, role: Role, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels
-    ) -> None:
-        super().__init__()
-        self.roles = {"weight": role}
-        self.weight = parameter((heads * head_size,), tp, Shard(0))
-        self.head_size, self.eps, self.rotary = head_size, eps, rotary
-        self.group = tp.get_group()
-        self.rms_norm = partial(rms_norm, backend=kernels.rms_norm)
-        self.rope = partial(rope, backend=kernels.rope)
-        self.alone, self.scaled = Cheap(self._alone), Cheap(self._scaled)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        weight, x = part(self.weight), x.flatten(2)
-        if self.group.size() == 1:
-            return self.alone(x, weight, cos, sin)
-        normal, inverse = split_rms_norm(x, weight, self.eps, self.group)
-        # Recompute is given r, so it does not sum over ranks again.
-        return self.scaled.remember(self._turned(normal, cos, sin), x, inverse, weight, cos, sin)
-
-    def _alone(self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._turned(self.rms_norm(x, weight, self.eps), cos, sin)
-
-    def _scaled(self, x: Tensor, inverse: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._turned(scaled(x, inverse, weight), cos, sin)
-
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x.unflatten(-1, (-1, self.head_size))  # s b h/t e
-        return self.rope(x, cos, sin) if self.rotary else x
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention, heads split over tp. factor: of its output."""
-
-    def __init__(self, model: Model, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
-        super().__init__()
-        e = model.head_size
-        self.head_size, self.rotary = e, rotary
-        self.group = tp.get_group()
-        self.q = ColumnLinear(model.width, model.heads * e, tp, roles.QUERY, model.qkv_bias)
-        self.k = ColumnLinear(model.width, model.kv_heads * e, tp, roles.KEY, model.qkv_bias)
-        self.v = ColumnLinear(model.width, model.kv_heads * e, tp, roles.VALUE, model.qkv_bias)
-        self.o = RowLinear(model.heads * e, model.width, tp, roles.ATTENTION_OUTPUT, factor)
-        how = model.norm_eps, rotary, tp, kernels
-        self.q_norm: HeadNorm | AllHeadsNorm | None = None
-        self.k_norm: HeadNorm | AllHeadsNorm | None = None
-        if model.qk_norm and model.qk_norm_width == "head":
-            self.q_norm, self.k_norm = HeadNorm(e, *how), HeadNorm(e, *how)
-        elif model.qk_norm:
-            self.q_norm = AllHeadsNorm(model.heads, e, roles.QUERY_NORM, *how)
-            self.k_norm = AllHeadsNorm(model.kv_heads, e, roles.KEY_NORM, *how)
-        # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
-        self.rope = partial(rope, backend=kernels.rope)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        projections = columns(x, (self.q, self.k, self.v), self.group)
-        q, k, v = (z.view(*z.shape[:-1], -1, self.head_size) for z in projections)  # q: s b h/t e; k, v: s b k/t e
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
-        elif self.rotary:
-            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
-        return self.o(attend(q, k, v).flatten(2))  # s/t b d
-
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward, its width split over tp. factor: of its output."""
-
-    def __init__(self, width: int, kind: FeedForward, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
-        super().__init__()
-        self.group = tp.get_group()
-        self.gate = ColumnLinear(width, kind.width, tp, roles.GATE)
-        self.up = ColumnLinear(width, kind.width, tp, roles.UP)
-        self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu))
-        self.down = RowLinear(kind.width, width, tp, roles.DOWN, factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = columns(x, (self.gate, self.up), self.group)  # s b f/t
-        return self.down(self.swiglu(gate, up))  # s/t b d
-
-
 class Layer(nn.Module):
-    """Attention and MLP, each with a norm of what it takes or, with `model.norm: post`, of what it returns."""
+    """Attention and MLP, each with a norm of what it takes, of what it returns, or of both."""
 
     def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
-        self.post = model.norm == "post"
+        self.before, self.both = "before" in kind.norms, len(kind.norms) == 2
         branch = multipliers(model).branch
-        of_norm, of_rest = (branch, 1.0) if self.post else (1.0, branch)  # of what is last before the residual stream
-        self.attention_norm = Norm(model, tp, kernels, factor=of_norm)
-        self.attention = Attention(model, kind.rotary, tp, kernels, of_rest)
-        self.mlp_norm = Norm(model, tp, kernels, factor=of_norm)
-        self.mlp = MLP(model.width, kind.feed_forward, tp, kernels, of_rest)
+        of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)  # of the last before the stream
+        of_first = 1.0 if self.before else of_norm
+        norm, attention = partial(Norm, model, tp, kernels), GroupedQueryPart(model.width, kind.attention)
+        self.attention_norm = norm(factor=of_first)
+        self.attention = Attention(attention, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
+        self.mlp_norm = norm(factor=of_first)
+        self.mlp = MLP(SwiGLUPart(model.width, kind.feed_forward), tp, kernels, of_rest)
+        if self.both:
+            self.attention_output_norm, self.mlp_output_norm = norm(factor=of_norm), norm(factor=of_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if self.post:
+        if not self.before:
             x = x + self.attention_norm(self.attention(x, cos, sin, attend))
             return x + self.mlp_norm(self.mlp(x))
-        normed, x = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), cos, sin, attend))
-        return x + self.mlp(normed)
+        y = self.attention(self.attention_norm(x), cos, sin, attend)
+        normed, x = self.mlp_norm.of_sum(x, self.attention_output_norm(y) if self.both else y)
+        y = self.mlp(normed)
+        return x + (self.mlp_output_norm(y) if self.both else y)
 
 
 class Head(nn.Module):
@@ -228,7 +109,7 @@ class Decoder(nn.Module):
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
         kinds = layer_kinds(model)
-        self.attention_kinds = [kinds[layer].attention for layer in layers]
+        self.attention_kinds = [kinds[layer].attention.heads.scores for layer in layers]
         self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalite.config.layers import AttentionKind, layer_kinds
+from megalite.config.layers import Scores, layer_kinds
 from megalite.config.schema import Model, RopeScaling
 from megalite.parallel.context import Attention, attention
 
@@ -19,17 +19,17 @@ class TokenPositions:
 
     cos: Tensor  # p 1 1 e/2: one row per token of a sequence, or one per position if `positions` is given
     sin: Tensor
-    attention: Mapping[AttentionKind, Attention]  # for every kind of attention that layers here have
+    attention: Mapping[Scores, Attention]  # for every kind of attention that layers here have
     positions: Tensor | None = None  # s b: every token's row of cos and sin; None: token i has row i
 
     @staticmethod
     def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "TokenPositions":
         """For sequences of one document each, of which this rank holds the first `length` tokens."""
-        kinds = {kind.attention for kind in layer_kinds(model)}
+        kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
         attends = {kind: attention("ring", None, length, device, kind=kind) for kind in kinds}
         return TokenPositions(*angles(model, torch.arange(length, device=device), dtype, length), attends)
 
-    def attend(self, layer: int, kind: AttentionKind) -> Attention:
+    def attend(self, layer: int, kind: Scores) -> Attention:
         """The attention of layer number `layer`, which is of this kind."""
         return self.attention[kind]
 

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.parallel import explicit
 from megalite.parallel.blocks import Block, triangles
 
 ops = torch.ops.aten
-FULL = AttentionKind()
+FULL = Scores()
 
 
 class Kernels(NamedTuple):
@@ -47,9 +47,7 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q, dtype=wide), q.new_full((b, h, s), -torch.inf, dtype=wide)
 
 
-def attend(
-    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], kind: AttentionKind = FULL
-) -> None:
+def attend(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], kind: Scores = FULL) -> None:
     """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place.
 
     kind: says how scores are made; blocks have its window already.
@@ -72,7 +70,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     blocks: Iterable[Block],
-    kind: AttentionKind = FULL,
+    kind: Scores = FULL,
 ) -> None:
     """Add the gradients of q and kv from `blocks` to `dq` and `dkv`, in place. `out` and `lse` are the final ones."""
     kernels = _kernels(q, kind)
@@ -87,7 +85,7 @@ def _add(totals: Iterable[Tensor], found: Iterable[Tensor]) -> None:
         total += part
 
 
-def _kernels(q: Tensor, kind: AttentionKind) -> Kernels:
+def _kernels(q: Tensor, kind: Scores) -> Kernels:
     """FlashAttention's kernels if they can be used: they cap no scores, and on CUDA take 16-bit data types only."""
     softcap, scale = kind.softcap, kind.scale
     if softcap is not None or (q.is_cuda and q.element_size() > 2):

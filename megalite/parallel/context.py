@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.parallel.attention import attend, attend_backward, empty_result
 from megalite.parallel.blocks import Block
 from megalite.parallel.exchange import AllGather, Exchange, Halo
@@ -35,7 +35,7 @@ from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missi
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [s, b, h, e], k and v [s, b, k, e] → [s, b, h, e]
 Gaps = Sequence[tuple[slice, Sequence[Block]]]
-FULL = AttentionKind()
+FULL = Scores()
 
 
 def attention(
@@ -44,7 +44,7 @@ def attention(
     length: int,
     device: torch.device,
     documents: Sequence[Documents] | None = None,
-    kind: AttentionKind = FULL,
+    kind: Scores = FULL,
 ) -> Attention:
     """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
 
@@ -69,7 +69,7 @@ def attention(
     return Fetching(own, far, exchange, kind)
 
 
-def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], kind: AttentionKind) -> Attention:
+def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], kind: Scores) -> Attention:
     """Attention over sequences that this rank holds whole, in documents, in a window or with capped scores."""
     window = kind.window_in(length)
     if kind.softcap is not None and device.type == "cuda":
@@ -102,7 +102,7 @@ class Ring:
 
     steps: Sequence[Sequence[Block]]
     group: dist.ProcessGroup | None
-    kind: AttentionKind = FULL
+    kind: Scores = FULL
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Fetching:
     own: Sequence[Block]
     far: Gaps
     exchange: Exchange
-    kind: AttentionKind = FULL
+    kind: Scores = FULL
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,9 +149,7 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, kind: AttentionKind
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, kind: Scores) -> Tensor:
         out, lse = empty_result(q)
         held = kv
         for step, blocks in enumerate(steps):
@@ -213,7 +211,7 @@ class _Fetching(torch.autograd.Function):
         own: Sequence[Block],
         far: Gaps,
         exchange: Exchange,
-        kind: AttentionKind,
+        kind: Scores,
     ) -> Tensor:
         out, lse = empty_result(q)
         arriving = exchange.fetch(kv)

@@ -1,21 +1,8 @@
 """Bytes that one rank keeps of a micro-batch for backward, and bytes that backward needs beside them.
 
-A stage consists of the parts that FSDP2 gathers one by one: the embedding, every layer, the head.
-
-    h  width                    T  tokens of a micro-batch on a rank, b·s/c
-    q  heads · head size        t  tp
-    k  kv heads · head size     w  bytes of an activation, a compute weight and its gradient: 2, 4 or 8
-    f  ffn                      z  bytes of a statistic (1/rms, log-sum-exp): 4 or 8
-    v  vocabulary
-
-    kept of a layer                     norms                 attention             MLP
-      inputs of the norms, 1/rms        2·(hw + z)·T/t
-      norm outputs                                            hwT/t                 hwT/t
-      queries, keys, values, output                           2(q + k)·wT/t
-      log-sum-exp                                             heads·zT/t
-      gate, up, product                                                             3fwT/t
-
-The sum is eq. 4 of Korthikanti et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not keep.
+A stage consists of the units that FSDP2 gathers one by one: the embedding, every layer, the head. The parts of a layer
+tell what it keeps (`plan.parts`). With the inputs of its norms and 1/rms, 2·(hw + z)·T/t, that is eq. 4 of Korthikanti
+et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not keep.
 """
 
 import math
@@ -24,16 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megalite.config.layers import AttentionKind, LayerKind, layer_kinds
-from megalite.config.schema import Config
+from megalite.config.layers import LayerKind, layer_kinds
 from megalite.plan.attention import AttentionMemory
-from megalite.plan.parts import Kept, Moment, Part, Weights
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Kept, Moment, Weight
+from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.size import Parameters, layer_parameters
+from megalite.plan.size import Parameters
 from megalite.plan.states import state_names
-from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights, part_of
+from megalite.plan.units import Unit, Weights
+from megalite.plan.weights import embedding, final_norm, head
 
-BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 TOKEN = 8  # bytes of a token id
 ROWS = 128  # rows that cross_entropy handles at a time
 FEWEST, TILE = 4096, 128  # tokens: the lowest limit for a chunk of the head, and the unit that chunks are multiples of
@@ -52,12 +40,10 @@ def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Sizes of a configuration's activations on one rank."""
+class Activations(Sizes):
+    """Sizes of a configuration's activations on one rank, and the units that keep them."""
 
-    config: Config
-
-    def embedding(self, with_head: bool) -> Part:
+    def embedding(self, with_head: bool) -> Unit:
         """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
         ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
         # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
@@ -66,39 +52,41 @@ class Activations:
         tied = self.config.model.tie_embeddings and with_head
         kept = (Kept("embedding", ids, "lookup"),)
         weights = self._weights([embedding(self.config.model)])
-        return Part("embedding", weights, self._matrix, kept, 2 * self.gathered, moments, with_stage=tied)
+        return Unit("embedding", weights, self._matrix, kept, 2 * self.gathered, moments, with_stage=tied)
 
-    def tied_copy(self) -> Part:
+    def tied_copy(self) -> Unit:
         """The last stage's copy of the embedding, which the head uses."""
         weights = self._weights([head(self.config.model)])
-        return Part("embedding", weights, self._matrix, (), 0, (), with_stage=True, copy=True)
+        return Unit("embedding", weights, self._matrix, (), 0, (), with_stage=True, copy=True)
 
-    def layer(self, kind: LayerKind, mode: Mode) -> Part:
+    def layer(self, kind: LayerKind, mode: Mode) -> Unit:
         """A layer of `kind` that recomputes as `mode` says."""
         if (kind, mode) not in self._layers:
             self._layers[kind, mode] = self._layer(kind, mode)
         return self._layers[kind, mode]
 
     @cached_property
-    def _layers(self) -> dict[tuple[LayerKind, Mode], Part]:
+    def _layers(self) -> dict[tuple[LayerKind, Mode], Unit]:
         """Layers that were asked for."""
         return {}
 
-    def _layer(self, kind: LayerKind, mode: Mode) -> Part:
-        everything = self._layer_kept(kind)
+    def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
+        layer = Layer(self.config.model.width, kind)
+        everything, weights = layer.kept(self), [weight for _, weight in layer.weights()]
         remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
         cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
         left = [kept for kept in everything if kept not in (*remade, *cheap)]
         least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
         offloaded = tuple(kept for kept in left if kept.bytes >= least)
         passing = (*remade, *cheap, *offloaded)
-        return Part(
+        last = layer.parts[-1].name
+        return Unit(
             "layer",
-            self._weights(weight for _, weight in layer_weights(self.config.model, kind)),
-            newest=self._down(kind),
+            self._weights(weights),
+            newest=math.prod(weights[-1].part(self.t)),
             kept=tuple(kept for kept in left if kept.bytes < least),
-            forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == "mlp"),
-            backward=self._layer_backward(kind),
+            forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == last),
+            backward=layer.backward(self),
             remade=remade,
             cheap=cheap,
             offloaded=offloaded,
@@ -118,7 +106,7 @@ class Activations:
             found[stage] += sum(kept.bytes for kept in part.kept)
         return found
 
-    def head(self) -> Part:
+    def head(self) -> Unit:
         """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
         model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
         columns = self._columns
@@ -135,11 +123,11 @@ class Activations:
         backward = (
             Moment("loss", block),
             Moment("output", copies if several else inputs, self.w * self._matrix),
-            Moment("norm", self._norm()),
+            Moment("norm", self.norm),
         )
         forward = max(block, copies) + (logits if several and self.t > 1 else 0)
         weights = self._weights([final_norm(model), *([] if tied else [head(model)])])
-        return Part("head", weights, model.width if tied else self._matrix, tuple(kept), forward, backward)
+        return Unit("head", weights, model.width if tied else self._matrix, tuple(kept), forward, backward)
 
     @property
     def chunks_head(self) -> bool:
@@ -168,42 +156,11 @@ class Activations:
         made = 3 if self.config.data.reset_positions else 2
         return TOKEN * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
-    @cached_property
-    def t(self) -> int:
-        return self.config.parallel.tp
-
-    @cached_property
-    def tokens(self) -> int:
-        return self.config.batch.micro_size * self.config.model.sequence_length // self.config.parallel.cp
-
-    @cached_property
-    def w(self) -> int:
-        return BYTES[self.config.train.precision]
-
-    @cached_property
-    def z(self) -> int:
-        return max(self.w, 4)
-
-    @cached_property
-    def stream(self) -> int:
-        """Bytes of the residual stream on one rank, the tensor that stages send to each other."""
-        return self.tokens * self.config.model.width // self.t * self.w
-
-    @cached_property
-    def statistic(self) -> int:
-        """Bytes of a statistic: one number for each position on a rank."""
-        return self.tokens // self.t * self.z
-
-    @cached_property
-    def gathered(self) -> int:
-        """Bytes of the residual stream gathered over tp; 0 without tp, which needs no copy."""
-        return self.stream * self.t if self.t > 1 else 0
-
     def _weights(self, weights: Iterable[Weight]) -> Weights:
         """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits."""
 
         def elements(weight: Weight) -> int:
-            return math.prod(part_of(weight, self.t))
+            return math.prod(weight.part(self.t))
 
         def states(weight: Weight) -> int:
             return len(state_names(self.config.optim, weight.role)) * elements(weight)
@@ -214,92 +171,15 @@ class Activations:
     @property
     def _columns(self) -> int:
         """Tokens of the vocabulary on one rank, with padding."""
-        return part_of(embedding(self.config.model), self.t)[0]
+        return embedding(self.config.model).part(self.t)[0]
 
     @property
     def _matrix(self) -> int:
         """Elements of the embedding, or of the head, on one rank."""
         return self._columns * self.config.model.width
 
-    def _down(self, kind: LayerKind) -> int:
-        """Elements of the last matrix of a layer, on one rank."""
-        return self.config.model.width * kind.feed_forward.width // self.t
-
-    def _heads(self) -> tuple[int, int]:
-        """Bytes of an activation of width q, and of one of width k, on one rank."""
-        model, one = self.config.model, self.tokens * self.w
-        return one * model.heads * model.head_size // self.t, one * model.kv_heads * model.head_size // self.t
-
-    def _attention(self, kind: AttentionKind) -> AttentionMemory:
-        return AttentionMemory(self.config, kind, *self._heads(), self.w, self.z)
-
     @property
     def repeats(self) -> bool:
         """Whether attention of any layer repeats keys and values for every query head."""
-        return any(self._attention(kind.attention).repeats for kind in set(layer_kinds(self.config.model)))
-
-    def _hidden(self, kind: LayerKind) -> int:
-        """Bytes of an activation of width f, on one rank."""
-        return self.tokens * self.w * kind.feed_forward.width // self.t
-
-    def _layer_kept(self, kind: LayerKind) -> tuple[Kept, ...]:
-        """The tensors that a layer without recompute keeps for backward."""
-        model = self.config.model
-        (q, k), f = self._heads(), self._hidden(kind)
-        of_head = self.tokens * self.z // self.t  # bytes per head of the model: one number per position, split over tp
-        post = model.norm == "post"  # then projections take the layer's input as it is, and the MLP the sum after them
-        found = [
-            Kept("attention", self.stream, "projections", "projections", cheap=not post, given=post),
-            *self._attention(kind.attention).kept(),
-            Kept("attention", model.heads * of_head, "attention"),
-            Kept("norms", self.stream, "attention norm", given=not post),
-            Kept("norms", self.statistic, "attention norm"),
-            Kept("mlp", self.stream, "gate and up", for_weights="gate and up", cheap=not post),
-            Kept("mlp", f, "swiglu"),
-            Kept("mlp", f, "swiglu"),
-            Kept("mlp", f, "down", for_weights="down", cheap=True),
-            Kept("norms", self.stream, "mlp norm"),
-            Kept("norms", self.statistic, "mlp norm"),
-        ]
-        for width, heads in ((q, model.heads), (k, model.kv_heads)) if model.qk_norm else ():
-            inverse = heads * of_head if model.qk_norm_width == "head" else self.tokens * self.z
-            found += [Kept("norms", width, "rope"), Kept("norms", inverse, "rope")]
-        return tuple(found)
-
-    def _layer_backward(self, kind: LayerKind) -> tuple[Moment, ...]:
-        """The moments of a layer's backward. The gradient of the residual stream is held in all of them."""
-        model, weights, t, w = self.config.model, layer_parameters(self.config.model, kind), self.t, self.w
-        (q, k), f = self._heads(), self._hidden(kind)
-        down = w * self._down(kind)
-        output = w * model.width * model.heads * model.head_size // t
-        stream, gathered = self.stream, self.gathered or self.stream
-        post = model.norm == "post"
-        own = stream if post else 0  # the gradient of what attention or MLP return, which is else that of the stream
-        mlp = (
-            Moment("down", stream + max(own, self.gathered) + f, down, put_off=gathered),
-            Moment("swiglu", stream + 3 * f),
-            Moment("gate and up", stream + self._linear(2 * f), w * weights.mlp // t - down, 2 * f, self.gathered),
-        )
-        attention = (
-            Moment("output", stream + max(own, self.gathered) + q, output, put_off=gathered),
-            Moment("attention", stream + q + self._attention(kind.attention).backward),
-            Moment("rope", stream + q * (2 + self.z // w) + 2 * k),
-            Moment(
-                "projections",
-                stream + self._linear(q + 2 * k),
-                w * weights.attention // t - output,
-                q + 2 * k,
-                self.gathered,
-            ),
-        )
-        given = 0 if post else stream  # a gradient beside that of the stream
-        of_mlp, of_attention = (Moment(name, given + self._norm()) for name in ("mlp norm", "attention norm"))
-        return (of_mlp, *mlp, of_attention, *attention) if post else (*mlp, of_mlp, *attention, of_attention)
-
-    def _linear(self, grads: int) -> int:
-        """Bytes in backward of linear layers of one input: `grads` of outputs, the gathered input, its gradient."""
-        return grads + (2 * self.gathered + self.stream if self.gathered else self.stream)
-
-    def _norm(self) -> int:
-        """Bytes in backward of a norm: a gradient, and three temporaries in float32 or wider."""
-        return self.stream + 3 * self.stream * self.z // self.w
+        heads = {kind.attention.heads for kind in layer_kinds(self.config.model)}
+        return any(AttentionMemory(self, each, normed=False).repeats for each in heads)

@@ -3,8 +3,9 @@
 Attention is computed block by block (`parallel.attention`), unless torch computes it in one call. A block has n queries
 and m keys. Its temporaries depend on the kernel that computes the block.
 
-    q   bytes of queries, and of the output, on this rank     w  bytes of an activation: 2, 4 or 8
-    kv  bytes of keys and values on this rank                 z  bytes of a sum: 4 or 8
+    q   bytes of queries on this rank             w  bytes of an activation: 2, 4 or 8
+    o   bytes of the output on this rank          z  bytes of a sum: 4 or 8
+    kv  bytes of keys and values on this rank
 """
 
 import math
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Heads
 from megalite.config.schema import Config
-from megalite.plan.parts import Kept
+from megalite.plan.parts.part import Kept
+from megalite.plan.parts.sizes import Sizes
 from megalite.plan.window import busiest, halo
 
 # Of `parallel.explicit`:
@@ -24,39 +26,38 @@ SCORES = 2**24  # the most scores at a time, unless a single row of queries has 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """One layer's attention on one rank."""
+    """One layer's attention on one rank. normed: queries and keys have norms."""
 
-    config: Config
-    kind: AttentionKind
-    queries: int  # bytes
-    keys: int  # bytes; values take as many
-    w: int
-    z: int
+    sizes: Sizes
+    heads: Heads
+    normed: bool
 
     def kept(self) -> tuple[Kept, ...]:
         """Queries, keys, values and output in the form that the kernel keeps. Selective recompute remakes no copies."""
-        q, k, normed = self.queries, self.keys, self.config.model.qk_norm
+        q, o, normed = self.queries, self.outputs, self.normed
         if self._exchanges_heads:  # the output is kept twice: by heads and by positions
-            again = self.kv if self._in_blocks else 2 * q if self.repeats else 0
-            by_heads = Kept("attention", q + self.kv + again, "attention"), Kept("attention", q, "attention")
-            return *by_heads, Kept("attention", q, "output", for_weights="output")
+            again = self.kv if self._in_blocks else q + o if self.repeats else 0
+            by_heads = Kept("attention", q + self.kv + again, "attention"), Kept("attention", o, "attention")
+            return *by_heads, Kept("attention", o, "output", for_weights="output")
         queries = Kept("attention", q, "attention", cheap=normed)
-        output = Kept("attention", q, "attention", for_weights="output")
+        output = Kept("attention", o, "attention", for_weights="output")
         if self._in_blocks:
             return queries, Kept("attention", self.kv, "attention"), output
         if self.repeats:
-            return queries, Kept("attention", 2 * q, "attention"), output
-        return queries, Kept("attention", k, "attention", cheap=normed), Kept("attention", k, "attention"), output
+            return queries, Kept("attention", q + o, "attention"), output
+        keys = Kept("attention", self.sizes.split(self.heads.keys), "attention", cheap=normed)
+        values = Kept("attention", self.sizes.split(self.heads.values), "attention")
+        return queries, keys, values, output
 
     @property
     def backward(self) -> int:
         """Bytes of the gradients of queries, keys and values, and of temporaries of the method of attention."""
-        q, kv, sums = self.queries, self.kv, self._wide(self.queries + self.kv)
+        q, o, kv, sums = self.queries, self.outputs, self.kv, self._wide(self.queries + self.kv)
         if self._exchanges_heads:
-            inside = sums + self._own(self._positions) if self._in_blocks else 3 * q + kv if self.repeats else 0
-            return max(3 * q + 2 * kv, inside)  # while heads are exchanged, or inside of attention
+            inside = sums + self._own(self._positions) if self._in_blocks else 2 * q + o + kv if self.repeats else 0
+            return max(2 * q + o + 2 * kv, inside)  # while heads are exchanged, or inside of attention
         if not self._in_blocks:
-            return 3 * q + kv if self.repeats else q + kv
+            return 2 * q + o + kv if self.repeats else q + kv
         rounded = q + kv if self.w < self.z else 0  # the sums in the compute precision, made while the sums live
         if self.config.parallel.cp == 1:
             return sums + max(rounded, self._own(self._positions))
@@ -130,7 +131,7 @@ class AttentionMemory:
         if self._kernel == "explicit":
             longest = m if reach is None else min(m, reach + ROWS)
             rows = max(1, min(ROWS, n, SCORES // max(1, longest * self._heads)))
-            tensors = 3 if self.kind.softcap is not None else 2
+            tensors = 3 if self.heads.scores.softcap is not None else 2
             scores = rows * longest * (tensors * self._heads * self.z + masked)
             return self._wide(q + 2 * kv + 4 * self._of(self.queries, rows)) + scores
         if not self._on_cpu:
@@ -143,9 +144,31 @@ class AttentionMemory:
     def _kernel(self) -> Literal["flash", "explicit", "flex"]:
         """The kernel that computes blocks; see `parallel.attention` and `parallel.context`."""
         whole = self.config.parallel.cp == 1 or self._exchanges_heads
-        if self.kind.softcap is not None and whole and not self._on_cpu:
+        if self.heads.scores.softcap is not None and whole and not self._on_cpu:
             return "flex"
-        return "explicit" if self.kind.softcap is not None or (self.w > 2 and not self._on_cpu) else "flash"
+        return "explicit" if self.heads.scores.softcap is not None or (self.w > 2 and not self._on_cpu) else "flash"
+
+    @property
+    def config(self) -> Config:
+        return self.sizes.config
+
+    @property
+    def w(self) -> int:
+        return self.sizes.w
+
+    @property
+    def z(self) -> int:
+        return self.sizes.z
+
+    @cached_property
+    def queries(self) -> int:
+        """Bytes of queries."""
+        return self.sizes.split(self.heads.queries)
+
+    @cached_property
+    def outputs(self) -> int:
+        """Bytes of the output."""
+        return self.sizes.split(self.heads.outputs)
 
     @property
     def repeats(self) -> bool:
@@ -155,12 +178,12 @@ class AttentionMemory:
     @cached_property
     def _in_blocks(self) -> bool:
         whole = self.config.parallel.cp == 1 or self._exchanges_heads
-        own = self.kind.softcap is not None or self._windowed is not None
+        own = self.heads.scores.softcap is not None or self._windowed is not None
         return own or self.config.data.mask_documents or not whole
 
     @cached_property
     def _windowed(self) -> int | None:
-        return self.kind.window_in(self.config.model.sequence_length)
+        return self.heads.scores.window_in(self.config.model.sequence_length)
 
     @property
     def _exchanges_heads(self) -> bool:
@@ -178,24 +201,24 @@ class AttentionMemory:
     @property
     def _heads(self) -> int:
         """Query heads on this rank, counted once for every sample."""
-        return self.queries // (self.w * self.config.model.head_size * self._positions)
+        return self.queries // (self.w * self.heads.width * self._positions)
 
     @cached_property
     def kv(self) -> int:
         """Bytes of keys and values. Ulysses copies key-value heads until all ranks of cp can have equally many."""
-        return 2 * self.keys * self._kv_copies
+        return self.sizes.split(self.heads.keys + self.heads.values) * self._kv_copies
 
     @property
     def _kv_copies(self) -> int:
         if not self._exchanges_heads:
             return 1
-        kv_heads = self.config.model.kv_heads // self.config.parallel.tp
+        kv_heads = self.heads.kv_count // self.config.parallel.tp
         return math.lcm(kv_heads, self.config.parallel.cp) // kv_heads
 
     @property
     def _shared(self) -> int:
         """Query heads that share a key-value head."""
-        return self.config.model.heads // (self.config.model.kv_heads * self._kv_copies)
+        return self.heads.count // (self.heads.kv_count * self._kv_copies)
 
     def _of(self, whole: int, positions: int) -> int:
         """Bytes of `positions` positions of a tensor that takes `whole` bytes for all positions on this rank."""

@@ -7,26 +7,26 @@ from typing import TypeVar
 
 from megalite.config.layers import LayerKind
 from megalite.plan.activations import Activations
-from megalite.plan.parts import Part
 from megalite.plan.recompute_modes import Mode
+from megalite.plan.units import Unit
 
 T = TypeVar("T")
 Recomputed = tuple[LayerKind, Mode]  # a layer, and how it recomputes
 ENDS = 2  # repetitions at each end that a walk visits one by one; those between count as one
 
 
-def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], stages: int) -> dict[int, list[Part]]:
+def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], stages: int) -> dict[int, list[Unit]]:
     """By stage: the parts of the stage, first to last. Layers that repeat often are taken as one part.
 
     layers: by stage, the layers of the stages to return. stages: how many stages the pipeline has.
     """
-    one = cache(sizes.layer)  # one Part for equal layers of all stages, so its cached properties are computed once
+    one = cache(sizes.layer)  # one Unit for equal layers of all stages, so its cached properties are computed once
 
     @cache
-    def repeated(layer: Recomputed, times: int) -> Part:
+    def repeated(layer: Recomputed, times: int) -> Unit:
         return one(*layer).repeated(times) if times > 1 else one(*layer)
 
-    def parts(stage: int) -> list[Part]:
+    def parts(stage: int) -> list[Unit]:
         found = [repeated(layer, times) for layer, times in condensed(layers[stage])]
         last = [sizes.head()] if stage == stages - 1 else []
         if stage == 0:

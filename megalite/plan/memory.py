@@ -36,9 +36,9 @@ from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import Costing
 from megalite.plan.instant import Instant
-from megalite.plan.parts import Item
 from megalite.plan.pipeline import actions, as_full, fullest_steps
 from megalite.plan.resolved import Plan, resolve
+from megalite.plan.units import Item
 from megalite.plan.walk import HOST, Walk, on_device
 
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")

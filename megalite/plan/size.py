@@ -1,19 +1,21 @@
 """How many parameters a model has, and how many floating-point operations a token costs.
 
-h width, L layers, q heads · head size, k kv_heads · head size, f ffn, s sequence length, v vocabulary.
+L layers, q features of all query heads, s sequence length.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
+from math import prod
 from operator import attrgetter
 from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.roles import Kind
-from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Weight
+from megalite.plan.weights import embedding, final_norm, head, layer_weights
 
 Attention = Literal["causal", "full"]
 T = TypeVar("T")
@@ -88,18 +90,17 @@ def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "c
     Each weight of a matrix takes 2. Attention scores and values take 4·q·s with full attention, and half of that with
     causal attention. With a window of n tokens they take 4·q·n, and with causal attention 4·q·(n - n²/2s).
     """
-    s = model.sequence_length
-    n = kind.attention.window_in(s) or s
-    scores = 4 * model.heads * model.head_size * n
-    if attention == "causal":
-        scores = scores * (2 * s - n) // (2 * s)
+    s, scores = model.sequence_length, 0
+    for heads in (part.heads for part in Layer(model.width, kind).parts if part.heads is not None):
+        n = heads.scores.window_in(s) or s
+        pairs = 2 * (heads.queries + heads.outputs) * n
+        scores += pairs * (2 * s - n) // (2 * s) if attention == "causal" else pairs
     return layer_matrix_flops(model, kind) + scores
 
 
 def layer_matrix_flops(model: Model, kind: LayerKind) -> int:
     """Floating-point operations per token of the matrix products with weights in one layer's forward pass."""
-    matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is Kind.MATRIX)
-    return 2 * sum(weight.elements for weight in matrices)
+    return round(sum(2 * prod(product) for product in Layer(model.width, kind).products(1, 1)))
 
 
 def head_forward_flops(model: Model) -> int:

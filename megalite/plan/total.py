@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megalite.plan.parts import Moment, Part
+from megalite.plan.parts.part import Moment
 from megalite.plan.pipeline import as_full, fullest_steps
 from megalite.plan.resolved import Plan
+from megalite.plan.units import Unit
 from megalite.plan.walk import HOST, PutOff, Walk
 from megalite.schedule.actions import Action
 
@@ -97,10 +98,10 @@ class Total(Walk):
             self.shared[stage, index] = size
         self.reducing[stage] = state.reducing
 
-    def _keep(self, part: Part) -> None:
+    def _keep(self, part: Unit) -> None:
         self.total += part.kept_bytes
 
-    def _release(self, part: Part, moment: Moment, puts_off: bool) -> None:
+    def _release(self, part: Unit, moment: Moment, puts_off: bool) -> None:
         self.total += part.change[moment.name, puts_off]
 
     def _hold(self, kind: str, component: str, size: int) -> None:

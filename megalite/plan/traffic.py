@@ -13,7 +13,7 @@ from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan
 from megalite.plan.transfers import NAMES, Traffic, Transfer, Transfers, axis_sizes, stage_axis
 from megalite.plan.weight_traffic import Gathering, WeightTraffic
-from megalite.plan.weights import embedding, part_of
+from megalite.plan.weights import embedding
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 from megalite.stop import STOP
@@ -107,7 +107,8 @@ class Step:
         return found + self.layers.head()[1] if stage == self.plan.stages - 1 else found
 
     def _weight_gradients(self, stage: int) -> Transfers:
-        return _times(self.layers.weight_gradients(), len(self.plan.layers[stage]))
+        kinds = Counter(self.plan.kinds[layer] for layer in self.plan.layers[stage])
+        return sum((_times(self.layers.weight_gradients(kind), times) for kind, times in kinds.items()), Counter())
 
     def _layers(self, stage: int) -> Counter[tuple[LayerKind, Mode]]:
         return Counter(self.plan.recomputed(stage))
@@ -125,7 +126,7 @@ class Step:
         ends = self.plan.placement[0], self.plan.placement[-1]
         if not self.config.model.tie_embeddings or self.plan.stages == 1 or ends[0] == ends[1] or self.pp not in ends:
             return Counter()
-        rows, width = part_of(embedding(self.config.model), self.config.parallel.tp)
+        rows, width = embedding(self.config.model).part(self.config.parallel.tp)
         states = self.weights[min(self.weights) if self.pp == ends[0] else max(self.weights)].states
         each = -(-rows // states.shards)
         position = (self.at["dp_shard"] * self.config.parallel.cp + self.at["cp"]) if states.shards > 1 else 0

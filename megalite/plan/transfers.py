@@ -50,6 +50,11 @@ class Traffic:
         return self.bytes * self.times
 
 
+def over(axis: str, kind: str, size: int, each: int, purpose: str, times: int = 1) -> Transfers:
+    """`times` transfers of `size` bytes, `each` an element; none where there is nothing to send."""
+    return Counter({(Transfer(kind, axis, size, NAMES[each]), purpose): times} if size and times else {})
+
+
 def axis_sizes(config: Config) -> dict[str, int]:
     """The number of ranks in a group along each axis, as `dist.mesh` makes the groups.
 

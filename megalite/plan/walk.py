@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.activations import BYTES
 from megalite.plan.condense import parts_of
 from megalite.plan.instant import Instant
 from megalite.plan.muon import step_temporaries
-from megalite.plan.parts import Item, Moment, Part
+from megalite.plan.parts.part import Moment
+from megalite.plan.parts.sizes import BYTES
 from megalite.plan.resolved import Plan
+from megalite.plan.units import Item, Unit
 from megalite.schedule.actions import SENDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
@@ -235,7 +236,7 @@ class Walk:
             self._reduce_all(action)
         self._end_reductions(action)
 
-    def _through(self, stage: int, backwards: bool = False) -> Iterator[tuple[int, Part]]:
+    def _through(self, stage: int, backwards: bool = False) -> Iterator[tuple[int, Unit]]:
         """The parts of a stage and their indexes, one by one."""
         numbered = list(enumerate(self.parts[stage]))
         for index, part in reversed(numbered) if backwards else numbered:
@@ -243,18 +244,18 @@ class Walk:
             yield index, part
         self.at, self.passing = None, False
 
-    def _gathered(self, part: Part) -> int:
+    def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
         return self.states.w * part.weights.total if self.states.frees and not part.with_stage else 0
 
-    def _keep(self, part: Part) -> None:
+    def _keep(self, part: Unit) -> None:
         """Hold the tensors that a forward pass keeps."""
         for kept in part.kept:
             self._hold("activations", kept.component, kept.bytes)
         for kept in part.offloaded:
             self._hold(HOST, kept.component, kept.bytes)
 
-    def _release(self, part: Part, moment: Moment, puts_off: bool) -> None:
+    def _release(self, part: Unit, moment: Moment, puts_off: bool) -> None:
         """Free the tensors that were kept until `moment`, except for those that a split backward keeps for W."""
         for (kind, component), size in part.freed[moment.name].items():
             self._hold(kind, component, -size)
@@ -281,7 +282,7 @@ class Walk:
         """Whether new gradients are added at once to those that are held; if FSDP2 widens gradients, it adds later."""
         return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
-    def _add_up(self, key: PartKey, part: Part, beside: int) -> None:
+    def _add_up(self, key: PartKey, part: Unit, beside: int) -> None:
         """Keep the gradients of `part`, which backward has just made, or add them to those that are held."""
         states = self.states
         summed = key in self.whole
@@ -351,7 +352,7 @@ class Walk:
         self.sending = sends
         self._see()
 
-    def _hold_states(self, part: Part) -> None:
+    def _hold_states(self, part: Unit) -> None:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
         states, offload = self.states, self.config.optim.offload
         self._hold_weights("parameters", part, states.p, states.shards)
@@ -363,17 +364,17 @@ class Walk:
         if states.frees and part.with_stage:
             self._hold_weights("gathered weights", part, states.w)
 
-    def _saved(self, part: Part) -> int:
+    def _saved(self, part: Unit) -> int:
         """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
         p, shards = self.states.p, self.states.shards
         counts = (count for _, *counts in part.weights.by_component for count in counts)
         return part.times * sum(p * count // shards for count in counts)
 
-    def _is_second_copy(self, stage: int, part: Part) -> bool:
+    def _is_second_copy(self, stage: int, part: Unit) -> bool:
         """Whether a part is a tied embedding that this rank's first stage has too; a checkpoint saves only one."""
         return stage > 0 and part.copy and 0 in self.parts
 
-    def _hold_weights(self, kind: str, part: Part, each: int, shards: int = 1) -> None:
+    def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:
         """Hold `each` bytes for every parameter of `part`, sharded over `shards` ranks; release if negative."""
         for component, count, _ in part.weights.by_component:
             self._hold(kind, component, part.times * (each * count // shards))

@@ -19,11 +19,12 @@ from functools import cached_property
 from math import prod
 
 from megalite.config.layers import LayerKind
+from megalite.plan.parts.part import Weight
 from megalite.plan.resolved import Plan
 from megalite.plan.roles import Kind
 from megalite.plan.transfers import NAMES, Transfer, Transfers, axis_sizes
 from megalite.plan.walk import States
-from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights, part_of
+from megalite.plan.weights import embedding, final_norm, head, layer_weights
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Group:
 
     def padded(self, shards: int, matrices_only: bool = False) -> int:
         """Elements on a tensor-parallel rank, with rows padded to a multiple of `shards`."""
-        wanted = (part_of(weight, self.tp) for weight in self.weights if put_off(weight) or not matrices_only)
+        wanted = (weight.part(self.tp) for weight in self.weights if put_off(weight) or not matrices_only)
         return sum(-(-rows // shards) * shards * prod(others) for rows, *others in wanted)
 
     @cached_property

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import SCHEDULES, Config
-from megalite.plan.activations import BYTES, Activations
+from megalite.plan.activations import Activations
+from megalite.plan.parts.sizes import BYTES
 from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.size import layer_parameters

@@ -7,13 +7,16 @@ as the host needs to launch them, if that is longer.
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from megalite.config.layers import Heads
+from megalite.plan.parts.part import Product
+from megalite.plan.recompute_modes import Mode
 from megalite.plan.window import attended_pairs
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import ALIGNED, Kernels
 from megalite.planner.network import Group, Net
 from megalite.planner.program import HOST_BACKWARD, Program, attention_shares
-from megalite.planner.work import Recompute, Work
+from megalite.planner.share import Share
 
 MERGE = (12, 8)  # bytes for each element of attention's result, to add what other ranks' keys give: forward, backward
 LOOK_UP = 6  # elements read and written for each of the embedding's output, forward and backward
@@ -69,17 +72,17 @@ class LayerTime:
 
 
 class LayerModel:
-    """Times of parts of a model, for a micro-batch of `work` done by `program` on `cluster`."""
+    """Times of a layer, the embedding and the head, for a rank's `share` done by `program` on `cluster`."""
 
-    def __init__(self, work: Work, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
-        self.work, self.program, self.cluster = work, program, cluster
+    def __init__(self, share: Share, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
+        self.share, self.program, self.cluster = share, program, cluster
         self.overlap = constants.overlap
         self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
-        self.tp, self.cp = Group(work.tp, 1), Group(work.cp, work.tp)
+        self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)
 
-    def layer(self, recompute: Recompute | None = None) -> LayerTime:
-        """The time of a layer. recompute: in place of the work's."""
-        program, recompute = self.program, recompute or self.work.recompute
+    def layer(self, recompute: Mode | None = None) -> LayerTime:
+        """The time of a layer. recompute: in place of the share's."""
+        program, recompute = self.program, recompute or self.share.recompute
         forward, backward, weights = self._alone
         launched = program.host, program.host * HOST_BACKWARD
         if recompute == "full":
@@ -98,79 +101,72 @@ class LayerModel:
     @cached_property
     def _alone(self) -> tuple[Seconds, Seconds, float]:
         """Forward and backward without launches, with nothing made again; and what makes the gradients of weights."""
-        work, matrices = self.work, self._matrices()
-        products = sum(self.kernels.matmul(*sizes, precision=work.precision) for sizes in matrices)
-        inputs = sum(self.kernels.matmul(m, k, n, precision=work.precision) for m, n, k in matrices)
-        weights = sum(self.kernels.matmul(k, n, m, precision=work.precision) for m, n, k in matrices)
+        share, matrices = self.share, self.share.products(_aligned(self.share.tokens))
+        products = sum(self.kernels.matmul(*product, precision=share.precision) for product in matrices)
+        inputs = sum(self.kernels.matmul(m, k, n, precision=share.precision) for m, n, k in matrices)
+        weights = sum(self.kernels.matmul(k, n, m, precision=share.precision) for m, n, k in matrices)
         attention, passes = self._attention(), self._passes()
-        if work.precision == "fp8":
+        if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
         tensor, context = self._tensor(), self._context(attention)
         forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
         return forward, Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), weights
 
-    def _casts(self, matrices: list[tuple[float, float, float]]) -> tuple[float, float]:
+    def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""
         there, back = self.program.casts
-        inputs, results = (sum(sizes[0] * sizes[which] for sizes in matrices) for which in (2, 1))
+        inputs = sum(product.rows * product.inputs for product in products)
+        results = sum(product.rows * product.outputs for product in products)
         return self.kernels.passes(there * inputs), self.kernels.passes(back * (inputs + results))
 
     def head(self) -> tuple[float, float, float]:
         """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
-        work, t, v = self.work, _aligned(self.work.tokens), self.work.vocab / self.work.tp
-        precision = work.outside
-        forward = self.kernels.matmul(t, v, work.width, precision=precision)
-        weights = self.kernels.matmul(v, work.width, t, precision=precision)
-        backward = self.kernels.matmul(t, work.width, v, precision=precision) + weights
-        whole = work.vocab if self.program.gathers_logits else v
-        logits = self.kernels.passes(self.program.logit * work.element / USUAL * t * whole)
+        share, t, v = self.share, _aligned(self.share.tokens), self.share.vocab / self.share.tp
+        precision = share.outside
+        forward = self.kernels.matmul(t, v, share.width, precision=precision)
+        weights = self.kernels.matmul(v, share.width, t, precision=precision)
+        backward = self.kernels.matmul(t, share.width, v, precision=precision) + weights
+        whole = share.vocab if self.program.gathers_logits else v
+        logits = self.kernels.passes(self.program.logit * share.element / USUAL * t * whole)
         if self.program.gathers_logits:
-            forward += self.net.collective("all_gather", work.element * t * whole, self.tp)
+            forward += self.net.collective("all_gather", share.element * t * whole, self.tp)
         return forward + logits / 3, backward + logits * 2 / 3, weights
 
     def embedding(self) -> float:
         """The look-up, forward and backward."""
-        return self.kernels.passes(LOOK_UP * self.work.element * self.work.tokens * self.work.width)
-
-    def _matrices(self) -> list[tuple[float, float, float]]:
-        """Rows, columns and depth of a layer's matrix products on one rank."""
-        work, tokens = self.work, _aligned(self.work.tokens)
-        wide = 2 if work.gated else 1
-        return [
-            (tokens, (work.q + 2 * work.k) / work.tp, work.width),
-            (tokens, work.width, work.q / work.tp),
-            (tokens, wide * work.ffn / work.tp, work.width),
-            (tokens, work.width, work.ffn / work.tp),
-        ]
+        return self.kernels.passes(LOOK_UP * self.share.element * self.share.tokens * self.share.width)
 
     def _attention(self) -> tuple[float, float]:
         """Scores and values: forward, backward."""
-        work, program, s = self.work, self.program, self.work.sequence
+        each = [self._scores(heads) for heads in self.share.heads]
+        return sum(there for there, _ in each), sum(back for _, back in each)
+
+    def _scores(self, heads: Heads) -> tuple[float, float]:
+        share, program, s = self.share, self.program, self.share.sequence
         if program.attention == "unfused":
-            batch = max(1, work.micro * work.heads // work.tp)
-            products = self.kernels.matmul(s, s, work.head_size, batch) + self.kernels.matmul(
-                s, work.head_size, s, batch
-            )
+            batch = max(1, share.micro * heads.count // share.tp)
+            products = self.kernels.matmul(s, s, heads.width, batch)
+            products += self.kernels.matmul(s, heads.value_width, s, batch)
             scores = batch * s * s
             there, back = (self.kernels.passes(each * scores) for each in program.scores)
             return products + there, 2 * products + back
-        seen = attended_pairs(s, work.window) / s  # keys of a query, on average
-        flops = 4 * work.tokens * seen * work.q / work.tp
-        there, back = attention_shares(program, self.cluster.gpu.name, work.head_size)
-        forward = self.kernels.attention(flops, there, work.outside)
-        return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, work.outside)
+        seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
+        flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
+        there, back = attention_shares(program, self.cluster.gpu.name, heads.width)
+        forward = self.kernels.attention(flops, there, share.outside)
+        return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, share.outside)
 
     def _passes(self) -> tuple[float, float]:
         """Passes over activations: forward, backward."""
-        work, program, tokens = self.work, self.program, self.work.tokens
-        stream = work.width / (work.tp if program.sequence_parallel else 1)
-        inner = (2 if work.gated else 1) * work.ffn / work.tp
-        heads = (work.q + 2 * work.k) / work.tp
+        share, program, tokens = self.share, self.program, self.share.tokens
+        stream = share.width / (share.tp if program.sequence_parallel else 1)
+        inner, heads = share.passed
         of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
         each = zip(of_stream, of_ffn, program.heads, strict=True)
-        wider = work.element / USUAL
-        merges = {"ring": work.cp - 1, "all_gather": min(1, work.cp - 1), "ulysses": 0}[work.method]
-        merged = [merges * bytes_moved * work.q / work.tp for bytes_moved in MERGE]
+        wider = share.element / USUAL
+        merges = {"ring": share.cp - 1, "all_gather": min(1, share.cp - 1), "ulysses": 0}[share.method]
+        outputs = sum(each.outputs for each in share.heads)
+        merged = [merges * bytes_moved * outputs / share.tp for bytes_moved in MERGE]
         there, back = (
             self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c + more))
             for (a, b, c), more in zip(each, merged, strict=True)
@@ -183,12 +179,12 @@ class LayerModel:
         Half of an all-reduce's worth gathers inputs of products, which may be in 8 bits by then; the other half
         reduces results, and so does backward with gradients.
         """
-        work, program = self.work, self.program
-        stream = work.element * work.tokens * work.width
+        share, program = self.share, self.program
+        stream = share.element * share.tokens * share.width
         half = self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
-        if program.rearranges and work.tp > 1:
+        if program.rearranges and share.tp > 1:
             half += 2 * self.kernels.passes(2 * stream) * (1 - program.hidden)
-        gathers = half / (2 if program.gathers_fp8 and work.precision == "fp8" else 1)
+        gathers = half / (2 if program.gathers_fp8 and share.precision == "fp8" else 1)
         return gathers + half, 2 * half + (gathers if program.gathers_again else 0.0)
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
@@ -198,20 +194,25 @@ class LayerModel:
         taken to be exposed, as published runs show. Who gathers all of them begins with its own keys and values; the
         gradients are reduced at the end. All-to-alls of Ulysses hide behind nothing.
         """
-        work = self.work
-        if work.cp == 1:
+        share = self.share
+        if share.cp == 1 or not share.heads:
             return 0.0, 0.0
-        tokens = work.tokens * work.cp
-        keys = 2 * work.element * work.k / work.tp * min(tokens, work.micro * (work.window or work.sequence))
-        if work.method == "ulysses":
-            every = work.element * (2 * work.q + 2 * max(work.k, work.cp * work.head_size)) / work.tp * work.tokens
+        (heads,) = share.heads
+        keys = share.element * (heads.keys + heads.values) / share.tp
+        keys *= share.micro * (heads.scores.window_in(share.sequence) or share.sequence)
+        if share.method == "ulysses":
+            copied = max(heads.keys, share.cp * heads.width) + max(heads.values, share.cp * heads.value_width)
+            every = share.element * (heads.queries + heads.outputs + copied) / share.tp * share.tokens
             both = self.net.collective("all_to_all", every, self.cp)
             return both, both
-        if work.method == "all_gather":
+        if share.method == "all_gather":
             gathered = self.net.collective("all_gather", keys, self.cp)
-            own = attention[0] / work.cp
+            own = attention[0] / share.cp
             return max(0.0, gathered - own), max(0.0, gathered - own) + 2 * gathered
-        gathered, wide = (work.cp - 1) * self.net.transfer(keys / work.cp, self.cp), max(4, work.element) / work.element
+        gathered, wide = (
+            (share.cp - 1) * self.net.transfer(keys / share.cp, self.cp),
+            max(4, share.element) / share.element,
+        )
         again = 1 + (wide if self.program.wide_keys else 1)
         there, back = (
             max(compute, sent) + self.overlap * min(compute, sent) - compute

@@ -6,7 +6,6 @@ their time, so that the search needs to look at few of them closely; layouts als
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -20,8 +19,9 @@ from megalite.planner.choice import Choice, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
 from megalite.planner.moved import MISSED, Moves
-from megalite.planner.stages import WHOLE, Timer, work_of
-from megalite.planner.work import DataMode, Work
+from megalite.planner.share import share_of
+from megalite.planner.stages import WHOLE, Timer
+from megalite.planner.work import DataMode
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
 
@@ -132,10 +132,6 @@ class Space:
             for offloads in offloading:
                 yield bound, Choice._make((*head, *sharing, *offloads, split))
 
-    def _work(self, choice: Choice) -> Work:
-        """A micro-batch of the layout, for layers without windows that recompute nothing."""
-        return work_of(self.estimate.sizes(choice).config)
-
     def _pinned(self, key: str, otherwise: Any) -> Any:
         return [self.pins[key]] if key in self.pins else otherwise()
 
@@ -189,12 +185,9 @@ class Space:
         key = choice.tp, choice.cp, choice.method, choice.micro, choice.recompute
         if key not in self._times:
             mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
-            base = self._work(choice)
-            times = {
-                kind: self.timer.layer(replace(base, recompute=mode, window=kind.attention.window_in(base.sequence)))
-                for kind in self.kinds
-            }
-            embedding, head = self.timer.ends(base)
+            config = self.estimate.sizes(choice).config
+            times = {kind: self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds}
+            embedding, head = self.timer.ends(share_of(config, next(iter(self.kinds))))
             self._times[key] = Passes(
                 self.estimate.before({kind: time.forward.total for kind, time in times.items()}),
                 self.estimate.before({kind: time.backward.total for kind, time in times.items()}),

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megalite.config.layers import LayerKind
+from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
-from megalite.plan.activations import BYTES, Activations
+from megalite.plan.activations import Activations
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.fit import FOR_TENSORS, GIB
+from megalite.plan.parts.sizes import BYTES
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.size import layer_parameters
-from megalite.plan.weights import embedding, part_of
 from megalite.planner.constants import FITTED, Constants
 from megalite.planner.hardware import Cluster
 from megalite.planner.kernels import Kernels
@@ -29,9 +29,9 @@ from megalite.planner.layer import LayerModel, LayerTime, Seconds
 from megalite.planner.network import Collective, Group, Links, Net
 from megalite.planner.program import MEGALITE, Program
 from megalite.planner.room import room_for
+from megalite.planner.share import Share, share_of
 from megalite.planner.tables import Tables
 from megalite.planner.wires import Part, elements, end_links, groups, layer_links, partial_links, times, total
-from megalite.planner.work import Work
 from megalite.schedule.problem import Beside, StageCosts
 
 # By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
@@ -112,37 +112,37 @@ class Timer:
         self.cluster, self.constants, self.program = cluster, constants, program
         self.net, self.tables = Net(cluster, constants), Tables(self.costs)
         self.kernels = Kernels(cluster.gpu, constants)
-        self._models: dict[Work, LayerModel] = {}
-        self._layers: dict[Work, LayerTime] = {}
-        self._ends: dict[Work, tuple[Piece, Piece]] = {}
+        self._models: dict[Share, LayerModel] = {}
+        self._layers: dict[Share, LayerTime] = {}
+        self._ends: dict[Share, tuple[Piece, Piece]] = {}
         self._sent: dict[object, tuple[Links, Links]] = {}
 
-    def layer(self, work: Work) -> LayerTime:
-        if work not in self._layers:
-            self._layers[work] = self._model(replace(work, recompute="none")).layer(work.recompute)
-        return self._layers[work]
+    def layer(self, share: Share) -> LayerTime:
+        if share not in self._layers:
+            self._layers[share] = self._model(replace(share, recompute="none")).layer(share.recompute)
+        return self._layers[share]
 
-    def _model(self, work: Work) -> LayerModel:
-        if work not in self._models:
-            self._models[work] = LayerModel(work, self.program, self.cluster, self.constants)
-        return self._models[work]
+    def _model(self, share: Share) -> LayerModel:
+        if share not in self._models:
+            self._models[share] = LayerModel(share, self.program, self.cluster, self.constants)
+        return self._models[share]
 
-    def ends(self, work: Work) -> tuple[Piece, Piece]:
+    def ends(self, share: Share) -> tuple[Piece, Piece]:
         """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes."""
-        if work not in self._ends:
-            model = self._model(work)
+        if share not in self._ends:
+            model = self._model(share)
             forward, backward, weights = model.head()
             looked = model.embedding()
-            sent = self.net.collective("all_gather", work.element * work.tokens * work.width, model.tp)
-            size = work.vocab * work.width / work.tp
+            sent = self.net.collective("all_gather", share.element * share.tokens * share.width, model.tp)
+            size = share.vocab * share.width / share.tp
             there, back = Seconds(passes=looked / 3, tensor=sent), Seconds(passes=looked * 2 / 3, tensor=sent)
             there_last, back_last = Seconds(forward, tensor=sent), Seconds(backward, tensor=sent)
             inputs = Seconds(backward - weights, tensor=sent)
-            self._ends[work] = (
+            self._ends[share] = (
                 Piece("embedding", there, back, back, 0.0, size),
                 Piece("head", there_last, back_last, inputs, weights, size),
             )
-        return self._ends[work]
+        return self._ends[share]
 
     def stages(self, plan: Plan) -> list[StageTime]:
         """The times of every stage of `plan`."""
@@ -234,8 +234,7 @@ class Timer:
 
     def _links(self, config: Config, part: Part, mode: Mode) -> tuple[Links, Links]:
         """Links in both passes of a part."""
-        model = config.model
-        key = part, mode, work_of(config), model.norm, model.qk_norm and model.qk_norm_width
+        key = part, mode, share_of(config, layer_kinds(config.model)[0])
         if key not in self._sent:
             if isinstance(part, str):
                 self._sent[key] = end_links(config, self.net, part)
@@ -246,21 +245,19 @@ class Timer:
     def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, Mode, int]]:
         """What a stage is made of, in order, and how often."""
         config = plan.config
-        base = work_of(config)
-        embedding, head = self.ends(base)
+        embedding, head = self.ends(share_of(config, plan.kinds[0]))
         if stage == 0:
             yield embedding, "none", 1
         found: dict[tuple[LayerKind, Mode], int] = {}
         for kind, mode in plan.recomputed(stage):
             found[kind, mode] = found.get((kind, mode), 0) + 1
         for (kind, mode), count in found.items():
-            yield self._layer(config, base, kind, mode), mode, count
+            yield self._layer(config, kind, mode), mode, count
         if stage == plan.stages - 1:
             yield head, "none", 1
 
-    def _layer(self, config: Config, base: Work, kind: LayerKind, mode: Mode) -> Piece:
-        window = kind.attention.window_in(config.model.sequence_length)
-        time = self.layer(replace(base, recompute=mode, window=window))
+    def _layer(self, config: Config, kind: LayerKind, mode: Mode) -> Piece:
+        time = self.layer(share_of(config, kind, mode))
         size = layer_parameters(config.model, kind).total / config.parallel.tp
         forward, backward, inputs = time.forward, time.backward, time.inputs
         if config.train.offload_activations:
@@ -364,24 +361,3 @@ def transfer_seconds(config: Config, net: Net) -> float:
     if layout.pp == 1:
         return 0.0
     return net.transfer(Activations(config).stream, groups(config)["pp"])
-
-
-def work_of(config: Config) -> Work:
-    """What a micro-batch of `config` is, for layers without windows that recompute nothing."""
-    model, parallel = config.model, config.parallel
-    return Work(
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_size=model.head_size,
-        ffn=model.ffn,
-        vocab=part_of(embedding(model), parallel.tp)[0] * parallel.tp,  # with padding
-        sequence=model.sequence_length,
-        tied=model.tie_embeddings,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        micro=config.batch.micro_size,
-        precision=config.train.precision,
-        method=parallel.context.method,
-    )

@@ -9,10 +9,11 @@ from typing import Literal, get_args
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config, Model
 from megalite.plan.layer_traffic import LayerTraffic
+from megalite.plan.parts.part import Weight
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.transfers import Transfers, axis_sizes
 from megalite.plan.weight_traffic import Group as Weights
-from megalite.plan.weights import Weight, embedding, final_norm, head, layer_weights
+from megalite.plan.weights import embedding, final_norm, head, layer_weights
 from megalite.planner.network import Collective, Group, Kind, Links, Net
 
 End = Literal["embedding", "head"]
@@ -49,7 +50,7 @@ def times(links: Links, count: float) -> Links:
 
 def layer_links(config: Config, net: Net, kind: LayerKind, mode: Mode) -> tuple[Links, Links]:
     """Links in forward and backward of a layer, on the busiest rank of context parallelism: at windows they differ."""
-    ring = range(config.parallel.cp) if kind.attention.window is not None else range(1)
+    ring = range(config.parallel.cp) if kind.attention.heads.scores.window is not None else range(1)
     traffic = [LayerTraffic(config, at) for at in ring]
     there = [_busy(each.forward(kind), config, net) for each in traffic]
     back = [_busy(each.backward(kind, mode, split=False), config, net) for each in traffic]

@@ -1,10 +1,34 @@
-"""What one step of training has to do: the model's sizes, the layout, and the batch. Imports no torch."""
+"""What a step of a published run has to do: the model's sizes, the layout, and the batch. Imports no torch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
+
+from megalite.config.layers import GroupedQuery, Heads, Scores, SwiGLU
+from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.part import Passed, Product
+from megalite.plan.parts.swiglu import SwiGLUPart
+from megalite.planner.share import Computed, Share
 
 Recompute = Literal["none", "selective", "full"]
 DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
+
+
+@dataclass(frozen=True)
+class TwoMatrices:
+    """A feed-forward of two matrices, as GPT-3 has it, for the times of programs that train such models."""
+
+    width: int
+    hidden: int
+
+    heads = None
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        hidden = self.hidden / tp
+        return [Product(tokens, hidden, self.width), Product(tokens, self.width, hidden)]
+
+    def passed(self, tp: int) -> Passed:
+        return Passed(hidden=self.hidden / tp)
 
 
 @dataclass(frozen=True)
@@ -41,15 +65,31 @@ class Work:
     window: int | None = None
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
 
+    @cached_property
+    def share(self) -> Share:
+        """What a rank has of a micro-batch."""
+        window = self.window if self.window is not None and self.window < self.sequence else None
+        heads = Heads(self.heads, self.kv_heads, self.head_size, self.head_size, self.head_size, Scores(window))
+        feed_forward: Computed = TwoMatrices(self.width, self.ffn)
+        if self.gated:
+            feed_forward = SwiGLUPart(self.width, SwiGLU(self.ffn))
+        return Share(
+            (GroupedQueryPart(self.width, GroupedQuery(heads)), feed_forward),
+            self.width,
+            self.vocab,
+            self.sequence,
+            self.tp,
+            self.cp,
+            self.micro,
+            self.recompute,
+            self.precision,
+            self.method,
+        )
+
     @property
     def element(self) -> int:
         """Bytes of an activation's element, and of a weight's in a matrix product."""
-        return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
-
-    @property
-    def outside(self) -> str:
-        """The precision of attention and of the output layer, which fp8 leaves in bf16."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        return self.share.element
 
     @property
     def gpus(self) -> int:
@@ -68,10 +108,11 @@ class Work:
     def k(self) -> int:
         return self.kv_heads * self.head_size
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer's matrices."""
-        return self.width * (2 * self.q + 2 * self.k + (3 if self.gated else 2) * self.ffn)
+        products = (product for part in self.share.parts for product in part.products(1, 1))
+        return round(sum(product.outputs * product.inputs for product in products))
 
     @property
     def step_tokens(self) -> int:

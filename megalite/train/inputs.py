@@ -35,7 +35,7 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
     config, data, device = job.config, job.config.data, tokens.device
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
     plan = job.plan
-    kinds = {plan.kinds[layer].attention for stage in job.stages for layer in plan.layers[stage]}
+    kinds = {plan.kinds[layer].attention.heads.scores for stage in job.stages for layer in plan.layers[stage]}
     attends = [{kind: attend(kind=kind) for kind in kinds}] * len(documents)
     positions: Sequence[Tensor | None] = [None] * len(documents)
     turns = split(torch.arange(len(tokens), device=device), mine)

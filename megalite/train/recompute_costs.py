@@ -51,7 +51,7 @@ def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
     stage.to(dtype).to_empty(device=mesh.device)
     initialize(stage, model, config.run.seed)
     length = model.sequence_length // layout.cp
-    kind, method = layer_kinds(model)[layer].attention, config.parallel.context.method
+    kind, method = layer_kinds(model)[layer].attention.heads.scores, config.parallel.context.method
     attend = attention(method, mesh.cp, model.sequence_length, mesh.device, kind=kind)
     positions = replace(TokenPositions.whole(model, length, mesh.device, dtype), attention={kind: attend})
     shape = (length // layout.tp, config.batch.micro_size, model.width)

@@ -21,7 +21,7 @@ from toy_runs import Notes, RandomSamples
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.checkpoint.state import State
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.config.schema import Config
 from megalite.data.loader import Loader, Micros
 from megalite.dist.mesh import Mesh
@@ -84,7 +84,7 @@ def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, boo
     return found
 
 
-def attended_in_window(method: Method | None, kind: AttentionKind, precision: torch.dtype) -> list[dict[str, Any]]:
+def attended_in_window(method: Method | None, kind: Scores, precision: torch.dtype) -> list[dict[str, Any]]:
     """Of every call of FlashAttention over 64 positions on rank 0 of 2, or alone: its shapes, and window if any.
 
     Of two samples, the second has two documents.
@@ -119,7 +119,7 @@ def generated(window: int | None) -> list[tuple[str, str, list[int]]]:
         return q
 
     with patch.object(flex, "compiled", lambda on_cuda: given if on_cuda else None):
-        y = attention("ring", None, 300, DEVICE, documents, AttentionKind(window, 30.0))(q, k, v)
+        y = attention("ring", None, 300, DEVICE, documents, Scores(window, 30.0))(q, k, v)
     assert y.shape == q.shape
     return found
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_cuda import fake_cuda
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.config.schema import (
     Attention,
     Batch,
@@ -119,7 +119,7 @@ def test_attention_in_blocks_takes_what_flash_attention_does(method: Any, docume
 
 
 def test_a_window_is_one_call_of_flash_attention(call: Call) -> None:
-    found = call(cases.attended_in_window, None, AttentionKind(10), torch.bfloat16)
+    found = call(cases.attended_in_window, None, Scores(10), torch.bfloat16)
     window = {"window_size_left": 9, "window_size_right": 0}
     expected = [{"name": name, "queries": 64, "keys": 64, "causal": True, **window} for name in ("forward", "backward")]
     assert found == [expected[0], expected[0], expected[1], expected[1]]  # of either sample
@@ -127,8 +127,8 @@ def test_a_window_is_one_call_of_flash_attention(call: Call) -> None:
 
 def test_what_windows_reach_on_other_ranks_is_one_call_each(call: Call) -> None:
     """Of the chunks 0 and 3, each of 16 positions, the second attends to the end of chunk 2."""
-    found = call(cases.attended_in_window, "ring", AttentionKind(10), torch.bfloat16)
-    assert found == call(cases.attended_in_window, "all_gather", AttentionKind(10), torch.bfloat16)
+    found = call(cases.attended_in_window, "ring", Scores(10), torch.bfloat16)
+    assert found == call(cases.attended_in_window, "all_gather", Scores(10), torch.bfloat16)
     forward = [entry for entry in found if entry["name"] == "forward"]
     own = {"name": "forward", "queries": 16, "keys": 16, "causal": True, "window_size_left": 9, "window_size_right": 0}
     far = {"name": "forward", "queries": 9, "keys": 9, "causal": False, "window_size_left": 0, "window_size_right": -1}
@@ -136,10 +136,10 @@ def test_what_windows_reach_on_other_ranks_is_one_call_each(call: Call) -> None:
     assert len(found) == 2 * len(forward)
 
 
-@pytest.mark.parametrize("kind", [AttentionKind(10, 30.0), AttentionKind(None, 30.0)])
-def test_flash_attention_is_not_asked_for_what_it_cannot_do(kind: AttentionKind, call: Call) -> None:
+@pytest.mark.parametrize("kind", [Scores(10, 30.0), Scores(None, 30.0)])
+def test_flash_attention_is_not_asked_for_what_it_cannot_do(kind: Scores, call: Call) -> None:
     assert call(cases.attended_in_window, "ring", kind, torch.bfloat16) == []
-    assert call(cases.attended_in_window, "ring", AttentionKind(10), torch.float32) == []
+    assert call(cases.attended_in_window, "ring", Scores(10), torch.float32) == []
 
 
 def test_capped_scores_of_whole_sequences_are_left_to_flex_attention(call: Call) -> None:

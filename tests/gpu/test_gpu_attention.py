@@ -8,7 +8,7 @@ import torch
 from attention_parts import FULL, in_blocks, oracle
 from torch import Tensor
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.parallel.context import attention
 from megalite.parallel.sequence import Documents, Method
 
@@ -28,7 +28,7 @@ def random(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Sequence[Documents], kind: AttentionKind = FULL
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Sequence[Documents], kind: Scores = FULL
 ) -> list[Tensor]:
     """The result and its gradients, in float64 under an explicit mask."""
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
@@ -61,25 +61,23 @@ def test_blocks_give_what_whole_attention_does(method: Method, cp: int, document
 @pytest.mark.parametrize(
     "kind",
     [
-        AttentionKind(1),
-        AttentionKind(50),
-        AttentionKind(70, 2.0),
-        AttentionKind(None, 2.0, 0.3),
-        AttentionKind(50, None, 0.3),
+        Scores(1),
+        Scores(50),
+        Scores(70, 2.0),
+        Scores(None, 2.0, 0.3),
+        Scores(50, None, 0.3),
     ],
 )
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_windows_and_capped_scores_are_those_of_the_formula(cp: int, kind: AttentionKind, dtype: torch.dtype) -> None:
+def test_windows_and_capped_scores_are_those_of_the_formula(cp: int, kind: Scores, dtype: torch.dtype) -> None:
     inputs = random(CUDA, dtype)
     for documents in (WHOLE, CUT):
         assert apart(reference(*inputs, documents, kind), in_blocks("ring", cp, *inputs, documents, kind)) == {}
 
 
 @pytest.mark.parametrize("documents", [None, CUT], ids=["whole", "documents"])
-@pytest.mark.parametrize(
-    "kind", [AttentionKind(50), AttentionKind(70, 2.0, 0.3), AttentionKind(None, 2.0), AttentionKind(scale=0.3)]
-)
-def test_whole_sequences_have_kernels_of_their_own(kind: AttentionKind, documents: list[Documents] | None) -> None:
+@pytest.mark.parametrize("kind", [Scores(50), Scores(70, 2.0, 0.3), Scores(None, 2.0), Scores(scale=0.3)])
+def test_whole_sequences_have_kernels_of_their_own(kind: Scores, documents: list[Documents] | None) -> None:
     """FlashAttention's windows, and for capped scores what FlexAttention generates, in a compiled function too."""
     *leaves, grad = random(CUDA, torch.bfloat16)
     leaves = [leaf.requires_grad_() for leaf in leaves]

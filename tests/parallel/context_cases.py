@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attention_parts import FULL, oracle
 from torch import Tensor
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.config.layout import Layout
 from megalite.dist.mesh import Mesh
 from megalite.live_bytes import LiveBytes
@@ -33,7 +33,7 @@ class Case:
     kv_heads: int
     documents: bool
     length: int
-    kind: AttentionKind = FULL
+    kind: Scores = FULL
     samples: int = 2
     head_size: int = 4
 
@@ -49,9 +49,9 @@ def cases() -> list[Case]:
             found.append(Case(method, cp, heads, kv_heads, documents, 6 * 2 * cp))
     windows = product(METHODS, (2, 4), (1, 2, 5, 6, 7, 20, 100))  # a chunk has 6 positions
     for i, (method, cp, window) in enumerate(windows):
-        kind = AttentionKind(window, 1.5 if i % 3 == 0 else None)
+        kind = Scores(window, 1.5 if i % 3 == 0 else None)
         found.append(Case(method, cp, 8, 2, i % 2 == 0, 6 * 2 * cp, kind))
-    for kind in (AttentionKind(None, 1.5), AttentionKind(scale=0.1), AttentionKind(5, None, 0.1)):
+    for kind in (Scores(None, 1.5), Scores(scale=0.1), Scores(5, None, 0.1)):
         found += [Case(method, 2, 8, 2, False, 6 * 2 * 2, kind) for method in METHODS]
     return found
 
@@ -115,7 +115,7 @@ def traffic(method: Method, cp: int, precision: str, window: int | None = None) 
     if mesh is None:
         return None
     config = configuration(method, cp, 16 * cp, precision)
-    run = attend(config, mesh, AttentionKind(window))
+    run = attend(config, mesh, Scores(window))
     with counted_bytes(cp) as found:
         y = run()
         forward = sum(found)
@@ -138,7 +138,7 @@ def peak(method: Method, cp: int, window: int | None = None) -> int | None:
     mesh = Mesh.build(Layout(cp=cp), CPU)
     if mesh is None:
         return None
-    run = attend(configuration(method, cp, 64 * cp, "fp64"), mesh, AttentionKind(window))
+    run = attend(configuration(method, cp, 64 * cp, "fp64"), mesh, Scores(window))
     with LiveBytes() as live:
         y = run()
         y.backward(torch.ones_like(y))

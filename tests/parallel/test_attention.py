@@ -13,7 +13,7 @@ from attention_parts import in_blocks as over_ranks
 from attention_parts import mask, oracle
 from torch import Tensor
 
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.live_bytes import LiveBytes
 from megalite.parallel import attention, context, explicit, flex
 from megalite.parallel.attention import Kernels, attend, attend_backward, empty_result
@@ -107,7 +107,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def scaled(forward: Any, backward: Any, parts: Any, kind: AttentionKind) -> Kernels:
+def scaled(forward: Any, backward: Any, parts: Any, kind: Scores) -> Kernels:
     return Kernels(partial(forward, scale=kind.scale), partial(backward, scale=kind.scale), parts)
 
 
@@ -139,7 +139,7 @@ def blocks() -> list[Block]:
 def test_blocks_add_up_to_attention_with_a_mask(kernels: str, dtype: torch.dtype, scale: float | None) -> None:
     q, k, v = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    kind = AttentionKind(scale=scale)
+    kind = Scores(scale=scale)
     expected = oracle(*leaves, DOCUMENTS, kind)
     grad = heads(HEADS, 3)
     expected.backward(grad)
@@ -155,18 +155,18 @@ def test_windows_are_those_of_the_mask(kernels: str, cp: int) -> None:
     """With documents of several samples, on the rows of one rank and of two, whose chunks have 3 positions."""
     for window in (1, 2, 3, 4, 7, 11, 12):
         for documents in (DOCUMENTS, [(0, LENGTH)] * 2):
-            assert from_oracle(cp, documents, AttentionKind(window)) < 1e-13
+            assert from_oracle(cp, documents, Scores(window)) < 1e-13
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_capped_scores_are_those_of_the_formula(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explicit, "ROWS", 2)  # so that a block takes several steps
-    for kind in (AttentionKind(None, 0.7), AttentionKind(4, 0.7), AttentionKind(1, 50.0), AttentionKind(4, 0.7, 0.9)):
+    for kind in (Scores(None, 0.7), Scores(4, 0.7), Scores(1, 50.0), Scores(4, 0.7, 0.9)):
         for documents in (DOCUMENTS, [(0, LENGTH)] * 2):
             assert from_oracle(cp, documents, kind) < 1e-13
 
 
-def from_oracle(cp: int, documents: list[tuple[int, ...]], kind: AttentionKind) -> float:
+def from_oracle(cp: int, documents: list[tuple[int, ...]], kind: Scores) -> float:
     """The largest difference of the result and its gradients from those under an explicit mask."""
     *given, grad = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
     leaves = [x.clone().requires_grad_() for x in given]
@@ -178,7 +178,7 @@ def from_oracle(cp: int, documents: list[tuple[int, ...]], kind: AttentionKind) 
 
 
 def in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block], kind: AttentionKind = attention.FULL
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block], kind: Scores = attention.FULL
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and the gradients of q and of k and v."""
     kv = torch.stack((k, v), dim=1)
@@ -199,7 +199,7 @@ def test_gradients_by_differences() -> None:
 def test_nothing_is_as_large_as_a_mask() -> None:
     length = 4096
     q, k, v = (torch.randn(length, 1, 1, 4, requires_grad=True) for _ in range(3))
-    for kind in (AttentionKind(), AttentionKind(100), AttentionKind(100, 30.0), AttentionKind(None, 30.0)):
+    for kind in (Scores(), Scores(100), Scores(100, 30.0), Scores(None, 30.0)):
         attend = attention_over("ring", None, length, CPU, [(0, 1000, 1001, length)], kind)
         with LiveBytes() as live:
             attend(q, k, v).sum().backward()
@@ -207,7 +207,7 @@ def test_nothing_is_as_large_as_a_mask() -> None:
         assert sum(live.peak().values()) < length * length
 
 
-def work(kind: AttentionKind, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def work(kind: Scores, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many products of a query and a key forward takes, triangles being half of a rectangle."""
     kernel, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
 
@@ -223,7 +223,7 @@ def work(kind: AttentionKind, length: int, monkeypatch: pytest.MonkeyPatch) -> i
 
 @pytest.mark.parametrize("window", [1, 2, 17, 99, 100, 150, 199, 200, None])
 def test_keys_outside_of_the_window_cost_nothing(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert work(AttentionKind(window), 200, monkeypatch) == attended_pairs(200, window)
+    assert work(Scores(window), 200, monkeypatch) == attended_pairs(200, window)
 
 
 def test_with_capped_scores_keys_outside_of_the_window_cost_little() -> None:
@@ -238,7 +238,7 @@ def test_with_capped_scores_keys_outside_of_the_window_cost_little() -> None:
 @pytest.mark.parametrize("window", [None, 5, 130])
 def test_flex_attention_is_told_what_to_attend_to(documents: list[tuple[int, ...]] | None, window: int | None) -> None:
     """On the CPU, where it has no backward and goes by the mask alone; tiles are compared with the mask."""
-    length, kind = 300, AttentionKind(window, 0.7, 0.4)
+    length, kind = 300, Scores(window, 0.7, 0.4)
     q, k, v = (torch.randn(length, 2, count, 16, dtype=torch.float64) for count in (HEADS, KV_HEADS, KV_HEADS))
     attend = flex.Flex(documents or [(0, length)], window, 0.7, CPU, 0.4)
     torch.testing.assert_close(attend(q, k, v), oracle(q, k, v, documents, kind), rtol=1e-12, atol=1e-12)
@@ -267,7 +267,7 @@ def test_windows_and_capped_scores_are_those_of_transformers() -> None:
     bias = torch.zeros(LENGTH, LENGTH).masked_fill(hidden, -torch.inf)[None, None]
     by_sample = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     expected, _ = gemma.eager_attention_forward(module, *by_sample, bias, scaling=WIDTH**-0.5, softcap=0.7)
-    found = attention_over("ring", None, LENGTH, CPU, None, AttentionKind(5, 0.7))(q, k, v)
+    found = attention_over("ring", None, LENGTH, CPU, None, Scores(5, 0.7))(q, k, v)
     torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-5, atol=1e-6)
 
 

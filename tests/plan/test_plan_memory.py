@@ -17,16 +17,16 @@ from megalite.plan import condense, walk
 from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory
-from megalite.plan.parts import Part
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
 from megalite.plan.size import model_parameters, stage_parameters
 from megalite.plan.split import split_of
+from megalite.plan.units import Unit
 from megalite.plan.walk import HOST
 from megalite.schedule.simulate import simulate
 
 
-def a_layer(config: Config) -> Part:
+def a_layer(config: Config) -> Unit:
     """One that recomputes nothing."""
     return Activations(config).layer(layer_kinds(config.model)[0], "none")
 

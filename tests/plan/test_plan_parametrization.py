@@ -60,15 +60,16 @@ def test_muon_scales_with_the_root_of_the_width_or_not_at_all(model: Model, scal
 def test_scores_are_those_of_the_base_where_heads_get_wider() -> None:
     """√(base head width) / head width: as usual at the base, and smaller than 1/√e in wider heads."""
     wider = replace(MUP, heads=2, kv_heads=2, base=Base(width=128, head_width=64))  # heads of 256
-    assert layer_kinds(wider)[0].attention.scale == multipliers(wider).scores == 8 / 256
+    assert layer_kinds(wider)[0].attention.heads.scores.scale == multipliers(wider).scores == 8 / 256
     for same in (
         MUP,
         STANDARD,
         replace(MUP, base=Base(width=128, head_width=64)),
         replace(wider, parametrization="standard"),
     ):
-        assert {kind.attention.scale for kind in layer_kinds(same)} == {None}
-    assert layer_kinds(replace(wider, base=Base(128, None, 255)))[0].attention.scale == math.sqrt(255) / 256
+        assert {kind.attention.heads.scores.scale for kind in layer_kinds(same)} == {None}
+    odd = layer_kinds(replace(wider, base=Base(128, None, 255)))[0].attention.heads.scores
+    assert odd.scale == math.sqrt(255) / 256
 
 
 @given(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.layers import AttentionKind, LayerKind, layer_kinds
+from megalite.config.layers import LayerKind, Scores, layer_kinds
 from megalite.config.load import load
 from megalite.config.schema import Attention as Windows
 from megalite.config.schema import Model
@@ -81,7 +81,8 @@ def test_every_weight_of_a_small_model_by_hand() -> None:
     whole = model_parameters(model)
     assert (whole.embedding, whole.head, whole.norms) == (110, 110, 3 * 32 + 10)
     assert whole.total == sum(astuple(whole)) == 3 * layer.total + 230
-    assert layer_parameters(replace(model, qk_norm_width="all"), first(model)).norms == 2 * 10 + 24 + 12
+    together = replace(model, qk_norm_width="all")
+    assert layer_parameters(together, first(together)).norms == 2 * 10 + 24 + 12
 
 
 def test_llama3_8b_costs_the_published_flops() -> None:
@@ -128,11 +129,13 @@ def test_stages_and_layers_add_up_to_the_model(model: Model, count: int) -> None
 @given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 5))
 def test_windows_cost_the_pairs_that_they_let_attend(length: int, window: int, full_every: int) -> None:
     model = Model(layers=7, sequence_length=length, attention=Windows(window, full_every))
-    without = layer_forward_flops(model, replace(first(model), attention=AttentionKind(1)), "full")
+    kind = first(model)
+    alone = replace(kind.attention, heads=replace(kind.attention.heads, scores=Scores(1)))
+    without = layer_forward_flops(model, replace(kind, attention=alone), "full")
     at_diagonal = 4 * model.heads * model.head_size  # the only pairs of a window of 1
     whole = 0
     for kind in layer_kinds(model):
-        window_here = min(kind.attention.window or length, length)
+        window_here = min(kind.attention.heads.scores.window or length, length)
         pairs = attended_pairs(length, window_here)
         found = {name: layer_forward_flops(model, kind, name) - without + at_diagonal for name in ("causal", "full")}
         assert found["full"] == at_diagonal * window_here
@@ -140,4 +143,4 @@ def test_windows_cost_the_pairs_that_they_let_attend(length: int, window: int, f
         assert found["causal"] == pytest.approx(at_diagonal * (pairs - window_here / 2) / length, abs=1)
         whole += layer_forward_flops(model, kind)
     assert flops_per_token(model) == 3 * (whole + head_forward_flops(model))
-    assert sum(kind.attention.window is None for kind in layer_kinds(model)) == 7 // full_every
+    assert sum(kind.attention.heads.scores.window is None for kind in layer_kinds(model)) == 7 // full_every

@@ -12,8 +12,9 @@ from megalite.config.schema import Model
 from megalite.dist.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters
+from megalite.plan.parts.part import Weight
 from megalite.plan.size import model_parameters
-from megalite.plan.weights import Weight, weights
+from megalite.plan.weights import weights
 
 MODELS = (
     MODEL,

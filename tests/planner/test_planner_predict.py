@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import megalite.planner.predict as predicting
 from megalite.config.errors import InputError
+from megalite.config.layers import layer_kinds
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -17,7 +18,8 @@ from megalite.planner.hardware import Cluster, Link, load_cluster
 from megalite.planner.network import Group
 from megalite.planner.predict import Trial, predict, seconds_of, timeline
 from megalite.planner.program import MEGALITE
-from megalite.planner.stages import SPLIT, Shared, Timer, work_of
+from megalite.planner.share import share_of
+from megalite.planner.stages import SPLIT, Shared, Timer
 from megalite.planner.tables import Cost
 from megalite.planner.traffic import flows
 from megalite.schedule.actions import Kind
@@ -240,9 +242,10 @@ def test_what_fsdp2_moves_besides_the_products(keys: list[str], copied: int, add
 def test_what_is_moved_for_weights_takes_time() -> None:
     config = configured(8, "batch.global=32", "batch.micro=1", "parallel.data.mode=zero3", model="llama3_8b")
     (stage,) = TIMER.stages(resolve(config))
-    layers = TIMER.layer(work_of(config))
+    share = share_of(config, layer_kinds(config.model)[0])
+    layers = TIMER.layer(share)
     moved = TIMER.kernels.passes((4 + 4 + 6) * stage.parameters)
-    ends = sum((each.forward + each.backward).passes for each in TIMER.ends(work_of(config)))
+    ends = sum((each.forward + each.backward).passes for each in TIMER.ends(share))
     passes = 32 * (layers.forward + layers.backward).passes
     assert (stage.forward + stage.backward).passes == pytest.approx(passes + ends + moved)
 

@@ -39,7 +39,7 @@ def test_more_work_takes_no_less_time(m: int, n: int, k: int, times: int) -> Non
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 def test_no_layer_nor_head_is_faster_than_its_precision(precision: str) -> None:
     work = Work(1, 4096, 32, 8, 128, 14336, 32000, 8192, precision=precision)  # type: ignore[arg-type]
-    model, peak = LayerModel(work, MEGALITE, H100), H100.gpu.peak[precision]
+    model, peak = LayerModel(work.share, MEGALITE, H100), H100.gpu.peak[precision]
     attention = 4 * work.tokens * work.sequence / 2 * work.q
     layer, (forward, backward, _) = model.layer(), model.head()
     assert layer.forward.total > (2 * work.tokens * work.layer_parameters + attention) / peak
@@ -130,7 +130,9 @@ def test_a_link_is_busy_as_long_as_its_slowest_collective() -> None:
 
 def test_gradients_of_keys_and_values_go_round_a_ring_in_float32() -> None:
     work = Work(1, 256, 64, 64, 128, 256, 1024, 65536, cp=2)
-    model = LayerModel(work, MEGALITE, replace(H100, levels=(Level(1, Link(1e6, 1e-6)),), network=Link(1e6, 1e-6)))
+    model = LayerModel(
+        work.share, MEGALITE, replace(H100, levels=(Level(1, Link(1e6, 1e-6)),), network=Link(1e6, 1e-6))
+    )
     there, back = (each.context + each.attention for each in (model.layer().forward, model.layer().backward))
     assert back == pytest.approx(3 * there, rel=1e-2)  # keys and values again, and twice their bytes
 

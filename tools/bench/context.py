@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megalite.config.errors import InputError
 from megalite.config.files import write_object
-from megalite.config.layers import AttentionKind
+from megalite.config.layers import Scores
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
 from megalite.dist import collectives
 from megalite.dist.mesh import Mesh
@@ -54,7 +54,7 @@ def configuration(method: Method, cp: int, length: int, precision: str, head_wid
     )
 
 
-def attend(config: Config, mesh: Mesh, kind: AttentionKind = FULL) -> Callable[[], Tensor]:
+def attend(config: Config, mesh: Mesh, kind: Scores = FULL) -> Callable[[], Tensor]:
     """A function that runs attention over this rank's part of random sequences, which are made once, before it runs."""
     model, part = config.model, config.model.sequence_length // config.parallel.cp
     dtype = compute_dtype(config.train.precision)

@@ -14,7 +14,8 @@ from megalite.checkpoint.maps.rope import PART, rope, rope_fields, rows_of_heads
 from megalite.checkpoint.maps.strips import Table, Theirs, stacked, whole
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import SCALING_KEYS, Attention, Model
-from megalite.plan.weights import Weight, weights
+from megalite.plan.parts.part import Weight
+from megalite.plan.weights import weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 ATTENTION = {
@@ -176,7 +177,7 @@ def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attent
 
 def layer_types(model: Model) -> list[str]:
     """Which layers have windows, as transformers says it."""
-    return [SLIDING if kind.attention.window is not None else FULL for kind in layer_kinds(model)]
+    return [SLIDING if kind.attention.heads.scores.window is not None else FULL for kind in layer_kinds(model)]
 
 
 def listed_types(fields: Fields, model: Model) -> list[str]:

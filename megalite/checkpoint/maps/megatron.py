@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megalite.checkpoint.maps.strips import Strip, Table, Theirs, part, stacked
 from megalite.config.errors import InputError
 from megalite.config.schema import Model
-from megalite.plan.weights import Weight
+from megalite.plan.parts.part import Weight
 
 VOCABULARY_STEP = 128  # a vocabulary is padded to a multiple of this times the tensor-parallel size
 EMBEDDING, FINAL_NORM, OUTPUT = (

@@ -13,7 +13,8 @@ from megalite.checkpoint.maps.models import checked, lost
 from megalite.checkpoint.maps.strips import Strip, Theirs, part, stacked
 from megalite.config.errors import InputError, listing
 from megalite.config.schema import Model, RopeScaling
-from megalite.plan.weights import Weight, weights
+from megalite.plan.parts.part import Weight
+from megalite.plan.weights import weights
 
 EMBEDDING, OUTPUT, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 ROWS = {  # tensors of a layer whose rows are divided among files, and ours

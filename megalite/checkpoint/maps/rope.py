@@ -11,7 +11,7 @@ from megalite.checkpoint.maps.fields import Fields
 from megalite.checkpoint.maps.strips import Strip, part
 from megalite.config.errors import listing
 from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
-from megalite.plan.weights import Weight
+from megalite.plan.parts.part import Weight
 
 ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
 KEYS = {  # theirs of RoPE scaling, beside rope_type and factor, and ours

@@ -26,7 +26,7 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
 
 def _rotary(model: Model) -> list[int]:
     """1 for every layer with rotary positions, as transformers says it."""
-    return [int(kind.rotary) for kind in layer_kinds(model)]
+    return [int(kind.rope is not None) for kind in layer_kinds(model)]
 
 
 def _fields(model: Model) -> Mapping[str, Any]:

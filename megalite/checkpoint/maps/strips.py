@@ -13,7 +13,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from megalite.checkpoint.index import ITEM_BYTES, Chunk, Index, Stored
-from megalite.plan.weights import Weight
+from megalite.plan.parts.part import Weight
 
 PREFIX = "model."  # begins the name of a weight in an index
 

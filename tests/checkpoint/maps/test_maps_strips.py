@@ -12,7 +12,7 @@ from megalite.checkpoint.index import Chunk, Index
 from megalite.checkpoint.maps.strips import PREFIX, Strip, Theirs, under_our_names
 from megalite.checkpoint.read import Reader
 from megalite.plan import roles
-from megalite.plan.weights import Weight
+from megalite.plan.parts.part import Weight
 
 sizes = st.integers(1, 6)
 

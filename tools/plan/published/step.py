@@ -43,7 +43,7 @@ class StepModel:
 
     def __init__(self, work: Work, program: Profile, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.work, self.program, self.cluster, self.constants = work, program, cluster, constants
-        self.parts = LayerModel(work, program, cluster, constants)
+        self.parts = LayerModel(work.share, program, cluster, constants)
         self.kernels, self.net = self.parts.kernels, self.parts.net
         self.data = Group(work.dp * work.cp, work.tp)
         self.shards = Group((work.shards or work.dp) * work.cp, work.tp)

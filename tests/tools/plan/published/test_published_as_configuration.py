@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.config.layers import layer_kinds
 from megalite.config.validate import validate
 from megalite.planner.hardware import load_cluster
 from megalite.planner.predict import predict
 from megalite.planner.program import MEGALITE
-from megalite.planner.stages import Timer, work_of
+from megalite.planner.share import share_of
+from megalite.planner.stages import Timer
 from megalite.planner.work import Work
 from megalite_tools.plan.published.as_configuration import expressed
 from megalite_tools.plan.published.profiles import PROFILES, Profile
@@ -39,22 +41,8 @@ TITAN = PROFILES["torchtitan"]
 def test_a_configuration_has_all_that_a_row_tells() -> None:
     config = expressed(PLAIN, TITAN, H100)
     assert config is not None
-    work = work_of(config)
-    told = (
-        "layers",
-        "width",
-        "heads",
-        "kv_heads",
-        "head_size",
-        "ffn",
-        "vocab",
-        "sequence",
-        "tied",
-        "tp",
-        "cp",
-        "micro",
-    )
-    assert [getattr(work, name) for name in told] == [getattr(PLAIN, name) for name in told]
+    assert share_of(config, layer_kinds(config.model)[0]) == replace(PLAIN, recompute="none").share
+    assert (config.model.layers, config.model.tie_embeddings) == (PLAIN.layers, PLAIN.tied)
     layout = config.parallel.layout
     assert (layout.pp, layout.dp_shard, layout.dp_replicate, layout.world_size) == (2, 8, 2, 32)
     assert (config.batch.global_, config.parallel.data.mode, config.train.recompute) == (128, "zero3", "full")

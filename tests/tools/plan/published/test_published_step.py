@@ -136,10 +136,10 @@ def test_logits_that_all_ranks_have_cost_as_much_as_without_tensor_parallelism()
     plain = PROFILES["scaling"]
     work = replace(LLAMA, tp=8, mode="zero1")
     whole, parts = (
-        LayerModel(work, replace(plain, gathers_logits=gathers), CLUSTER).head() for gathers in (True, False)
+        LayerModel(work.share, replace(plain, gathers_logits=gathers), CLUSTER).head() for gathers in (True, False)
     )
     more = whole[0] + whole[1] - parts[0] - parts[1]
-    model = LayerModel(work, plain, CLUSTER)
+    model = LayerModel(work.share, plain, CLUSTER)
     logits = work.tokens * work.vocab
     gathered = model.net.collective("all_gather", 2 * logits, Group(8, 1))
     assert more == pytest.approx(model.kernels.passes(plain.logit * logits * 7 / 8) + gathered)
@@ -158,6 +158,8 @@ def test_a_host_that_waits_does_so_once_more_where_layers_are_recomputed() -> No
     program = replace(PROFILES["scaling"], waits=0.001)
     for recompute, backward in (("none", 0.0), ("full", 0.001)):
         work = replace(LLAMA, recompute=recompute)
-        with_, without = (LayerModel(work, replace(program, waits=each), CLUSTER).layer() for each in (0.001, 0.0))
+        with_, without = (
+            LayerModel(work.share, replace(program, waits=each), CLUSTER).layer() for each in (0.001, 0.0)
+        )
         assert with_.forward.total - without.forward.total == pytest.approx(0.001)
         assert with_.backward.total - without.backward.total == pytest.approx(backward)

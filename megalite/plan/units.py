@@ -1,6 +1,6 @@
-"""Parts of a stage (embedding, layers, head): what a rank keeps of a part for backward, and what backward takes.
+"""Units of a stage, which FSDP2 gathers one by one (embedding, layers, head): what a rank keeps, what backward takes.
 
-Backward of a part is a sequence of moments. Each moment has temporaries. At its end some kept tensors are released.
+Backward of a unit is a sequence of moments. Each moment has temporaries. At its end some kept tensors are released.
 """
 
 from collections import Counter
@@ -8,32 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from megalite.plan.parts.part import Kept, Moment
 from megalite.plan.size import Parameters
 
 Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of the model
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that a forward pass keeps for backward, or several tensors that are released together."""
-
-    component: str
-    bytes: int
-    until: str  # the moment of backward that uses it last
-    for_weights: str = ""  # the moment whose weight gradients need the tensor; a split backward keeps it until W
-    cheap: bool = False  # selective recompute makes the tensor again when backward needs it
-    given: bool = False  # the input of a layer, which full recompute keeps
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A place in the backward pass of a part where memory may peak."""
-
-    name: str
-    temporaries: int
-    weights: int = 0  # bytes of weight gradients made here; they stay until the part has all of its weight gradients
-    put_off: int = 0  # bytes of output gradients that a split backward keeps until W
-    again: int = 0  # temporaries of W when it makes the weight gradients that were put off
 
 
 @dataclass(frozen=True)
@@ -56,7 +34,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Part:
+class Unit:
     """The embedding, a layer or the head of a stage, as one rank holds it."""
 
     name: str
@@ -67,11 +45,11 @@ class Part:
     backward: tuple[Moment, ...]  # in order
     remade: tuple[Kept, ...] = ()  # made again when backward begins, by full recompute
     cheap: tuple[Kept, ...] = ()  # made again when backward needs it, by selective recompute
-    offloaded: tuple[Kept, ...] = ()  # in host memory until backward reaches the part that follows in the model
+    offloaded: tuple[Kept, ...] = ()  # in host memory until backward reaches the unit that follows in the model
     puts_off: bool = False  # a split backward leaves the weight gradients to W
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
     copy: bool = False  # a copy of the first stage's tied embedding
-    times: int = 1  # how many equal parts in a row this one stands for; bytes are of all, parameters of one
+    times: int = 1  # how many equal units in a row this one stands for; bytes are of all, parameters of one
 
     @cached_property
     def again(self) -> dict[str, int]:
@@ -126,8 +104,8 @@ class Part:
             for puts_off in (False, True)
         }
 
-    def repeated(self, times: int) -> "Part":
-        """A part that stands for `times` parts like this one."""
+    def repeated(self, times: int) -> "Unit":
+        """A unit that stands for `times` units like this one."""
 
         def all_of(group: tuple[Kept, ...]) -> tuple[Kept, ...]:
             return tuple(replace(kept, bytes=times * kept.bytes) for kept in group)

@@ -1,0 +1,22 @@
+"""Layers made of the weights that a part of a layer describes in `megalite.plan.parts`."""
+
+from collections.abc import Mapping
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from megalite.parallel.tensor import ColumnLinear, RowLinear
+from megalite.plan.parts.part import Weight
+
+
+def column(weights: Mapping[str, Weight], name: str, tp: DeviceMesh) -> ColumnLinear:
+    """The column-parallel layer of a weight, with the bias of its name if there is one."""
+    weight = weights[f"{name}.weight"]
+    outputs, inputs = weight.shape
+    return ColumnLinear(inputs, outputs, tp, weight.role, f"{name}.bias" in weights)
+
+
+def row(weights: Mapping[str, Weight], name: str, tp: DeviceMesh, factor: float) -> RowLinear:
+    """The row-parallel layer of a weight. factor: of its output."""
+    weight = weights[f"{name}.weight"]
+    outputs, inputs = weight.shape
+    return RowLinear(inputs, outputs, tp, weight.role, factor)

@@ -1,0 +1,113 @@
+"""Grouped-query attention, as plans know it. Its module is `megalite.model.attention`.
+
+    q, k, v, o  features of all queries, keys, values and outputs of a token    t  tp
+    h           width of the residual stream                                    T  tokens on a rank
+    w           bytes of an activation                                          z  bytes of a statistic
+
+Kept are queries, keys, values and output, (q + k + v + o)·wT/t, and the log-sum-exp, heads·zT/t, in the form that the
+method of attention needs (`plan.attention`); norms of queries and keys keep their inputs and 1/rms, too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megalite.config.layers import GroupedQuery, Heads
+from megalite.plan import roles
+from megalite.plan.attention import AttentionMemory
+from megalite.plan.context import ContextTraffic
+from megalite.plan.parts.gathered import Gathered
+from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.transfers import Transfers, over
+
+
+@dataclass(frozen=True)
+class GroupedQueryPart(Gathered):
+    """The attention of a layer of the residual stream's `width`."""
+
+    width: int
+    kind: GroupedQuery
+
+    name = title = "attention"
+    takes = "projections"
+
+    @property
+    def heads(self) -> Heads:
+        return self.kind.heads
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        heads = self.heads
+        projections = (
+            ("q", heads.queries, roles.QUERY),
+            ("k", heads.keys, roles.KEY),
+            ("v", heads.values, roles.VALUE),
+        )
+        for name, size, role in projections:
+            yield f"{name}.weight", Weight((size, self.width), role)
+            if self.kind.biases:
+                yield f"{name}.bias", Weight((size,), role.bias)
+        if self.kind.norms == "head":
+            for name in ("q_norm", "k_norm"):
+                yield f"{name}.weight", Weight((heads.width,), roles.HEAD_NORM)
+        elif self.kind.norms == "all":
+            yield "q_norm.weight", Weight((heads.queries,), roles.QUERY_NORM)
+            yield "k_norm.weight", Weight((heads.keys,), roles.KEY_NORM)
+        yield "o.weight", Weight((self.width, heads.outputs), roles.ATTENTION_OUTPUT)
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        heads = self.heads
+        return [
+            Product(tokens, (heads.queries + heads.keys + heads.values) / tp, self.width),
+            Product(tokens, self.width, heads.outputs / tp),
+        ]
+
+    def passed(self, tp: int) -> Passed:
+        return Passed(heads=(self.heads.queries + self.heads.keys + self.heads.values) / tp)
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        heads, of_head = self.heads, sizes.tokens * sizes.z // sizes.t  # bytes for every head: a number per position
+        found = [*self._memory(sizes).kept(), Kept("attention", heads.count * of_head, "attention")]
+        for features, count in ((heads.queries, heads.count), (heads.keys, heads.kv_count)) if self.kind.norms else ():
+            inverse = count * of_head if self.kind.norms == "head" else sizes.tokens * sizes.z
+            found += [Kept("norms", sizes.split(features), "rope"), Kept("norms", inverse, "rope")]
+        return tuple(found)
+
+    def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        gathered, heads = sizes.gathered, self.heads
+        q, k, v, o = map(sizes.split, (heads.queries, heads.keys, heads.values, heads.outputs))
+        gradients = {
+            name: sizes.w * prod(weight.part(sizes.t))
+            for name, weight in self.weights()
+            if weight.role.kind is not roles.Kind.NORM
+        }
+        output = gradients.pop("o.weight")
+        return (
+            Moment("output", max(own, gathered) + o, output, put_off=gathered or sizes.stream),
+            Moment("attention", o + self._memory(sizes).backward),
+            Moment("rope", q * (2 + sizes.z // sizes.w) + k + v),
+            Moment(
+                "projections",
+                sizes.linear(q + k + v),
+                sum(gradients.values()),
+                put_off=q + k + v,
+                again=gathered,
+            ),
+        )
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
+        found = super().forward_transfers(sizes, cp, phase) + self._sums(sizes, phase)
+        return found + ContextTraffic(sizes, self.heads, cp).forward(phase)
+
+    def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
+        found = super().backward_transfers(sizes, cp) + self._sums(sizes, "backward")
+        return found + ContextTraffic(sizes, self.heads, cp).backward()
+
+    def _sums(self, sizes: Sizes, phase: str) -> Transfers:
+        """A number per token, summed over tp for queries and for keys, where all heads have one norm together."""
+        together = self.kind.norms == "all" and sizes.t > 1
+        size, purpose = sizes.tokens * sizes.z, f"{phase}: sums of the norms of queries and keys"
+        return over("tp", "all_reduce", size, sizes.z, purpose, times=2 * together)
+
+    def _memory(self, sizes: Sizes) -> AttentionMemory:
+        return AttentionMemory(sizes, self.heads, normed=self.kind.norms is not None)

@@ -1,0 +1,27 @@
+"""Transfers of a part that tensor parallelism splits by columns, then by rows."""
+
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.transfers import Transfers
+
+
+class Gathered:
+    """A part that gathers its input over tp and scatters its output (sequence parallelism, arXiv 2205.05198).
+
+    Backward does the conjugates, and gathers the input again for the gradients of weights. title: of the part, in the
+    purposes of transfers.
+    """
+
+    title: str
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
+        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}")
+
+    def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
+        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}")
+
+    def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
+        gathered = sizes.over_tp("all_gather", f"backward: gather of the output gradient of {self.title}")
+        return gathered + sizes.over_tp("reduce_scatter", f"backward: scatter of the input gradient of {self.title}")
+
+    def weight_transfers(self, sizes: Sizes) -> Transfers:
+        return sizes.over_tp("all_gather", f"weight gradients: gather of the input of {self.title}")

@@ -1,0 +1,97 @@
+"""A layer made of its parts: attention, then a feed-forward, each with norms around it and added to the stream."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megalite.config.layers import LayerKind
+from megalite.plan import roles
+from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.parts.swiglu import SwiGLUPart
+from megalite.plan.transfers import Transfers
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of `kind` in a residual stream of `width` features."""
+
+    width: int
+    kind: LayerKind
+
+    @cached_property
+    def parts(self) -> tuple[Part, Part]:
+        """Attention and feed-forward."""
+        return GroupedQueryPart(self.width, self.kind.attention), SwiGLUPart(self.width, self.kind.feed_forward)
+
+    def norms(self, part: Part) -> tuple[str | None, str | None]:
+        """The names of the norms before and after a part; None: there is none."""
+        before, after = ("before" in self.kind.norms, "after" in self.kind.norms)
+        only = f"{part.name}_norm"
+        return only if before else None, (f"{part.name}_output_norm" if before else only) if after else None
+
+    def _moments(self, part: Part) -> tuple[str, str]:
+        """The moments of these norms in backward; "": there is none."""
+        before, after = (norm.replace("_", " ") if norm else "" for norm in self.norms(part))
+        return before, after
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """All weights, each with its name inside of the layer."""
+        for part in self.parts:
+            for norm in filter(None, self.norms(part)):
+                yield f"{norm}.weight", Weight((self.width,), roles.NORM)
+            for name, weight in part.weights():
+                yield f"{part.name}.{name}", weight
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        """The matrix products of a forward pass on one of `tp` ranks."""
+        return [product for part in self.parts for product in part.products(tokens, tp)]
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        """The tensors that a layer without recompute keeps for backward."""
+        found = list[Kept]()
+        for part in self.parts:
+            first, (before, after) = part is self.parts[0], self._moments(part)
+            found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), first and not before))
+            for norm, given in ((before, first), (after, False)):
+                if norm:
+                    found.append(Kept("norms", sizes.stream, norm, given=given))
+                    found.append(Kept("norms", sizes.statistic, norm))
+            found += part.kept(sizes)
+        return tuple(found)
+
+    def backward(self, sizes: Sizes) -> tuple[Moment, ...]:
+        """The moments of backward, in order. The gradient of the residual stream is held in all of them."""
+        found = list[Moment]()
+        for part in reversed(self.parts):
+            before, after = self._moments(part)
+            if after:
+                found.append(Moment(after, sizes.norm - sizes.stream))
+            found += part.backward(sizes, own=sizes.stream if after else 0)
+            if before:  # its gradient is beside that of the stream
+                found.append(Moment(before, sizes.norm))
+        return tuple(replace(moment, temporaries=sizes.stream + moment.temporaries) for moment in found)
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str = "forward") -> Transfers:
+        """What a forward pass sends. cp: the rank's place in its group of context parallelism."""
+        found: Transfers = Counter()
+        for part in self.parts:
+            found += part.forward_transfers(sizes, cp, phase) + part.output_transfers(sizes, phase)
+        return found
+
+    def backward_transfers(self, sizes: Sizes, cp: int, again: bool, split: bool) -> Transfers:
+        """What backward sends. again: it runs the whole layer again; split: gradients of weights are put off."""
+        found: Transfers = Counter()
+        if again:
+            found += self.forward_transfers(sizes, cp, "recompute")
+            if "after" not in self.kind.norms:  # nothing that backward needs is made of the last output
+                found -= self.parts[-1].output_transfers(sizes, "recompute")
+        for part in self.parts:
+            found += part.backward_transfers(sizes, cp)
+        return found if split else found + self.weight_transfers(sizes)
+
+    def weight_transfers(self, sizes: Sizes) -> Transfers:
+        """What is sent for the gradients of weights, in backward or in W."""
+        return sum((part.weight_transfers(sizes) for part in self.parts), start=Counter())

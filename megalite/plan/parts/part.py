@@ -1,0 +1,121 @@
+"""What plans ask of a part of a layer: one value for each kind of part answers all of it. Imports no torch.
+
+A part has a module of its own in `megalite.model`. Sizes and FLOPs, the memory walk, traffic, the times of the planner
+and the module read the same value, so a tensor of a part is described in one place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, Protocol
+
+from megalite.config.layers import Heads
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.roles import Role
+from megalite.plan.transfers import Transfers
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model."""
+
+    shape: tuple[int, ...]
+    role: Role
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def part(self, tp: int) -> tuple[int, ...]:
+        """The shape of a tensor-parallel rank's part, with padding where tp does not divide the vocabulary."""
+        if not self.role.split:
+            return self.shape
+        rows, *others = self.shape
+        return (rows, others[0] // tp) if self.role.into_stream else (-(-rows // tp), *others)
+
+
+class Product(NamedTuple):
+    """A matrix product with a weight on one rank: `rows` of `inputs` features to as many of `outputs` features."""
+
+    rows: float
+    outputs: float
+    inputs: float
+
+
+class Passed(NamedTuple):
+    """Elements for each token and rank that kernels between matrix products read or write, by what they are.
+
+    hidden: between the products of a feed-forward. heads: queries, keys and values.
+    """
+
+    hidden: float = 0
+    heads: float = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that a forward pass keeps for backward, or several tensors that are released together."""
+
+    component: str
+    bytes: int
+    until: str  # the moment of backward that uses it last
+    for_weights: str = ""  # the moment whose weight gradients need the tensor; a split backward keeps it until W
+    cheap: bool = False  # selective recompute makes the tensor again when backward needs it
+    given: bool = False  # the input of a layer, which full recompute keeps
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A place in the backward pass where memory may peak."""
+
+    name: str
+    temporaries: int
+    weights: int = 0  # bytes of weight gradients made here; they stay until the unit has all of its weight gradients
+    put_off: int = 0  # bytes of output gradients that a split backward keeps until W
+    again: int = 0  # temporaries of W when it makes the weight gradients that were put off
+
+
+class Part(Protocol):
+    """Attention or the feed-forward of a layer. It takes and returns the residual stream, `[s/t, b, d]` on a rank."""
+
+    @property
+    def name(self) -> str:
+        """The name of the part's module in a layer, with which its weights begin; also its component in tables."""
+
+    @property
+    def takes(self) -> str:
+        """The moment of backward that uses the part's input last, for the gradients of weights too."""
+
+    @property
+    def heads(self) -> Heads | None:
+        """The heads of attention; None in a part without."""
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """All weights, each with its name inside of the part, in the order of forward."""
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        """The matrix products of a forward pass on one of `tp` ranks."""
+
+    def passed(self, tp: int) -> Passed:
+        """What kernels between these products read or write."""
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        """What a forward pass keeps for backward, the part's input aside."""
+
+    def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        """The moments of backward, in order, with what they take beside the gradient of the residual stream.
+
+        own: bytes of the gradient of what the part returns; 0 where that is the gradient of the residual stream.
+        """
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
+        """What a forward pass sends, its output aside. cp: the rank's place in its group of context parallelism."""
+
+    def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
+        """What a forward pass sends last, to return its output."""
+
+    def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
+        """What backward sends, but for the gradients of weights."""
+
+    def weight_transfers(self, sizes: Sizes) -> Transfers:
+        """What is sent for the gradients of weights, in backward or in W."""

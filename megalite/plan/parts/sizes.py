@@ -1,0 +1,68 @@
+"""Sizes of a micro-batch's tensors on one rank."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.config.schema import Config
+from megalite.plan.transfers import Transfers, over
+
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a configuration's activations on one rank; `parallel.dp_shard` and `batch.micro` must be numbers."""
+
+    config: Config
+
+    @cached_property
+    def t(self) -> int:
+        """Ranks of tensor parallelism."""
+        return self.config.parallel.tp
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank."""
+        return self.config.batch.micro_size * self.config.model.sequence_length // self.config.parallel.cp
+
+    @cached_property
+    def w(self) -> int:
+        """Bytes of an activation, of a weight in a product, and of its gradient."""
+        return BYTES[self.config.train.precision]
+
+    @cached_property
+    def z(self) -> int:
+        """Bytes of a statistic or of a sum."""
+        return max(self.w, 4)
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the residual stream on one rank, the tensor that stages send to each other."""
+        return self.split(self.config.model.width)
+
+    @cached_property
+    def statistic(self) -> int:
+        """Bytes of a statistic: one number for each position on a rank."""
+        return self.tokens // self.t * self.z
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of the residual stream gathered over tp; 0 without tp, which needs no copy."""
+        return self.stream * self.t if self.t > 1 else 0
+
+    def split(self, features: int) -> int:
+        """Bytes of an activation of so many features a token, which are split over tp."""
+        return self.tokens * self.w * features // self.t
+
+    @property
+    def norm(self) -> int:
+        """Bytes in backward of a norm: a gradient, and three temporaries in float32 or wider."""
+        return self.stream + 3 * self.stream * self.z // self.w
+
+    def linear(self, grads: int) -> int:
+        """Bytes in backward of linear layers of one input: `grads` of outputs, the gathered input, its gradient."""
+        return grads + (2 * self.gathered + self.stream if self.gathered else self.stream)
+
+    def over_tp(self, kind: str, purpose: str) -> Transfers:
+        """A collective over tp of the residual stream."""
+        return over("tp", kind, self.gathered, self.w, purpose)

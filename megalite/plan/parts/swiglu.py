@@ -1,0 +1,55 @@
+"""SwiGLU, as plans know it. Its module is `megalite.model.mlp`.
+
+    f  hidden width    h  width of the residual stream    t  tp    T  tokens on a rank    w  bytes of an activation
+
+Kept are gate, up and their product, 3fwT/t; where norms are before the parts of a layer, the norm's output hwT/t, too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megalite.config.layers import SwiGLU
+from megalite.plan import roles
+from megalite.plan.parts.gathered import Gathered
+from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class SwiGLUPart(Gathered):
+    """The feed-forward of a layer of the residual stream's `width`."""
+
+    width: int
+    kind: SwiGLU
+
+    name, title = "mlp", "MLP"
+    takes = "gate and up"
+    heads = None
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        hidden = self.kind.width
+        yield "gate.weight", Weight((hidden, self.width), roles.GATE)
+        yield "up.weight", Weight((hidden, self.width), roles.UP)
+        yield "down.weight", Weight((self.width, hidden), roles.DOWN)
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        hidden = self.kind.width / tp
+        return [Product(tokens, 2 * hidden, self.width), Product(tokens, self.width, hidden)]
+
+    def passed(self, tp: int) -> Passed:
+        return Passed(hidden=2 * self.kind.width / tp)
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        f = sizes.split(self.kind.width)
+        gate = up = Kept("mlp", f, "swiglu")
+        return gate, up, Kept("mlp", f, "down", for_weights="down", cheap=True)
+
+    def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        f, gathered = sizes.split(self.kind.width), sizes.gathered
+        gate, up, down = (sizes.w * prod(weight.part(sizes.t)) for _, weight in self.weights())
+        return (
+            Moment("down", max(own, gathered) + f, down, put_off=gathered or sizes.stream),
+            Moment("swiglu", 3 * f),
+            Moment("gate and up", sizes.linear(2 * f), gate + up, put_off=2 * f, again=gathered),
+        )

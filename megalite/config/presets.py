@@ -1,7 +1,7 @@
 """Files that megalite comes with, found by their names: the models, runs, experiments and clusters of configs/."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -36,7 +36,12 @@ def preset_or_file(given: str, kinds: tuple[str, ...], folder: Path = Path(), as
         return known[given]
     if given.endswith(ENDINGS) or os.sep in given or exists(path):
         return path
-    near = get_close_matches(given, known, SHOWN_NAMES, 0.5)
-    meant = f"did you mean {listing(near)}? " if near else ""
     rule = f"is no file, and no {listing(kinds)} that megalite comes with"
-    raise InputError(f"{asked_by}{given}: {rule}; {meant}`megalite list` shows all")
+    raise InputError(f"{asked_by}{given:.200}: {rule}; {advice(given, known)}")
+
+
+def advice(given: str, known: Iterable[str]) -> str:
+    """How to find the name that was meant by one that is not among the `known`."""
+    near = get_close_matches(given, list(known), SHOWN_NAMES, 0.5)
+    meant = f"did you mean {listing(near)}? " if near else ""
+    return f"{meant}`megalite list` shows all"

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-.PHONY: install quickstart test test-oldest test-newest check bench soak sweep-kills corrupt layouts faults gpu clean
+.PHONY: install quickstart wheel test test-oldest test-newest check bench soak sweep-kills corrupt layouts faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -24,7 +24,12 @@ $(VENV)/installed-dev: $(VENV)/constraints.txt
 	touch $@ $(VENV)/installed-run
 
 quickstart: $(VENV)/installed-run
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/quickstart.sh
+	$(BIN)/megalite quickstart
+
+# A wheel of a clean copy, in dist/; docs/releasing.md tells what it is for.
+wheel: install
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on this machine under torchrun:  launch/local.sh CONFIG… [key=value…]
+# Train on this machine under torchrun:  local.sh CONFIG… [key=value…].
 # Starts as many ranks as NPROC says, else as there are GPUs, else as the layout needs.
 # Expects megalite's commands on the PATH. See docs/launch.md for signals and exit codes.
 set -euo pipefail

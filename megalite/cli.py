@@ -19,6 +19,15 @@ COMMANDS = {  # module and summary
     "verify": ("megalite.verify", "compare the layout with a single process, step by step in float64"),
     "plan": ("megalite.advice.command", "find the fastest layouts of a model on a cluster, and explain them"),
     "show": ("megalite.show", "print the resolved configuration, the layout, sizes and FLOPs"),
+    "list": (
+        "megalite.list_presets",
+        "list the models, runs, experiments, clusters and scripts that megalite comes with",
+    ),
+    "quickstart": ("megalite.quickstart", "train a small model on the sources of Python, which takes minutes on a CPU"),
+}
+INPUTS = {  # of commands that take no CONFIG: how their usage calls them, and help
+    "list": ("NAME", "print this file in place of the list, to read, copy or change it"),
+    "quickstart": ("KEY=VALUE", "a key that is changed in both trainings"),
 }
 STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
 CODES = {
@@ -32,7 +41,8 @@ CODES = {
     ExitCode.READER_LEFT: "the reader of the output has left",
 }
 EPILOG = f"""\
-CONFIG is a YAML file; several are merged, the later over the earlier.
+CONFIG is a YAML file, or a name that `megalite list` shows; several are merged,
+the later over the earlier.
 KEY=VALUE changes one key, as in model.layers=8, over all files.
 For show, CONFIG may be weights: hf:PATH is a Hugging Face folder.
 docs/configuration.md lists the keys.
@@ -62,10 +72,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        command.add_argument(
-            "arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="a YAML file, or a key that is changed"
-        )
+        metavar, about = INPUTS.get(name, ("CONFIG | KEY=VALUE", "a YAML file or a name, or a key that is changed"))
+        command.add_argument("arguments", nargs="*", metavar=metavar, help=about)
     train, verify, plan, show = (commands.choices[name] for name in ("train", "verify", "plan", "show"))
+    quickstart = commands.choices["quickstart"]
+    quickstart.epilog = "data/quickstart and runs/quickstart are made anew."
+    quickstart.add_argument("--steps", type=_count, default=900, metavar="N", help="training steps (default: 900)")
+    quickstart.add_argument(
+        "--data", action="store_true", help="only make the data of the experiments: data/quickstart and data/ladder"
+    )
     _plan_options(plan)
     plan.epilog = EXAMPLE
     train.add_argument(
@@ -126,7 +141,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-EXAMPLE = "Example: megalite plan configs/model/llama3_8b.yaml --cluster h100 --gpus 64-512 --tokens 1T --days 30"
+EXAMPLE = "Example: megalite plan llama3_8b --cluster h100 --gpus 64-512 --tokens 1T --days 30"
 
 
 def _plan_options(plan: argparse.ArgumentParser) -> None:

@@ -123,4 +123,6 @@ def test_a_timeline_is_searched_for_a_cluster(capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_cluster_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--cluster", "h99"]) == 2
-    assert "--cluster h99: is not known; give a YAML file, or one of a100_40gb" in capsys.readouterr().err
+    assert (
+        "--cluster h99: is no file, and no cluster that megalite comes with; `megalite list`" in capsys.readouterr().err
+    )

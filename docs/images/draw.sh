@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1
 megalite show parallel.pp=4 model.layers=8 batch.global=10 parallel.pipeline.schedule=dualpipev --schedule $images/dualpipev.svg
 
 layout() { # NAME OVERRIDES...: trains in this layout
-    megalite train configs/run/quickstart.yaml run.name="$1" parallel.dp_shard=1 train.steps=60 schedule.warmup=10 \
+    megalite train quickstart run.name="$1" parallel.dp_shard=1 train.steps=60 schedule.warmup=10 \
         model.sequence_length=256 batch.micro=4 batch.global=8 \
         log.interval=1 log.tensorboard=false eval.steps=0 checkpoint.interval=20 "${@:2}"
 }

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from megalite.config.convert import from_plain, keys, kind, sections, to_plain
 from megalite.config.errors import InputError, Problem
+from megalite.config.presets import CONFIGS, ENDINGS, preset_or_file, presets
 from megalite.config.references import KEY, fill_in
 from megalite.config.schema import Config, Kernels, Model
 from megalite.config.yaml import DEEPEST, parse, read_mapping
@@ -22,6 +23,7 @@ def load(paths: Iterable[str], overrides: Iterable[str] = (), model: Model | Non
 
     model: what the files start from, in place of the default model.
 
+    A path may be the name of a preset instead, such as `llama3_8b`, if there is no such file.
     A file may start from others with a top-level `include:`, a path or a list of paths relative to itself.
     What comes later wins: a file over its includes, a later file over an earlier one, an override over all.
     A section left empty changes nothing. Values may refer to each other as `${model.width}`.
@@ -48,19 +50,27 @@ def merged(paths: Iterable[str], model: Model | None = None) -> dict[str, Any]:
     for path in paths:
         if not path:
             raise InputError("the name of a configuration file is empty; is a variable of the shell unset?")
-        plain = _merge(plain, _read(Path(path), (), known))
+        plain = _merge(plain, _read(located(path), (), known))
     return plain
 
 
 def is_set(paths: Iterable[str], key: str) -> bool:
     """Whether one of the YAML files `paths`, or one that they include, gives the dotted `key` a value."""
     for path in paths:
-        found: Any = _read(Path(path), (), {})
+        found: Any = _read(located(path), (), {})
         for step in key.split("."):
             found = found.get(step) if isinstance(found, dict) else None
         if found is not None:
             return True
     return False
+
+
+def located(given: str, folder: Path = Path(), includers: tuple[Path, ...] = ()) -> Path:
+    """The configuration file at a path, seen from `folder`, or the preset of that name. Raises InputError."""
+    try:
+        return preset_or_file(given, CONFIGS, folder)
+    except InputError as error:
+        raise InputError(f"{error}{_advice(folder / given, includers)}") from error
 
 
 def with_values(plain: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
         raise InputError(f"{path}: include = {included!r:.200}: must be a path or a list of paths")
     plain: dict[str, Any] = {}
     for item in listed:
-        plain = _merge(plain, _read(path.parent / item, chain, known))
+        plain = _merge(plain, _read(located(item, path.parent, chain), chain, known))
     known[real] = _merge(plain, content)
     return known[real]
 
@@ -142,6 +152,8 @@ def _advice(path: Path, includers: tuple[Path, ...]) -> str:
     if includers:
         return f" (included by {includers[-1]})"
     key = re.split(r"[=:]", str(path), maxsplit=1)[0].strip()
+    if path.suffix in ENDINGS and path.stem in presets(*CONFIGS) and not lexists(path):
+        return f"; megalite comes with one that is called {path.stem}, without a folder and without {path.suffix}"
     if lexists(path) or not (key in keys() or "=" in path.name):
         return ""
     if key in keys():

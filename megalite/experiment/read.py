@@ -11,7 +11,8 @@ import yaml
 from megalite.config.convert import typed_section
 from megalite.config.errors import InputError, Problem, listing
 from megalite.config.files import is_folder
-from megalite.config.load import merged
+from megalite.config.load import located, merged
+from megalite.config.presets import preset_or_file
 from megalite.config.yaml import read_mapping
 from megalite.experiment.expression import Expression, ExpressionError
 from megalite.experiment.fitting import fit_rules
@@ -75,9 +76,9 @@ class Setup:
 
 
 def read_experiment(path: Path) -> Setup:
-    """The experiment in a file, or in the folder that an earlier call has made. Raises InputError."""
+    """The experiment in a file, in the folder that an earlier call has made, or of that name. Raises InputError."""
     folder = path if is_folder(path) else None
-    path = path / FILE if folder else path
+    path = path / FILE if folder else preset_or_file(str(path), ("experiment",))
     experiment, problems = typed_section(read_mapping(path), Experiment)
     if problems:
         raise ExperimentError(path, problems)
@@ -110,7 +111,7 @@ def read_experiment(path: Path) -> Setup:
     if problems:
         raise ExperimentError(path, problems)
     files = [about.base] if isinstance(about.base, str) else about.base
-    base = merged([str(path.parent / each) for each in files])
+    base = merged([str(located(each, path.parent)) for each in files])
     checkpoint = base["checkpoint"]
     if isinstance(checkpoint, dict) and (checkpoint["resume"] != "auto" or checkpoint["at"]):
         raise InputError(

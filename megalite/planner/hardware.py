@@ -6,18 +6,16 @@ one direction.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import InputError, listing
+from megalite.config.presets import preset_or_file, presets
 from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.yaml import read_mapping
 from megalite.planner.slowest import MOST
 
 BEYOND = 1.5  # times the peak: no product that is measured is as fast
-PACKAGE = "megalite_clusters"  # configs/cluster, as it is installed
 USUAL = 0.8  # share of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
 USUAL_OF = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
@@ -127,11 +125,9 @@ FILE = {
 }
 
 
-@cache
 def known_clusters() -> tuple[str, ...]:
     """The names of the clusters that megalite comes with."""
-    found = (Path(entry.name) for entry in files(PACKAGE).iterdir())
-    return tuple(sorted(path.stem for path in found if path.suffix == ".yaml"))
+    return tuple(presets("cluster"))
 
 
 def load_cluster(name: str, asked_by: str = "--cluster ") -> Cluster:
@@ -143,14 +139,8 @@ def load_cluster(name: str, asked_by: str = "--cluster ") -> Cluster:
 
 
 def cluster_path(name: str, asked_by: str = "--cluster ") -> Path:
-    """The file of the cluster of that name, or `name` as a path. Raises InputError if it can be neither."""
-    name = USUAL_OF.get(name.lower(), name)
-    if name in known_clusters():
-        return Path(str(files(PACKAGE).joinpath(f"{name}.yaml")))
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        raise InputError(f"{asked_by}{name}: is not known; give a YAML file, or one of {listing(known_clusters())}")
-    return path
+    """The file at the path `name`, or of the cluster of that name. Raises InputError if it can be neither."""
+    return preset_or_file(USUAL_OF.get(name.lower(), name), ("cluster",), asked_by=asked_by)
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -34,7 +34,7 @@ from megalite_launch.words import scaled
 
 COMMAND = "megalite-bench-convert"
 SHARD = "1GB"
-LARGE = "configs/model/llama3_405b.yaml"
+LARGE = "llama3_405b"
 PEER = """
 import sys
 from transformers import AutoModelForCausalLM
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     add = parser.add_argument
-    presets = ["configs/model/smollm2_135m.yaml", "configs/model/llama3.2_1b.yaml"]
+    presets = ["smollm2_135m", "llama3.2_1b"]
     add("--models", nargs="+", default=presets, metavar="YAML", help="models of that size (default: 135M and 1B)")
     add("--rounds", type=int, default=3, help="rounds of every way (default: %(default)s)")
     add("--workers", type=int, default=2, help="files that megalite writes at a time (default: %(default)s)")
@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _measure(preset: str, folder: Path, rounds: int, workers: int) -> list[Result]:
-    name, source = Path(preset).stem, folder / "source"
+    name, source = Path(preset).name.removesuffix(".yaml"), folder / "source"
     size = _make(preset, source)
     convert = [sys.executable, "-m", "megalite_tools.checkpoint.convert", "--workers", str(workers)]
     there, back, peer = folder / "there", folder / "back", folder / "peer"

@@ -48,7 +48,7 @@ from megalite_tools.bench.machine import cpu_name
 from megalite_tools.bench.peer import Step, build_peer, llama
 
 COMMAND = "megalite-bench-step"
-MODEL = "configs/model/small_60m.yaml"
+MODEL = "small_60m"
 BASE = (
     "model.sequence_length=256",
     "batch.micro=4",

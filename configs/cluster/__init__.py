@@ -1,1 +1,0 @@
-"""The clusters that megalite comes with: one YAML file each, installed as the package `megalite_clusters`."""

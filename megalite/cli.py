@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from megalite import __version__
-from megalite.advice.asked import USUAL, amount, gibibytes, gpu_counts, positive
+from megalite.advice.amounts import USUAL, amount, gibibytes, gpu_counts, positive
 from megalite.config.load import files_and_overrides
 from megalite.config.rules.ranges import RANKS
 from megalite.entry import exit_code

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
+from megalite.advice.amounts import USUAL
 from megalite.advice.batch import usual_batch
 from megalite.config.errors import InputError
 from megalite.config.load import is_set, load
@@ -22,13 +21,6 @@ from megalite.planner.hardware import Cluster, load_cluster
 from megalite.planner.predict import Prediction, predict
 from megalite.planner.search import Found, fullest_rank, search
 from megalite.planner.stages import Timer
-
-USUAL = "h100_sxm"  # the cluster where none is named
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmbgt]?)", re.IGNORECASE)
-MOST_GPUS = 1 << 20
-HALF_WAY_FROM = 16  # GPUs
-MOST = 1e18
 
 
 @dataclass(frozen=True)
@@ -133,51 +125,3 @@ def as_overrides(config: Config) -> list[str]:
     kept = ("train.recompute_every", "train.recompute_budget", "batch.memory")
     keys = layout_keys(config) | {key: attrgetter(key)(config) for key in kept}
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-
-
-def amount(text: str) -> float:
-    """A number with a unit of thousands, millions, billions or trillions: `15T`, `300B`, `2.5e12`, `1,000,000`."""
-    match = AMOUNT.fullmatch(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.strip()))  # as commands print numbers
-    value = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
-    if not 0 < value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0, as in 300B or 15T")
-    return value
-
-
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0")
-    return value
-
-
-def gibibytes(text: str) -> float:
-    """A finite number of GiB above 0."""
-    try:
-        return positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of GiB above 0, as in 70") from None
-
-
-def gpu_counts(text: str) -> list[int]:
-    """`64`, some numbers as `32,48,64`, or the range `64-512`: 64, its doubles, the numbers half way, and 512.
-
-    Numbers half way are left out below 16 GPUs, as they would not be whole nodes of eight.
-    """
-    found: list[int] = []
-    if match := re.fullmatch(r"(\d{1,7})-(\d{1,7})", text):
-        least, most = int(match[1]), int(match[2])
-        if 0 < least <= most:
-            doubles = [*takewhile(lambda count: count < most, (least << power for power in range(24)))]
-            between = [3 * count // 2 for count in doubles if count >= HALF_WAY_FROM and count % 2 == 0]
-            found = sorted({*doubles, *(count for count in between if count < most), most})
-    elif re.fullmatch(r"\d{1,7}(,\d{1,7})*", text):
-        found = sorted({int(number) for number in text.split(",")})
-    if not found or not 1 <= found[0] <= found[-1] <= MOST_GPUS:
-        rule = "must be a number of GPUs, as in 64, several, as in 32,48,64, or a range from few to many, as in 8-512"
-        raise argparse.ArgumentTypeError(f"{text!r:.40} {rule}")
-    return found

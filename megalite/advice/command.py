@@ -5,11 +5,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from megalite import selfcheck
 from megalite.advice.alike import told_alike
 from megalite.advice.asked import Asked, as_is, as_overrides, ask
 from megalite.advice.batch import batch_text
@@ -18,13 +18,13 @@ from megalite.advice.explain import explained
 from megalite.advice.nothing import nothing_fits
 from megalite.advice.options import refuse_unread
 from megalite.advice.order import best_order
-from megalite.advice.page import compared_page, front_page, ranked_page
 from megalite.advice.rows import SHOWN, fits_text, front, layout_text, on_host, ranking
 from megalite.config.errors import InputError, counted, listing
 from megalite.config.files import check_writable, exists, write_new
 from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.exit_codes import ExitCode
+from megalite.imports import import_for_good
 from megalite.planner.choice import choice_of
 from megalite.planner.goodput import run_of
 from megalite.planner.predict import Prediction
@@ -83,7 +83,8 @@ def _self_check(args: argparse.Namespace) -> int:
             console(), [(_heading(asked, _one_count(args)), Text(f"The fastest layout: {layout_text(best.choice)}"))]
         )
     given = argparse.Namespace(files=args.files, overrides=overrides, world_size=gpus)
-    return selfcheck.run(given)
+    code: int = import_for_good("megalite.selfcheck").run(given)
+    return code
 
 
 def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
@@ -121,7 +122,12 @@ def _ranked(args: argparse.Namespace) -> Parts:
     if args.write:
         parts.append(("What was written", Text(f"{args.write}: row {args.pick or 1}")))
     told = " ".join(text for text in (choice, host, told) if text)
-    _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, row=args.pick, searched=True))
+    _save(
+        args,
+        lambda page: page.ranked_page(
+            asked, args.given, heading, found, told, prediction, row=args.pick, searched=True
+        ),
+    )
     return parts
 
 
@@ -163,7 +169,7 @@ def _own_layout(args: argparse.Namespace) -> Parts:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
     told = f"It {fits}. {host}".rstrip()
-    _save(args, lambda: ranked_page(asked, args.given, heading, found, told, prediction, searched=False))
+    _save(args, lambda page: page.ranked_page(asked, args.given, heading, found, told, prediction, searched=False))
     return parts
 
 
@@ -199,7 +205,7 @@ def _compared(args: argparse.Namespace) -> Parts:
     asked = [ask(args, [file], searches=False) for file in args.files]
     configs = [as_is(each, given) for each in asked]
     pairs = [one.predict(config) for one, config in zip(asked, configs, strict=True)]
-    _save(args, lambda: compared_page(asked, args.given, args.files, pairs))
+    _save(args, lambda page: page.compared_page(asked, args.given, args.files, pairs))
     return comparison(asked, args.files, pairs)
 
 
@@ -232,7 +238,7 @@ def _front(args: argparse.Namespace) -> Parts:
     _write(args, asked, chosen.prediction)
     if args.write:
         parts.append(("What was written", Text(f"{args.write}: the layout for {counted(gpus, 'GPU')}")))
-    _save(args, lambda: front_page(asked, args.given, heading, best, chosen, advice))
+    _save(args, lambda page: page.front_page(asked, args.given, heading, best, chosen, advice))
     return parts
 
 
@@ -309,8 +315,8 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
     write_new(Path(args.write), header + dump(config))
 
 
-def _save(args: argparse.Namespace, page: Callable[[], str]) -> None:
-    """Write the page, which is made only where one was asked for."""
+def _save(args: argparse.Namespace, made: Callable[[Any], str]) -> None:
+    """Write the page, which is made, and its module imported, only where one was asked for."""
     if args.html is not None:
         with Console(stderr=True).status("Drawing, and planning for other numbers of GPUs ..."):
-            write_new(Path(args.html), page())
+            write_new(Path(args.html), made(import_for_good("megalite.advice.page")))

@@ -182,8 +182,7 @@ class Moved(NamedTuple):
     added: float
 
 
-@dataclass(frozen=True)
-class Exchanged:
+class Exchanged(NamedTuple):
     """What moves for parts of a model: for the layers that have least and most of it, the embedding (or the head), and
     all of them. last: seconds for each parameter of a rank at the end of a step."""
 
@@ -240,8 +239,7 @@ class Turns(NamedTuple):
     round: int
 
 
-@dataclass(frozen=True)
-class Longer:
+class Longer(NamedTuple):
     """By how many seconds passes are longer than their compute: those of a layer, the embedding and the head, forward
     and backward; and each pass of a stage once."""
 
@@ -258,8 +256,7 @@ class Longer:
         return there, back
 
 
-@dataclass(frozen=True)
-class Waits:
+class Waits(NamedTuple):
     """What is the same of a shape's layouts with a schedule, however states are shared out.
 
     chains: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds

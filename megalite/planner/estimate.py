@@ -81,7 +81,7 @@ class Estimate:
     def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
         """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
         values = [each[kind] for kind in self.kinds]
-        return tuple(accumulate((values[number] for number in self.order), initial=0))
+        return tuple(accumulate(map(values.__getitem__, self.order), initial=0))
 
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""

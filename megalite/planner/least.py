@@ -69,6 +69,7 @@ class Least:
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
+        self._longer_passes: dict[tuple[object, ...], Longer] = {}
         self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
 
     def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
@@ -255,24 +256,28 @@ class Least:
 
     def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
         """What copies, gathers and reductions of each micro-batch add to passes."""
+        whole = choice.schedule in WHOLE
+        key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
+        if (known := self._longer_passes.get(key)) is not None:
+            return known
         passes, zero3 = shape.passes, choice.mode == "zero3"
-        reduces = choice.mode not in ONCE and choice.schedule in WHOLE
+        reduces = choice.mode not in ONCE and whole
 
-        def longer(way: int, alone: float, moved: Moved, least: float | None) -> float:
-            more = zero3 * moved.copied + way * moved.added
-            sent = zero3 * moved.gathered + way * reduces * moved.reduced
-            return more + self._grown(alone + more, sent, least)
-
-        layer, embedding, head = (
-            (longer(0, alone[0], moved, least[0]), longer(1, alone[1], moved, least[1]))
-            for alone, moved, least in (
-                (passes.most, data.least, self._least_of(shape, choice)),
-                (passes.embedding, data.end, (None, None)),
-                (passes.head, data.end, (None, None)),
+        def longer(alone: Sequence[float], moved: Moved, least: Sequence[float | None]) -> tuple[float, float]:
+            copied, gathered = zero3 * moved.copied, zero3 * moved.gathered
+            back = copied + moved.added
+            return (
+                copied + self._grown(alone[0] + copied, gathered, least[0]),
+                back + self._grown(alone[1] + back, gathered + reduces * moved.reduced, least[1]),
             )
+
+        found = self._longer_passes[key] = Longer(
+            longer(passes.most, data.least, self._least_of(shape, choice)),
+            longer(passes.embedding, data.end, (None, None)),
+            longer(passes.head, data.end, (None, None)),
+            min(data.least.gathered, data.end.gathered) if zero3 else 0.0,
         )
-        edge = min(data.least.gathered, data.end.gathered) if zero3 else 0.0
-        return Longer(layer, embedding, head, edge)
+        return found
 
     def _least_of(self, shape: Shape, choice: Choice) -> tuple[float | None, float | None]:
         """Seconds of a layer's passes at least, where nothing is known of how long they take at most."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.status import Status
 
-from megalite.advice.asked import Asked, amount
+from megalite.advice.amounts import amount
+from megalite.advice.asked import Asked
 from megalite.advice.rows import layout_text
 from megalite.cli import main
 from megalite.config.load import load

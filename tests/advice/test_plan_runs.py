@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.advice.asked import gpu_counts
+from megalite.advice.amounts import gpu_counts
 from megalite.advice.batch import usual_batch
 
 MODEL = "configs/model/llama3.2_1b.yaml"

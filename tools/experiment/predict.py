@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from megalite.advice.asked import USUAL, amount, gpu_counts
+from megalite.advice.amounts import USUAL, amount, gpu_counts
 from megalite.advice.rows import layout_text
 from megalite.config.errors import InputError, printable
 from megalite.config.files import check_output, exists, write_new

@@ -182,6 +182,12 @@ def read_report(path: Path = REPORT) -> tuple[str, list[Compiled]]:
     return report["triton"], [Compiled(**kernel) for kernel in report["kernels"]]
 
 
+def as_json(version: str, kernels: Sequence[Compiled]) -> str:
+    """The report as JSON, a line for each kernel."""
+    lines = ",\n".join(json.dumps(asdict(kernel)) for kernel in kernels)
+    return f'{{"triton": {json.dumps(version)}, "kernels": [\n{lines}\n]}}\n'
+
+
 def table(version: str, kernels: Sequence[Compiled]) -> str:
     """The report as a page of Markdown."""
     columns = [field.name for field in fields(Compiled) if field.name != "wants_wide_loads"]
@@ -220,8 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kernels = compile_all(options.processes)
     problems = faults(kernels)
     if options.write and not problems:
-        report = {"triton": triton.__version__, "kernels": [asdict(kernel) for kernel in kernels]}
-        REPORT.write_text(json.dumps(report, indent=1) + "\n")
+        REPORT.write_text(as_json(triton.__version__, kernels))
         REPORT.with_suffix(".md").write_text(table(triton.__version__, kernels))
     elif not options.write:
         version, before = read_report()

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import triton
 
-from megalite_kernels.compile_report import OPS, REPORT, Compiled, faults, main, read_report, regressions, table
+from megalite_kernels.compile_report import (
+    OPS,
+    REPORT,
+    Compiled,
+    as_json,
+    faults,
+    main,
+    read_report,
+    regressions,
+    table,
+)
 
 KERNEL = Compiled("op", "kernel", "bfloat16", 90, "8B", 8, 64, 1024, 0, 4, 1, 0, 0, True)
 
@@ -24,7 +34,8 @@ def test_every_kernel_compiles_to_what_the_report_says() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_table_is_that_of_the_report() -> None:
+def test_the_report_and_its_table_are_written_so() -> None:
+    assert REPORT.read_text() == as_json(*read_report())
     assert REPORT.with_suffix(".md").read_text() == table(*read_report())
 
 

@@ -21,8 +21,8 @@ from megalite_tools.plan.published.fit import BOUNDS, fit
 from megalite_tools.plan.published.other_planners import Peer, read_peers
 from megalite_tools.plan.published.rows import Row, read_rows
 from megalite_tools.plan.published.score import (
-    RANGE,
-    TOP,
+    TOP_LAYOUTS,
+    TREND_RANGE,
     Compared,
     Judged,
     by_formula,
@@ -139,14 +139,14 @@ def _show(terminal: Terminal, times: list[Compared], memory: list[Compared], ver
     of = ranking(times)
     if of.groups:
         terminal.line(
-            f"The best measured layout is among the {TOP} best predicted ones in {of.right} of {of.groups} groups of "
-            f"layouts; of groups with more than {TOP}, in {of.contested_right} of {of.contested}."
+            f"The best measured layout is among the {TOP_LAYOUTS} best predicted ones in {of.right} of {of.groups} "
+            f"groups of layouts; of groups with more than {TOP_LAYOUTS}, in {of.contested_right} of {of.contested}."
         )
     if grows := trend(times):
         terminal.line(
             f"On more GPUs, measured times grow beyond predicted ones as if GPUs' speeds had a spread of "
-            f"{grows.spread:.1%} ± {grows.error:.1%} ({grows.sources} sources with at least {RANGE} times as many GPUs "
-            "of their largest run as of their smallest)."
+            f"{grows.spread:.1%} ± {grows.error:.1%} ({grows.sources} sources with at least {TREND_RANGE} times as "
+            "many GPUs of their largest run as of their smallest)."
         )
 
 

@@ -10,7 +10,7 @@ from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.step import StepModel
 
-OWN = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
+OWN_WAYS = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
 WEIGHT = 2  # bytes of one in bf16
 
 
@@ -18,12 +18,13 @@ def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
     """The configuration that does `work` as `program` does; None where megalite has none.
 
     A configuration has SwiGLU, products in 16 bits and fused attention. And it has one way to send and to add up, for
-    which `_as_ours` stands: where a program's own ways change its step by more than OWN, no configuration expresses it.
+    which `_as_ours` stands: where a program's own ways change its step by more than OWN_WAYS, no configuration
+    expresses it.
     """
     if not work.gated or work.precision != "bf16" or program.attention == "unfused":
         return None
     own, ours = (StepModel(work, each, cluster).step().total for each in (program, _as_ours(work, program)))
-    if abs(own / ours - 1) > OWN:
+    if abs(own / ours - 1) > OWN_WAYS:
         return None
     config = _config(work, program)
     return None if validate(config, work.gpus) else config

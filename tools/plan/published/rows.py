@@ -67,7 +67,7 @@ COLUMNS = [
     "provenance",
     "notes",
 ]
-LARGEST = 1 << 24  # bytes of a file
+MAX_FILE_BYTES = 1 << 24  # bytes of a file
 GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates does not tell
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
 HEAD = 128  # elements of the width for each head, where a row does not tell how many there are
@@ -144,9 +144,9 @@ def lines_of(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _text_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise InputError(f"{path}: has more than {LARGEST:,} bytes; give a file of published runs")
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise InputError(f"{path}: has more than {MAX_FILE_BYTES:,} bytes; give a file of published runs")
         return data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"

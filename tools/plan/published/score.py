@@ -17,8 +17,8 @@ from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD
 from megalite_tools.plan.published.rows import Row, works_of
 from megalite_tools.plan.published.step import StepModel
 
-RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
-TOP = 3  # of a group's layouts, as predicted, among which the best measured one should be
+TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
+TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best measured one should be
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How often the best measured layout of a group is among the TOP predicted ones.
+    """How often the best measured layout of a group is among the TOP_LAYOUTS predicted ones.
 
-    groups: of at least two layouts of one model on as many GPUs. contested: groups of more than TOP, where it means
-    something.
+    groups: of at least two layouts of one model on as many GPUs. contested: groups of more than TOP_LAYOUTS, where it
+    means something.
     """
 
     groups: int
@@ -91,7 +91,7 @@ class Trend:
     """How much longer measured times are than predicted ones on more GPUs, within sources.
 
     spread: relative standard deviation of GPUs' speeds with which waiting for the slowest would make it so. error: its
-    standard error, with rows of a source taken to err together. sources: of at least RANGE times as many GPUs.
+    standard error, with rows of a source taken to err together. sources: of at least TREND_RANGE times as many GPUs.
     """
 
     spread: float
@@ -177,13 +177,13 @@ def ranking(found: Iterable[Compared]) -> Ranking:
             layouts[layout] = each
     several = [list(layouts.values()) for layouts in groups.values() if len(layouts) > 1]
     right = [_near_the_top(layouts) for layouts in several]
-    contested = [hit for hit, layouts in zip(right, several, strict=True) if len(layouts) > TOP]
+    contested = [hit for hit, layouts in zip(right, several, strict=True) if len(layouts) > TOP_LAYOUTS]
     return Ranking(len(right), sum(right), len(contested), sum(contested))
 
 
 def _near_the_top(layouts: Sequence[Compared]) -> bool:
     best = min(layouts, key=lambda each: each.measured / each.row.batch)
-    return best in sorted(layouts, key=lambda each: each.predicted / each.row.batch)[:TOP]
+    return best in sorted(layouts, key=lambda each: each.predicted / each.row.batch)[:TOP_LAYOUTS]
 
 
 def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
@@ -199,7 +199,7 @@ def trend(found: Iterable[Compared]) -> Trend | None:
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]
-        if max(gpus) >= RANGE * min(gpus):
+        if max(gpus) >= TREND_RANGE * min(gpus):
             behind, errors = (
                 [slowest(count) for count in gpus],
                 [-log(each.predicted / each.measured) for each in group],

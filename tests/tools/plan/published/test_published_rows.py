@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from published_cases import write
 
 from megalite.config.errors import InputError
-from megalite_tools.plan.published.rows import COLUMNS, LARGEST, Row, read_rows, works_of
+from megalite_tools.plan.published.rows import COLUMNS, MAX_FILE_BYTES, Row, read_rows, works_of
 from megalite_tools.plan.published.score import (
     judged,
     timed,
@@ -192,7 +192,7 @@ def test_what_cannot_be_predicted_is_left_out_with_the_reason(fields: dict[str, 
         (b"source,model\nx,y\n", r"lacks the column program"),
         ((",".join(COLUMNS) + ",tp\n").encode(), r"has the column tp 2 times"),
         (b"\xff\xfe", "is not UTF-8 text"),
-        (b"#" * (LARGEST + 1), "has more than 16,777,216 bytes"),
+        (b"#" * (MAX_FILE_BYTES + 1), "has more than 16,777,216 bytes"),
         ((",".join(COLUMNS) + "\n" + '"' + "x" * 200_000).encode(), r"a\.csv:2: is not CSV: field larger"),
     ],
     ids=["empty", "columns missing", "a column twice", "not text", "large", "a field without end"],

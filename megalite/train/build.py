@@ -53,6 +53,10 @@ class Job:
     def config(self) -> Config:
         return self.plan.config
 
+    def prepare(self, batch: Micros) -> None:
+        """Make the runner of a training step on `batch` where its size is new, which may take seconds."""
+        self.training(batch)
+
     def training(self, batch: Micros) -> Pipeline:
         """The runner of a training step on `batch`, which is made where its size is new."""
         return self._pipeline("training", batch.shape)

@@ -32,7 +32,7 @@ from megalite.dist.ranks import RankInfo, find_rank_info
 from megalite.dist.signals import end_when_stopped
 from megalite.dist.start import run_rank, start
 from megalite.exit_codes import ExitCode
-from megalite.parallel.parameter import box, cut, parameters
+from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.fit import planned
 from megalite.plan.pipeline import table_of
@@ -133,7 +133,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
-    initial = _parts(job)
+    initial = _state(job)
     losses, norms, grads = [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step))
@@ -141,7 +141,7 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
-    return Trace(losses, norms, initial, grads, _parts(job))
+    return Trace(losses, norms, initial, grads, _state(job))
 
 
 def refuse_dead(reference: Trace, config: Config) -> None:
@@ -197,6 +197,12 @@ def _parts(job: Job, of: Callable[[DTensor], DTensor] = lambda param: param) -> 
     """Parameters, or what each of them has, without padding."""
     every = (found for stage in job.stages.values() for found in parameters(stage))
     return [(found.name, Part.of(cut(of(found.value), found.shape))) for found in every]
+
+
+def _state(job: Job) -> Parts:
+    """Parameters and extra state, without padding."""
+    every = (found for stage in job.stages.values() for found in extra_state(stage))
+    return _parts(job) + [(found.name, Part.of(cut(found.value, found.shape))) for found in every]
 
 
 def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:

@@ -15,6 +15,7 @@ from megalite.data.samples import Sample
 from megalite.plan.batches import GlobalBatch
 from megalite.train.build import Job
 from megalite.train.loop import Batches, train
+from megalite.train.report import Report
 
 
 class RandomSamples:
@@ -43,8 +44,8 @@ class Notebook(Loader):
         return super().read(batch)
 
 
-class Notes:
-    """Stands in for the report."""
+class Notes(Report):
+    """A report that keeps a list of everything."""
 
     def __init__(self) -> None:
         self.path = Path("metrics.jsonl")  # which is not written
@@ -64,7 +65,7 @@ class Notes:
     def note(self, step: int, name: str, text: str, **details: object) -> None:
         self.noted.append((step, name, details))
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, style: str = "") -> None:
         self.said.append(text)
 
     def stepped(self, step: int) -> None:
@@ -92,7 +93,7 @@ def run(
     reload = partial(restorer(job).newest, folder, notes.say)
     progress = start or reload() or Progress()
     with saver(job, folder) as writer:
-        notes.code = train(job, Batches(training, validation), progress, writer, reload, notes)  # type: ignore[arg-type]
+        notes.code = train(job, Batches(training, validation), progress, writer, reload, notes)
     return notes, training, validation
 
 

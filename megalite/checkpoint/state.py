@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megalite.checkpoint.index import Index
 from megalite.checkpoint.progress import Progress, impossible
 from megalite.optim.interface import Optimizer
-from megalite.parallel.parameter import Parameter, cut, parameters
+from megalite.parallel.parameter import Parameter, cut, extra_state, parameters
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
 FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
@@ -39,9 +39,10 @@ class State:
         return {f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """As `weights`, and optimizer states by global name; states that do not exist yet are made as zeros."""
+        """As `weights`, with optimizer states, which are made as zeros where there are none yet, and extra state."""
         assert self.optimizer is not None
-        tensors = self.weights()
+        extra = (each for stage in self.stages.values() for each in extra_state(stage))
+        tensors = self.weights() | {f"state.{each.name}": cut(each.value, each.shape) for each in extra}
         for name, (first, *_) in self._named().items():
             if first.value.requires_grad:
                 states = self.optimizer.states_of(first.value).items()

@@ -219,7 +219,11 @@ class Train:
     recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
     offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
+    product: str = "plain"  # of layers' matrices: PyTorch's, or MODULE:OBJECT, a `megalite.parallel.product.Product`
     compile: bool = False  # torch.compile each layer
+    gc_interval: int = (
+        50  # steps between collections of Python's garbage, on all ranks at once; 0: whenever Python likes
+    )
     deterministic: bool = False  # the same bits from the same run, also on a GPU, which takes longer
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"  # where the loss or a gradient is not finite
     max_bad_steps: int = 10  # steps of a run that may be skipped or rolled back

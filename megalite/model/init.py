@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.schema import Model
-from megalite.parallel.parameter import box, cut, parameters
+from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.parametrization import standard_deviation
 from megalite.plan.roles import Kind
 
@@ -24,7 +24,9 @@ BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
 @torch.no_grad()
 def initialize(stage: nn.Module, model: Model, seed: int) -> None:
-    """Fill every parameter of a materialized stage: norms 1, biases and padding 0, matrices normal."""
+    """Fill every tensor of a materialized stage: norms 1, biases, padding and extra state 0, matrices normal."""
+    for extra in extra_state(stage):
+        extra.value.to_local().zero_()
     for name, param, role, shape in parameters(stage):
         local = param.to_local()
         match role.kind:

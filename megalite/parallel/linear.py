@@ -1,9 +1,9 @@
 """Matrix products with a backward for tensor parallelism and for schedules that split backward.
 
-Layers that share an input are computed by one function. If tensor parallelism gathers the input along the sequence, the
-rank saves only its own part, and backward gathers it again while the first matrix products run (Korthikanti et al.
-2022, arXiv 2205.05198, §4.2.2). If a schedule splits backward, gradients of weights are put off until the schedule asks
-for them (Qi et al., arXiv 2401.10241).
+Layers that share an input are computed by one function, which prepares the input once. If tensor parallelism gathers
+the input along the sequence, the rank saves only its own part, and backward gathers it again while the first matrix
+products run (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2). If a schedule splits backward, gradients of weights
+are put off until the schedule asks for them (Qi et al., arXiv 2401.10241).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.dist.collectives import all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
-from megalite.parallel.product import PLAIN, Product
+from megalite.parallel.product import PLAIN, Prepared, Product
 
 
 class WeightGradients:
@@ -61,7 +61,7 @@ def linears(
     """
     # The compiler can trace neither overlapped collectives nor gradients put off.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        whole = x if group is None else all_gather(x, group)
+        whole = tuple(each if group is None else all_gather(each, group) for each in product.prepare(x))
         return [product.forward(whole, part(weight), factor) for weight in weights]
     return _Linears.apply(x, group, gradients, product, factor, weights, *(part(weight) for weight in weights))
 
@@ -79,26 +79,28 @@ class _Linears(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
-        ctx.save_for_backward(x, *weights)
-        whole = x if group is None else start_gather(x, group).wait()
+        mine = product.prepare(x)
+        ctx.inputs = len(mine)
+        ctx.save_for_backward(*mine, *weights)
+        whole = _gather(mine, group)()
         return tuple(product.forward(whole, weight, factor) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
+        x, weights = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
         group, product, factor = ctx.group, ctx.product, ctx.factor
         _, _, _, _, _, _, *wanted = ctx.needs_input_grad
         trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]
         make = partial(_accumulate, trained, x, group, product, factor)
         put_off = ctx.gradients is not None and ctx.gradients.later(make)
-        inputs = None if put_off or group is None or not trained else start_gather(x, group)
+        inputs = None if put_off or not trained else _gather(x, group)
         of_x = None
         for grad, weight in zip(grads, weights, strict=True) if ctx.needs_input_grad[0] else ():
             of_x = product.input_gradient(grad, weight, of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         of_weights: list[Tensor | None] = [None] * len(weights)
-        if not put_off and trained:
-            whole = x if inputs is None else inputs.wait()
+        if inputs is not None:
+            whole = inputs()
             of_weights = [
                 product.weight_gradient(grad, whole, factor) if is_wanted else None
                 for grad, is_wanted in zip(grads, wanted, strict=True)
@@ -106,9 +108,17 @@ class _Linears(torch.autograd.Function):
         return (of_x if scattered is None else scattered.wait(), None, None, None, None, None, *of_weights)
 
 
+def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepared]:
+    """Start to gather inputs along the sequence. Returns a function that waits for them."""
+    if group is None:
+        return lambda: x
+    started = [start_gather(each, group) for each in x]
+    return lambda: tuple(each.wait() for each in started)
+
+
 def _accumulate(
     trained: Sequence[tuple[DTensor, Tensor]],
-    x: Tensor,
+    x: Prepared,
     group: dist.ProcessGroup | None,
     product: Product,
     factor: float,
@@ -116,6 +126,6 @@ def _accumulate(
     """Compute and add the weight gradients that were put off. trained: weights, and the gradients of their outputs."""
     if not trained:
         return
-    whole = x if group is None else start_gather(x, group).wait()
+    whole = _gather(x, group)()
     for param, grad in trained:
         add_gradient(param, product.weight_gradient(grad, whole, factor))

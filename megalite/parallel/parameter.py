@@ -1,6 +1,6 @@
 """Parameters, which are DTensors on the `tp` mesh, and their plain local tensors, with which layers compute."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,16 @@ def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) ->
 
     All ranks have equally large parts. So a dimension that the mesh does not divide is padded, see `Parameter.shape`.
     """
+    return nn.Parameter(placed(shape, mesh, placement))
+
+
+def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """As `parameter`, a tensor that is none. As a buffer of a module whose `roles` name it, it is `extra_state`."""
     part = list(shape)
     if isinstance(placement, Shard):
         part[placement.dim] = -(-part[placement.dim] // mesh.size())
     local = torch.empty(part, device="meta")
-    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
 
 
 def whole(param: Tensor) -> Tensor:
@@ -41,7 +46,7 @@ def part(param: Tensor | None) -> Tensor:
 
 
 class Parameter(NamedTuple):
-    """One parameter of a stage."""
+    """One parameter of a stage, or one tensor of its extra state."""
 
     name: str  # in the whole model
     value: DTensor
@@ -52,10 +57,24 @@ class Parameter(NamedTuple):
 def parameters(stage: nn.Module) -> Iterator[Parameter]:
     """All parameters of `stage`, with the roles that their modules give them. Raises KeyError if one has no role."""
     for prefix, module in stage.named_modules():
-        for name, value in module.named_parameters(prefix, recurse=False):
-            assert isinstance(value, DTensor)
-            shape = (getattr(module, "rows", value.shape[0]), *value.shape[1:])
-            yield Parameter(name, value, module.roles[name.rpartition(".")[2]], shape)
+        yield from _with_roles(module, module.named_parameters(prefix, recurse=False))
+
+
+def extra_state(stage: nn.Module) -> Iterator[Parameter]:
+    """The tensors of `stage` that are neither parameters nor an optimizer's: its buffers, with roles as `parameters`.
+
+    Checkpoints hold them. Buffers are no parameters to FSDP2: they are alike on all data-parallel ranks, which is up to
+    whoever changes them.
+    """
+    for prefix, module in stage.named_modules():
+        yield from _with_roles(module, module.named_buffers(prefix, recurse=False))
+
+
+def _with_roles(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[Parameter]:
+    for name, value in named:
+        assert isinstance(value, DTensor)
+        shape = (getattr(module, "rows", value.shape[0]), *value.shape[1:])
+        yield Parameter(name, value, module.roles[name.rpartition(".")[2]], shape)
 
 
 def trainable(stage: nn.Module) -> Iterator[Parameter]:

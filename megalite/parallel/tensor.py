@@ -83,6 +83,13 @@ class VocabularyEmbedding(nn.Module):
         return reduce_scatter(found, self.group)
 
 
+def use_product(layers: nn.Module, product: Product) -> None:
+    """Have all of `layers` compute their matrix products by `product`."""
+    for module in layers.modules():
+        if isinstance(module, Linear):
+            module.product = product
+
+
 def split_backward(stage: nn.Module) -> WeightGradients:
     """Give the layers of `stage` an object that can make them put off weight gradients. Returns that object."""
     gradients = WeightGradients()

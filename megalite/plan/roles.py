@@ -12,6 +12,7 @@ class Kind(Enum):
     MATRIX = "matrix"  # inside of a layer
     NORM = "norm"  # the factors of a norm
     BIAS = "bias"
+    STATE = "state"  # no parameter: something that a layer remembers from step to step; begins as 0
 
 
 class Side(Enum):

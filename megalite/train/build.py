@@ -25,8 +25,9 @@ from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.offload import AsIs, Offload
 from megalite.parallel.pipeline import Activation, Pipeline
+from megalite.parallel.product import Product, product_of
 from megalite.parallel.recompute import recompute
-from megalite.parallel.tensor import split_backward
+from megalite.parallel.tensor import split_backward, use_product
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import Table
@@ -52,6 +53,10 @@ class Job:
     @property
     def config(self) -> Config:
         return self.plan.config
+
+    def prepare(self, batch: Micros) -> None:
+        """Make the runner of a training step on `batch` where its size is new, which may take seconds."""
+        self.training(batch)
 
     def training(self, batch: Micros) -> Pipeline:
         """The runner of a training step on `batch`, which is made where its size is new."""
@@ -117,6 +122,16 @@ def check_kernels(config: Config, device: torch.device) -> None:
             raise InputError(f"{key} = {backend}: {error}") from None
 
 
+def build_product(config: Config) -> Product:
+    """The object that computes matrix products of layers. Raises InputError where it cannot be had."""
+    name = config.train.product
+    try:
+        return product_of(name)
+    except ValueError as error:
+        fix = "name an object of an importable module as MODULE:OBJECT, or use plain"
+        raise InputError([Problem("train.product", str(error), fix, name)]) from None
+
+
 def check_compiler(device: torch.device) -> None:
     """Raises InputError where `torch.compile` has no compiler of C++, which it needs for a CPU."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -135,6 +150,7 @@ def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None =
     config, last = plan.config, plan.stages - 1
     kernels, layers = config.kernels_by_operation, plan.layers[number]
     stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels)
+    use_product(stage.layers, build_product(config))
     stage.to(parameter_dtype(config.train.precision))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):

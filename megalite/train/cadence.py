@@ -26,7 +26,7 @@ from megalite.config.files import write_whole
 from megalite.output import Outlet
 from megalite.train.build import Job
 from megalite.train.records import WARM_UP
-from megalite.train.report import Report, duration
+from megalite.train.report import Report, Silent, duration
 from megalite_launch.events import read_events
 from megalite_launch.files import read_bytes
 from megalite_launch.goodput.learned import Rate, failure_rate, learned_interval
@@ -42,9 +42,18 @@ TOLD = 0.1  # change of an interval that the console shows
 LONGEST = 1e7  # seconds that are believed of a save
 
 
-def due(step: int, interval: int, last: int) -> bool:
-    """Whether something is due that is done every `interval` steps and at the end; if that is 0, only at the end."""
-    return step == last or (interval > 0 and step % interval == 0)
+@dataclass(frozen=True)
+class Due:
+    """What follows a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool  # to the shared folder
+    save_locally: bool  # to the nodes
+
+    @property
+    def any(self) -> bool:
+        return self.log or self.evaluate or self.save or self.save_locally
 
 
 @dataclass(frozen=True)
@@ -76,17 +85,17 @@ def decide(save: float, write: float, step_seconds: float, ranks: int, failures:
 
 
 class Cadence:
-    """Says which steps are saved: with a number as `checkpoint.interval`, multiples of it. Its methods are collective.
+    """Says after which steps a run logs, evaluates and saves. With a number as `checkpoint.interval`, at its multiples.
 
-    report: on the rank that reports, which is rank 0.
+    Its methods are collective. report: that of rank 0 is a `Report`, and none of the others is.
     """
 
-    def __init__(self, job: Job, report: Report | None) -> None:
+    def __init__(self, job: Job, report: Silent) -> None:
         self._job, self._report = job, report
         self._last = job.config.train.steps
 
     @staticmethod
-    def of(job: Job, report: Report | None) -> "Cadence":
+    def of(job: Job, report: Silent) -> "Cadence":
         return Automatic(job, report) if job.config.checkpoint.interval == "auto" else Cadence(job, report)
 
     def begin(self, step: int, seconds: float) -> None:
@@ -95,10 +104,25 @@ class Cadence:
     def stepped(self, step: int, seconds: float) -> None:
         """A step was taken. seconds: of that clock."""
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, saves_locally: bool) -> Due:
+        """What follows `step`. saves_locally: whether nodes can be saved to."""
+        config = self._job.config
+        local = config.checkpoint.local
+        return Due(
+            log=self._every(config.log.interval, step),
+            evaluate=self._every(config.eval.interval, step),
+            save=self._saves(step),
+            save_locally=saves_locally and local is not None and self._every(local.interval, step),
+        )
+
+    def _every(self, interval: int, step: int) -> bool:
+        """Whether something is due every `interval` steps and at the end; if that is 0, only at the end."""
+        return step == self._last or (interval > 0 and step % interval == 0)
+
+    def _saves(self, step: int) -> bool:
         checkpoint = self._job.config.checkpoint
         assert checkpoint.interval != "auto"
-        return due(step, checkpoint.interval, self._last) or step in checkpoint.at
+        return self._every(checkpoint.interval, step) or step in checkpoint.at
 
     @contextmanager
     def saving(self, step: int, saver: Saver, shared: bool) -> Iterator[None]:
@@ -106,9 +130,8 @@ class Cadence:
         began = time.perf_counter()
         yield
         blocked = time.perf_counter() - began
-        if self._report is not None:
-            text = f"training stood still for {duration(blocked)} to save step {step}"
-            self._report.note(step, "saving" if shared else "saving_local", text, checkpoint=step, blocked=blocked)
+        text = f"training stood still for {duration(blocked)} to save step {step}"
+        self._report.note(step, "saving" if shared else "saving_local", text, checkpoint=step, blocked=blocked)
         if shared:
             self._saved(step, blocked, saver.wrote)
 
@@ -119,12 +142,12 @@ class Cadence:
 class Automatic(Cadence):
     """Of `checkpoint.interval: auto`. Steps that are kept or exported by their number are saved as well."""
 
-    def __init__(self, job: Job, report: Report | None) -> None:
+    def __init__(self, job: Job, report: Silent) -> None:
         super().__init__(job, report)
         parameters = sum(part.to_local().numel() for _, part in job.named_parameters())  # type: ignore[attr-defined]
         async_ = job.config.checkpoint.async_
         write = SAVED * parameters / WRITTEN
-        self._saves: deque[float] = deque(maxlen=SAVES)
+        self._blocked: deque[float] = deque(maxlen=SAVES)
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._guess = (SAVED * parameters / COPIED, write) if async_ else (write, 0.0)
         self._wrote: float | None = None
@@ -132,7 +155,7 @@ class Automatic(Cadence):
         self._base = 0  # the step that was saved last
         self._measures = 0  # the step after which a first choice is made
         self._interval = self._told = 0  # 0: not yet known
-        if report is not None:
+        if isinstance(report, Report):
             self._interval = self._recall(report.path.with_name("interval.json"))
         self._interval = self._agreed(self._interval)
 
@@ -149,7 +172,7 @@ class Automatic(Cadence):
         if step == self._measures and step < self._last:
             self._decide(step)
 
-    def due(self, step: int) -> bool:
+    def _saves(self, step: int) -> bool:
         # Where nothing is saved yet, the first save comes at once: it measures, and a failure finds it.
         if step == self._last or (self._interval and (self._base == 0 or step >= self._base + self._interval)):
             return True
@@ -163,22 +186,22 @@ class Automatic(Cadence):
             return
         slowest = torch.tensor(blocked, dtype=torch.float64, device=self._job.mesh.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._job.mesh.world)
-        self._saves.append(slowest.item())
+        self._blocked.append(slowest.item())
         self._wrote = wrote if wrote is not None else self._wrote
         self._decide(step)
 
     def _decide(self, step: int) -> None:
         """Settle on an interval, on all ranks. Without a measured step, the one from before stays."""
         decision = None
-        if self._report is not None and self._steps:
+        if isinstance(self._report, Report) and self._steps:
             decision = self._decision(self._report.path.parent)
         self._interval = self._agreed(decision.steps if decision is not None else self._interval)
-        if decision is not None and self._report is not None:
+        if decision is not None and isinstance(self._report, Report):
             self._tell(step, decision, self._report)
 
     def _decision(self, run: Path) -> Decision:
         guess_save, guess_write = self._guess
-        save = median(self._saves) if self._saves else guess_save
+        save = median(self._blocked) if self._blocked else guess_save
         write = self._wrote if self._wrote is not None else guess_write
         failures, rank_hours = 0, 0.0
         with suppress(OSError):
@@ -202,7 +225,7 @@ class Automatic(Cadence):
         if changed:
             self._told = decision.steps
         path = report.path.with_name("interval.json")
-        if self._saves:  # what is assumed is not worth keeping
+        if self._blocked:  # what is assumed is not worth keeping
             with Outlet(str(path), failures=(OSError, InputError)):
                 write_whole(path, json.dumps(kept) + "\n")
 
@@ -218,6 +241,6 @@ class Automatic(Cadence):
         times = [kept.get(name) for name in ("save", "write")]
         if not all(type(seconds) is float and isfinite(seconds) and 0 <= seconds < LONGEST for seconds in times):
             return 0
-        self._saves.append(times[0])
+        self._blocked.append(times[0])
         self._wrote = times[1]
         return steps

@@ -1,28 +1,25 @@
 """The training loop: the order of what happens in a run."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 
-from megalite.checkpoint.outcomes import Failed, FailedLocally, LocalOff, Saved, SavedLocally
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Saver
 from megalite.data.loader import Loader
-from megalite.data.samples import Samples
 from megalite.exit_codes import ExitCode
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.train.build import Job
-from megalite.train.cadence import Cadence, due
+from megalite.train.cadence import Cadence
+from megalite.train.garbage import Garbage
 from megalite.train.guard import Guard, Judged
-from megalite.train.metrics import Meter
-from megalite.train.pace import Pace
-from megalite.train.report import Record, Report
+from megalite.train.metrics import Meter, source_tokens
+from megalite.train.report import Silent
 from megalite.train.step import CutShort, evaluate, train_step
-from megalite.train.stragglers import Straggler, Stragglers
-from megalite_launch.words import scaled
+
+Follower = Callable[[int, GlobalBatch, Meter, Silent], None]
 
 
 @dataclass(frozen=True)
@@ -40,35 +37,36 @@ def train(
     start: Progress,
     saver: Saver,
     reload: Callable[..., Progress | None],
-    report: Report | None,
-    pace: Pace | None = None,
-    stragglers: Stragglers | None = None,
+    report: Silent,
+    followers: Sequence[Follower] = (),
 ) -> int:
     """Train from `start` to `train.steps`, or until a rank is asked to stop. Runs on every rank; returns the exit code.
 
     reload: goes on from the newest checkpoint, if there is one; given a step, from the newest before that step. report:
-    on the rank that reports. pace: there, compares step times with the prediction. stragglers: finds slow ranks. Raises
+    on ranks that do not report, a silent one. followers: called after every step that is not taken back. Raises
     Unhealthy when a guard ends the run.
     """
     last = job.config.train.steps
     guard, taken_back = Guard(job, start), None
     cadence = Cadence.of(job, report)
-    if start.step == 0:
-        guard.stopped_by = _validate(job, batches, 0, report)
-    # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
-    while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
-        taken_back = _train(job, batches, saver, report, guard, cadence, pace, stragglers)
-        if taken_back is not None:
-            job.activity("rolling back")
-            with _telling_saves(report, saver, guard.progress.step):
-                saver.settle()
-            guard.roll_back(taken_back, reload)
-            _tell_rollback(report, taken_back, guard.progress)
+    with Garbage(job.config.train.gc_interval) as garbage:
+        if start.step == 0:
+            with garbage.pause():
+                guard.stopped_by = _validate(job, batches, 0, report)
+        # After a rollback, a run that was asked to stop takes another step: saved with it is what was left out.
+        while guard.progress.step < last and (not guard.stopped_by or taken_back is not None):
+            taken_back = _train(job, batches, saver, report, guard, cadence, garbage, followers)
+            if taken_back is not None:
+                job.activity("rolling back")
+                with report.saves(guard.progress.step, saver):
+                    saver.settle()
+                guard.roll_back(taken_back, reload)
+                report.rollback(taken_back, guard.progress)
     job.activity("saving")
-    with _telling_saves(report, saver, guard.progress.step):
+    with report.saves(guard.progress.step, saver):
         saver.finish()
     if guard.progress.step < last:
-        _tell_stop(report, guard, start)
+        report.stopped(guard, start)
         return ExitCode.STOPPED
     return ExitCode.DONE
 
@@ -77,65 +75,58 @@ def _train(
     job: Job,
     batches: Batches,
     saver: Saver,
-    report: Report | None,
+    report: Silent,
     guard: Guard,
     cadence: Cadence,
-    pace: Pace | None,
-    stragglers: Stragglers | None,
+    garbage: Garbage,
+    followers: Sequence[Follower],
 ) -> Judged | None:
     """Train to the end, to a request to stop, or to a step that must be taken back. Returns that step."""
-    config, last, progress = job.config, job.config.train.steps, guard.progress
+    last, progress = job.config.train.steps, guard.progress
     meter = Meter(job)
     cadence.begin(progress.step, meter.training_seconds())
     job.activity("reading a batch")
-    wanted = islice(global_batches(config, progress.samples, progress.left_out), last - progress.step)
+    wanted = islice(global_batches(job.config, progress.samples, progress.left_out), last - progress.step)
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
         job.activity.step = step
-        job.training(micros)  # a batch of another size needs another schedule, which may take seconds to make
+        job.prepare(micros)
         guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
-        if stragglers is not None:
-            _tell_stragglers(report, step, stragglers.stepped(meter.latest_wait))
 
-        logs, evaluates = (due(step, section.interval, last) for section in (config.log, config.eval))
-        local = config.checkpoint.local
-        saves, saves_locally = cadence.due(step), local is not None and saver.local and due(step, local.interval, last)
-        for judged in guard.judge(at_once=logs or evaluates or saves or saves_locally):
-            _tell_trouble(report, judged, meter.jumps(judged))
+        due = cadence.due(step, saver.local)
+        for judged in guard.judge(at_once=due.any):
+            report.trouble(judged, meter.jumps(judged))
             meter.add(judged)
             if judged.verdict == "bad":
-                with _telling_saves(report, saver, step):
+                with report.saves(step, saver):
                     saver.settle()  # weights that could not be saved are the cause, and are named
             if not guard.allows(judged):
                 return judged
         cadence.stepped(step, meter.training_seconds())
-        if report is not None:
+        garbage.stepped(step)
+        with report.saves(step, saver):
             report.stepped(step)
-            _tell_saves(report, saver, step)
-            if pace is not None:
-                pace.stepped(step, batch, meter, report)
+        for follow in followers:
+            follow(step, batch, meter, report)
 
-        if logs:
+        if due.log:
             record = meter.read() | {"tokens": guard.progress.tokens}
-            if report is not None:
-                report.record(step, record | source_tokens(batches.train.samples, guard.progress))
-        if evaluates:
-            with meter.paused():
+            report.record(step, record | source_tokens(batches.train.samples, guard.progress))
+        if due.evaluate:
+            with meter.paused(), garbage.pause():
                 guard.stopped_by = _validate(job, batches, step, report, guard.stopped_by)
-        saves = saves or bool(guard.stopped_by)
-        if saves or saves_locally:
-            with meter.paused():
+        shared = due.save or bool(guard.stopped_by)
+        if shared or due.save_locally:
+            with meter.paused(), garbage.pause():
                 job.activity("saving")
-                with _telling_saves(report, saver, step), cadence.saving(step, saver, shared=saves):
-                    saver.save(guard.progress, shared=saves)
+                with report.saves(step, saver), cadence.saving(step, saver, shared):
+                    saver.save(guard.progress, shared)
         if guard.stopped_by:
             break
         job.activity("reading a batch")
     return None
 
 
-def _validate(
-    job: Job, batches: Batches, step: int, report: Report | None, asked: tuple[str, ...] = ()
-) -> tuple[str, ...]:
+def _validate(job: Job, batches: Batches, step: int, report: Silent, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Evaluate on the first `eval.steps` batches of the validation data, the same every time.
 
     asked: the signals by which some rank was asked to stop before. Returns these, or those that came meanwhile. With
@@ -156,100 +147,7 @@ def _validate(
         record = {"valid_loss": loss, "valid_perplexity": torch.tensor(loss).exp().item()}
         record |= {f"valid_loss/{name}": loss_on(loader) for name, loader in batches.valid_sources.items()}
     except CutShort as cut:
-        if report is not None:
-            text = f"the evaluation after step {step} is cut short by {' and '.join(cut.asked)}, and left out"
-            report.event(step, "evaluation_cut", text, signals=cut.asked)
+        report.evaluation_cut(step, cut.asked)
         return cut.asked
-    if report is not None:
-        report.record(step, record)
+    report.record(step, record)
     return ()
-
-
-def source_tokens(samples: Samples, progress: Progress) -> Record:
-    """By source: how many of its tokens were read; empty if there is only one source."""
-    if len(samples.parts) < 2:
-        return {}
-    counts = samples.counts(progress.samples)
-    for ends in progress.left_out:
-        first, end = (samples.counts(min(index, progress.samples)) for index in ends)
-        counts = [count + before - after for count, before, after in zip(counts, first, end, strict=True)]
-    named = zip(samples.parts, counts, strict=True)
-    return {f"tokens/{part.path}": float(count * samples.sequence_length) for part, count in named}
-
-
-def _tell_trouble(report: Report | None, judged: Judged, jumps: bool) -> None:
-    """Report a step that is not good, or whose gradients are much larger than those before."""
-    if report is None:
-        return
-    if judged.verdict == "good":
-        if jumps:
-            text = f"the gradient norm jumps: {judged}"
-            report.event(judged.step, "grad_norm_jump", text, grad_norm=judged.reading.norm)
-        return
-    report.event(
-        judged.step,
-        "bad_step" if judged.verdict == "bad" else "spike",
-        f"{'bad step' if judged.verdict == 'bad' else 'loss spike'}, {judged.answer}: {judged}",
-        samples=[judged.batch.first, judged.batch.end],
-        loss=judged.reading.loss,
-        grad_norm=judged.reading.norm,
-        parameters=judged.parameters,
-        answer=judged.answer,
-    )
-
-
-def _tell_stragglers(report: Report | None, step: int, found: list[Straggler]) -> None:
-    if report is not None:
-        for each in found:
-            report.straggler(step, each)
-
-
-def _tell_rollback(report: Report | None, judged: Judged, progress: Progress) -> None:
-    if report is not None:
-        ranges = ", ".join(f"{first} to {end - 1}" for first, end in progress.left_out)
-        text = f"rolled back from step {judged.step} to {progress.step}; left out: samples {ranges}"
-        report.event(progress.step, "rollback", text, taken_back=judged.step, left_out=progress.left_out)
-
-
-@contextmanager
-def _telling_saves(report: Report | None, saver: Saver, step: int) -> Iterator[None]:
-    """On leaving, in whatever way, report the saves that have ended."""
-    try:
-        yield
-    finally:
-        _tell_saves(report, saver, step)
-
-
-def _tell_saves(report: Report | None, saver: Saver, step: int) -> None:
-    """Report the saves that have ended."""
-    if report is None:
-        return
-    for news in saver.news():
-        match news:
-            case Failed():
-                text = f"the checkpoint of step {news.step} could not be written: {news.error}"
-                report.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
-            case FailedLocally():
-                text = f"the local checkpoint of step {news.step} could not be written: {news.error}"
-                report.event(step, "save_local_failed", text, checkpoint=news.step, error=news.error)
-            case LocalOff():
-                report.event(step, "local_off", news.error, error=news.error)
-            case SavedLocally():
-                copies = f", and {news.replicas} copy on another node" if news.replicas else ""
-                text = f"saved locally: step {news.step}, {scaled(news.bytes, 'B')}{copies} in {news.seconds:.1f} s"
-                size = {"bytes": news.bytes, "seconds": news.seconds, "replicas": news.replicas}
-                report.event(step, "saved_local", text, checkpoint=news.step, path=str(news.path), **size)
-            case Saved():
-                text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
-                size = {"bytes": news.bytes, "seconds": news.seconds}
-                report.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
-                for problem in news.problems:
-                    report.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
-
-
-def _tell_stop(report: Report | None, guard: Guard, start: Progress) -> None:
-    if report is not None:
-        step, names = guard.progress.step, " and ".join(guard.stopped_by)
-        saved = f"after step {step}, which is saved" if step > start.step else "before the first step"
-        text = f"stopped by {names} {saved}; the same command continues"
-        report.event(step, "stopped", text, signals=guard.stopped_by)

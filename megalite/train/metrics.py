@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from megalite.checkpoint.progress import Progress
+from megalite.data.samples import Samples
 from megalite.optim.interface import rate_of
 from megalite.parallel.gradients import parameter_norm
 from megalite.plan.size import flops_per_token
@@ -144,6 +146,18 @@ class Meter:
         }
         self._restart()
         return record if speed.mfu is None else {**record, "mfu": speed.mfu}
+
+
+def source_tokens(samples: Samples, progress: Progress) -> dict[str, float]:
+    """By source: how many of its tokens were read; empty if there is only one source."""
+    if len(samples.parts) < 2:
+        return {}
+    counts = samples.counts(progress.samples)
+    for ends in progress.left_out:
+        first, end = (samples.counts(min(index, progress.samples)) for index in ends)
+        counts = [count + before - after for count, before, after in zip(counts, first, end, strict=True)]
+    named = zip(samples.parts, counts, strict=True)
+    return {f"tokens/{part.path}": float(count * samples.sequence_length) for part, count in named}
 
 
 def peak_memory(device: torch.device) -> int:

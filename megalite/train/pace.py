@@ -18,7 +18,7 @@ from megalite.train.build import Job
 from megalite.train.metrics import Meter
 from megalite.train.order_costs import cluster_of_run
 from megalite.train.records import WARM_UP
-from megalite.train.report import Report
+from megalite.train.report import Silent
 
 STEPS = 100  # after so many of a start, or at its end, the comparison is made
 FEWEST = 3  # steps that a median is taken of
@@ -64,7 +64,7 @@ class Pace:
         self._retries = _retries(device)
 
     @staticmethod
-    def of(job: Job, first: int, report: Report) -> "Pace | None":
+    def of(job: Job, first: int, report: Silent) -> "Pace | None":
         """For a start at step `first`; None where no cluster is named or known, or nothing can be predicted."""
         device = job.mesh.device
         with _harmless(report):
@@ -76,7 +76,7 @@ class Pace:
             return Pace(prediction, first, device)
         return None
 
-    def stepped(self, step: int, batch: GlobalBatch, meter: Meter, report: Report) -> None:
+    def stepped(self, step: int, batch: GlobalBatch, meter: Meter, report: Silent) -> None:
         """Note the step that has just been taken; after the last of them, report the comparison."""
         if step > self._last:
             return
@@ -104,7 +104,7 @@ class Pace:
 
 
 @contextmanager
-def _harmless(report: Report) -> Iterator[None]:
+def _harmless(report: Silent) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever fails here, training goes on
@@ -116,7 +116,7 @@ def _retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
-def _tell(step: int, prediction: Prediction, measured: Measured, report: Report) -> None:
+def _tell(step: int, prediction: Prediction, measured: Measured, report: Silent) -> None:
     verdict, cause = judged(prediction, measured)
     text = (
         f"step time {seconds_text(measured.median)} (median of {len(measured.seconds)} steps up to step {step}), "

@@ -1,20 +1,25 @@
 """Writes a run's numbers to the console, metrics.jsonl, TensorBoard and Weights & Biases, under the same names."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.text import Text
 
+from megalite.checkpoint.outcomes import Failed, FailedLocally, LocalOff, Outcome, Saved, SavedLocally
+from megalite.checkpoint.progress import Progress
 from megalite.config.schema import Config
 from megalite.output import PATIENCE, Outlet, append
 from megalite.terminal import escaping
 from megalite.train.board import Board
+from megalite.train.guard import Guard, Judged
 from megalite.train.records import line_of, mend
 from megalite.train.stragglers import Straggler
 from megalite.train.wandb_run import WandbRun
@@ -48,7 +53,41 @@ SHOWN: dict[str, Callable[[float], str]] = {
 Record = dict[str, float]
 
 
-class Report:
+class Saves(Protocol):
+    """A source of news of saves, as `megalite.checkpoint.save.Saver` is."""
+
+    def news(self) -> list[Outcome]: ...
+
+
+class Silent:
+    """The report of ranks that do not report: nothing happens. `Report` says what each method reports."""
+
+    def say(self, text: str, style: str = "") -> None: ...
+
+    def stepped(self, step: int) -> None: ...
+
+    def record(self, step: int, values: Record) -> None: ...
+
+    def event(self, step: int, name: str, text: str, **details: Any) -> None: ...
+
+    def note(self, step: int, name: str, text: str, **details: Any) -> None: ...
+
+    def trouble(self, judged: Judged, jumps: bool) -> None: ...
+
+    def straggler(self, step: int, found: Straggler) -> None: ...
+
+    def rollback(self, judged: Judged, progress: Progress) -> None: ...
+
+    def evaluation_cut(self, step: int, asked: tuple[str, ...]) -> None: ...
+
+    def stopped(self, guard: Guard, start: Progress) -> None: ...
+
+    @contextmanager
+    def saves(self, step: int, saver: Saves) -> Iterator[None]:
+        yield
+
+
+class Report(Silent):
     """Reports a run from its one reporting rank; a context manager.
 
     `metrics.jsonl` is append-only: a `resumed` event invalidates the records after `first_step` of a killed run. A file
@@ -78,7 +117,7 @@ class Report:
         if self.wandb is not None:
             self.boards.append((Outlet("wandb"), self.wandb))
         self.sending = min(SENDING, config.train.timeout / 2)  # the watchdog is awake
-        self.progress = Progress(
+        self.progress = Bar(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -128,6 +167,73 @@ class Report:
         """Report what happened to the run at `step`: as text, and as details for programs."""
         self.note(step, name, text, **details)
         self.say(text, "yellow" if name in WARNINGS else "")
+
+    def trouble(self, judged: Judged, jumps: bool) -> None:
+        """Report a step that is not good, or whose gradients are much larger than those before."""
+        if judged.verdict == "good":
+            if jumps:
+                text = f"the gradient norm jumps: {judged}"
+                self.event(judged.step, "grad_norm_jump", text, grad_norm=judged.reading.norm)
+            return
+        self.event(
+            judged.step,
+            "bad_step" if judged.verdict == "bad" else "spike",
+            f"{'bad step' if judged.verdict == 'bad' else 'loss spike'}, {judged.answer}: {judged}",
+            samples=[judged.batch.first, judged.batch.end],
+            loss=judged.reading.loss,
+            grad_norm=judged.reading.norm,
+            parameters=judged.parameters,
+            answer=judged.answer,
+        )
+
+    def rollback(self, judged: Judged, progress: Progress) -> None:
+        """Report that a step was taken back, and the progress from which the run goes on."""
+        ranges = ", ".join(f"{first} to {end - 1}" for first, end in progress.left_out)
+        text = f"rolled back from step {judged.step} to {progress.step}; left out: samples {ranges}"
+        self.event(progress.step, "rollback", text, taken_back=judged.step, left_out=progress.left_out)
+
+    def evaluation_cut(self, step: int, asked: tuple[str, ...]) -> None:
+        """Report that an evaluation has no result. asked: the signals that asked the run to stop."""
+        text = f"the evaluation after step {step} is cut short by {' and '.join(asked)}, and left out"
+        self.event(step, "evaluation_cut", text, signals=asked)
+
+    def stopped(self, guard: Guard, start: Progress) -> None:
+        """Report that a run which began at `start` ends before its last step, as it was asked to."""
+        step, names = guard.progress.step, " and ".join(guard.stopped_by)
+        saved = f"after step {step}, which is saved" if step > start.step else "before the first step"
+        text = f"stopped by {names} {saved}; the same command continues"
+        self.event(step, "stopped", text, signals=guard.stopped_by)
+
+    @contextmanager
+    def saves(self, step: int, saver: Saves) -> Iterator[None]:
+        """On leaving, in whatever way, report the saves that have ended."""
+        try:
+            yield
+        finally:
+            for news in saver.news():
+                self._save(step, news)
+
+    def _save(self, step: int, news: Outcome) -> None:
+        match news:
+            case Failed():
+                text = f"the checkpoint of step {news.step} could not be written: {news.error}"
+                self.event(step, "save_failed", text, checkpoint=news.step, error=news.error)
+            case FailedLocally():
+                text = f"the local checkpoint of step {news.step} could not be written: {news.error}"
+                self.event(step, "save_local_failed", text, checkpoint=news.step, error=news.error)
+            case LocalOff():
+                self.event(step, "local_off", news.error, error=news.error)
+            case SavedLocally():
+                copies = f", and {news.replicas} copy on another node" if news.replicas else ""
+                text = f"saved locally: step {news.step}, {scaled(news.bytes, 'B')}{copies} in {news.seconds:.1f} s"
+                size = {"bytes": news.bytes, "seconds": news.seconds, "replicas": news.replicas}
+                self.event(step, "saved_local", text, checkpoint=news.step, path=str(news.path), **size)
+            case Saved():
+                text = f"saved {news.path}: {scaled(news.bytes, 'B')} in {news.seconds:.1f} s"
+                size = {"bytes": news.bytes, "seconds": news.seconds}
+                self.event(step, "saved", text, checkpoint=news.step, path=str(news.path), **size)
+                for problem in news.problems:
+                    self.event(step, "save_problem", problem, checkpoint=news.step, problem=problem)
 
     def straggler(self, step: int, found: Straggler) -> None:
         """Report a slow rank, to the supervisor too."""

@@ -38,18 +38,18 @@ from megalite.dist.start import run_rank, start
 from megalite.dist.watchdog import watched
 from megalite.exit_codes import ExitCode
 from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
-from megalite.plan.batches import samples_after
+from megalite.plan.batches import GlobalBatch, samples_after
 from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
 from megalite.planner.stages import Timer
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.folder import Folder
 from megalite.train.guard import Requests
-from megalite.train.loop import Batches, train
-from megalite.train.metrics import CONVENTION
+from megalite.train.loop import Batches, Follower, train
+from megalite.train.metrics import CONVENTION, Meter
 from megalite.train.order_costs import cluster_of_run, schedule_text, searched_order, shared_costing
 from megalite.train.pace import Pace
 from megalite.train.recompute_costs import plan_for
-from megalite.train.report import Report
+from megalite.train.report import Report, Silent
 from megalite.train.sources import as_remembered, open_samples
 from megalite.train.starts import record_start
 from megalite.train.stragglers import Stragglers
@@ -144,11 +144,11 @@ def _train(
             if rank_info.rank == 0:
                 warn(problem)
         compares = mesh.layout.world_size > 1
-        stragglers = Stragglers(mesh, job.clock, nodes) if compares else None
+        followers = [naming(Stragglers(mesh, job.clock, nodes))] if compares else []
         timing = job.clock.running() if compares else nullcontext()
         if rank_info.rank != 0:
             with timing:
-                return train(job, batches, progress, saver, reload, None, None, stragglers)
+                return train(job, batches, progress, saver, reload, Silent(), followers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
             record_start(folder.path, config, devices, progress, searched_order(job))
@@ -156,12 +156,23 @@ def _train(
             if progress.step < config.train.steps:
                 announce(report, job, batches, progress)
             pace = Pace.of(job, progress.step, report)
+            followers += [pace.stepped] if pace is not None else []
             with timing:
-                code = train(job, batches, progress, saver, reload, report, pace, stragglers)
+                code = train(job, batches, progress, saver, reload, report, followers)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
                 report.event(report.step, "done", text)
             return code
+
+
+def naming(stragglers: Stragglers) -> Follower:
+    """A follower of the loop that reports slow ranks."""
+
+    def follow(step: int, _: GlobalBatch, meter: Meter, report: Silent) -> None:
+        for found in stragglers.stepped(meter.latest_wait):
+            report.straggler(step, found)
+
+    return follow
 
 
 def check_and_keep(config: Config, folder: Folder, tick: Callable[[], None]) -> Checked:

@@ -227,7 +227,9 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
     def save(progress: Progress, shared: bool) -> None:
         events.append(f"save {progress.step}")
 
-    saver: Any = SimpleNamespace(save=save, settle=lambda: None, news=list, finish=lambda: None, wrote=None)
+    saver: Any = SimpleNamespace(
+        save=save, settle=lambda: None, news=list, finish=lambda: None, wrote=None, local=False
+    )
     with (
         _job(config) as (job, _),
         patch("megalite.train.loop.train_step", launch),

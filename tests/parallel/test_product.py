@@ -1,34 +1,40 @@
 """Other matrix products take the place of PyTorch's, and weights that are not trained get no gradients."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from ranks import Ranks
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from toy_jobs import advance, config_of, make, one_rank
 
 from megalite.checkpoint.state import State
+from megalite.config.errors import InputError
 from megalite.config.layout import Layout
+from megalite.config.rules.train import train_rules
 from megalite.dist.mesh import Mesh
-from megalite.parallel.product import Plain
-from megalite.parallel.tensor import ColumnLinear, columns, split_backward
+from megalite.parallel.product import PLAIN, Plain, Prepared
+from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
 from megalite.plan.roles import UP
+from megalite.train.build import Job, build_product
 
 
 class Apart(Plain):
     """Products that tell apart which of the three was taken."""
 
-    def forward(self, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
         return 2 * super().forward(x, weight, factor)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
         return 3 * super().input_gradient(grad, weight, None, factor) + (0 if total is None else total)
 
-    def weight_gradient(self, grad: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+    def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
         return 5 * super().weight_gradient(grad, x, factor)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def mesh() -> Iterator[Mesh]:
     with one_rank():
         found = Mesh.build(Layout(), torch.device("cpu"))
@@ -88,6 +94,114 @@ def test_a_weight_that_is_not_trained_gets_no_gradient(puts_off: bool, mesh: Mes
     assert torch.equal(of_weights[1], second)
 
 
+class Narrow:
+    """Products in bfloat16 of float32 or float64: an input is cast once, and kept as it was cast."""
+
+    casts = 0
+
+    def prepare(self, x: Tensor) -> Prepared:
+        type(self).casts += 1
+        size = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-9).log2().floor().exp2()  # exact in any layout
+        return (x / size).bfloat16(), size
+
+    def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
+        return PLAIN.forward((self._wide(x, weight),), weight, factor)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
+        return PLAIN.input_gradient(grad, weight, total, factor)
+
+    def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
+        return PLAIN.weight_gradient(grad, (self._wide(x, grad),), factor)
+
+    def _wide(self, x: Prepared, like: Tensor) -> Tensor:
+        narrow, size = x
+        return narrow.to(like.dtype) * size
+
+
+NARROW = Narrow()
+METHODLESS = object()
+
+
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_an_input_is_prepared_once_for_all_that_share_it_and_kept_like_that(puts_off: bool, mesh: Mesh) -> None:
+    made = layers(mesh)
+    use_product(torch.nn.ModuleList(made), NARROW)
+    gradients = split_backward(torch.nn.ModuleList(made))
+    x, casts, saved = torch.arange(24, dtype=torch.float64).reshape(3, 2, 4) / 7, Narrow.casts, []
+    x.requires_grad_()
+    with saved_tensors_hooks(lambda tensor: (saved.append((tensor.dtype, tensor.shape)), tensor)[1], lambda kept: kept):
+        outputs = columns(x, made, mesh.tp.get_group())
+    loss = sum(y.square().sum() for y in outputs)
+    if puts_off:
+        with gradients.put_off() as waiting:
+            loss.backward()
+        with torch.no_grad():
+            for make_gradients in waiting:
+                make_gradients()
+    else:
+        loss.backward()
+    assert Narrow.casts == casts + 1
+    assert (torch.bfloat16, (3, 2, 4)) in saved
+    assert (torch.float64, (3, 2, 4)) not in saved
+    cast = NARROW._wide(NARROW.prepare(x.detach()), x)
+    for layer, y in zip(made, outputs, strict=True):
+        weight = layer.weight.to_local().detach()
+        assert torch.equal(y, cast @ weight.t())
+        assert layer.weight.grad is not None
+        expected = (2 * y.detach()).flatten(0, 1).t() @ cast.flatten(0, 1)
+        torch.testing.assert_close(layer.weight.grad.to_local(), expected)
+
+
+def trained_by(product: str, layout: Layout, schedule: str = "1f1b") -> list[float]:
+    config = config_of(layout, schedule=schedule)
+    return advance(make(replace(config, train=replace(config.train, product=product))), 0, 3)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_key_chooses_the_product_of_every_layer() -> None:
+    job = make(config_of(Layout()))
+    assert {module.product for module in linears_of(job)} == {PLAIN}
+    config = config_of(Layout())
+    job = make(replace(config, train=replace(config.train, product=f"{__name__}:NARROW")))
+    assert {module.product for module in linears_of(job)} == {NARROW}
+    assert len(linears_of(job)) == 2 * 7
+
+
+def linears_of(job: Job) -> list[Linear]:
+    return [module for stage in job.stages.values() for module in stage.layers.modules() if isinstance(module, Linear)]
+
+
+def test_all_layouts_train_alike_with_another_product(ranks: Ranks) -> None:
+    with one_rank():
+        plain, expected = (trained_by(name, Layout()) for name in ("plain", f"{__name__}:NARROW"))
+    assert expected != plain
+    for layout, schedule in ((Layout(dp_shard=2, tp=2, cp=2), "1f1b"), (Layout(pp=2, dp_shard=2, tp=2), "zb_h1")):
+        for found in ranks.run(trained_by, f"{__name__}:NARROW", layout, schedule):
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("no_such_module:THING", "cannot be imported: No module named 'no_such_module'"),
+        (f"{__name__}:THING", "cannot be imported: module '.*' has no attribute 'THING'"),
+        (f"{__name__}:METHODLESS", r"has no prepare\(\), which megalite.parallel.product.Product describes"),
+    ],
+)
+def test_a_product_that_is_none_is_refused(name: str, rule: str) -> None:
+    config = config_of(Layout())
+    with pytest.raises(InputError, match=f'train.product = "{name}": {rule}; name an object'):
+        build_product(replace(config, train=replace(config.train, product=name)))
+
+
+@pytest.mark.parametrize("name", ["", "float8", "a:b:c", "a.:b", ":b", "a b:c", "/a:b"])
+def test_a_name_that_no_product_can_have_is_refused(name: str) -> None:
+    config = config_of(Layout())
+    (problem,) = train_rules(replace(config, train=replace(config.train, product=name)))
+    assert str(problem).startswith(f'train.product = "{name}": must be plain, or')
+
+
+@pytest.mark.usefixtures("mesh")
 def test_a_job_trains_what_is_to_be_trained_and_nothing_else() -> None:
     frozen = {"embed.weight", "layers.0.mlp.up.weight", "layers.0.attention_norm.weight"}
     job = make(config_of(Layout()))

@@ -24,6 +24,7 @@ from megalite.config.schema import Checkpoint, Config
 from megalite.train import cadence
 from megalite.train.cadence import FEWEST, WARM_UP, Automatic, decide
 from megalite.train.loop import Batches, train
+from megalite.train.report import Silent
 from megalite_launch.events import append_event
 from megalite_launch.goodput.learned import failure_rate, learned_interval
 
@@ -56,8 +57,8 @@ def test_more_failures_shorten_the_interval() -> None:
 def test_a_run_without_a_supervisor_has_survived_its_own_time() -> None:
     """Nobody writes attempts down there; a ceiling of 100 times a save's cost for good would cost a hundredth."""
     with one_rank(), patch.object(cadence, "interruptions", lambda *_: (0, 0.0)):
-        found = Automatic(make(automatic(100, Layout())), None)
-        found._saves.append(0.01)
+        found = Automatic(make(automatic(100, Layout())), Silent())
+        found._blocked.append(0.01)
         uptime = 1e7  # the clock counts from the machine's start
         found.begin(0, uptime)
         with patch.object(found, "_decide"):
@@ -117,14 +118,14 @@ def test_the_first_save_waits_for_no_interval(tmp_path: Path) -> None:
 def test_a_save_to_the_nodes_alone_is_told_and_moves_no_other() -> None:
     notes = Notes()
     with one_rank():
-        found = Automatic(make(automatic(100, Layout())), notes)  # type: ignore[arg-type]
+        found = Automatic(make(automatic(100, Layout())), notes)
         found.begin(0, 0.0)
         writer = SimpleNamespace(wrote=None)
         with patch.object(found, "_interval", 10), patch.object(found, "_decide", lambda step: None):
             for step, shared in ((4, False), (5, True)):
                 with found.saving(step, writer, shared):  # type: ignore[arg-type]
                     pass
-                assert found.due(14) == (not shared)
+                assert found.due(14, False).save == (not shared)
     assert [(step, name) for step, name, _ in notes.noted] == [(4, "saving_local"), (5, "saving")]
     assert all(details["blocked"] >= 0 for _, _, details in notes.noted)  # type: ignore[operator]
 
@@ -137,9 +138,9 @@ def test_what_was_kept_and_is_damaged_is_passed_over(text: str, tmp_path: Path) 
     notes = Notes()
     notes.path = tmp_path / "metrics.jsonl"
     with one_rank():
-        found = Automatic(make(automatic(6, Layout())), notes)  # type: ignore[arg-type]
-        assert not found.due(5)
-        assert found.due(6)
+        found = Automatic(make(automatic(6, Layout())), notes)
+        assert not found.due(5, False).save
+        assert found.due(6, False).save
 
 
 def test_steps_that_are_kept_by_their_number_are_saved_too(tmp_path: Path) -> None:
@@ -159,9 +160,9 @@ def _steps_saved(folder: str, config: Config) -> list[int]:
     """On a rank of many, of which only the first one reports; the others run at other speeds."""
     rank = dist.get_rank()
     job = make(config)
-    notes = Notes() if rank == 0 else None
-    if notes is not None:
-        notes.path = Path(folder) / "metrics.jsonl"
+    report = Notes() if rank == 0 else Silent()
+    if isinstance(report, Notes):
+        report.path = Path(folder) / "metrics.jsonl"
     reload = partial(restorer(job).newest, Path(folder) / "checkpoints", lambda _: None)
     saved: list[int] = []
 
@@ -176,7 +177,7 @@ def _steps_saved(folder: str, config: Config) -> list[int]:
             save(progress, shared)
 
         with patch.object(writer, "save", noted), patch.object(cadence, "learned_interval", jump):
-            train(job, Batches(Notebook(job), None), Progress(), writer, reload, notes)  # type: ignore[arg-type]
+            train(job, Batches(Notebook(job), None), Progress(), writer, reload, report)
     return saved
 
 

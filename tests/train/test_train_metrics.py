@@ -13,8 +13,7 @@ from megalite.config.layout import Layout
 from megalite.data.order import mixture, mixture_counts
 from megalite.plan.batches import GlobalBatch
 from megalite.train.guard import Judged
-from megalite.train.loop import source_tokens
-from megalite.train.metrics import Meter, peak_flops, throughput
+from megalite.train.metrics import Meter, peak_flops, source_tokens, throughput
 from megalite.train.vital_signs import Reading
 
 

@@ -52,9 +52,10 @@ def trained(config: Config, folder: Path) -> Notes:
     with one_rank():
         job, notes = make(config), Notes()
         batches, reload = Batches(Notebook(job), Notebook(job)), partial(restorer(job).newest, folder, notes.say)
-        pace = Pace.of(job, 0, notes)  # type: ignore[arg-type]
+        pace = Pace.of(job, 0, notes)
+        followers = [pace.stepped] if pace is not None else []
         with saver(job, folder) as writer:
-            notes.code = train(job, batches, Progress(), writer, reload, notes, pace)  # type: ignore[arg-type]
+            notes.code = train(job, batches, Progress(), writer, reload, notes, followers)
     return notes
 
 

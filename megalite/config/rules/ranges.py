@@ -59,6 +59,7 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "train.steps": 1,
     "train.recompute_every": 1,
     "train.recompute_budget": (1e-6, GIB),
+    "train.gc_interval": 0,
     "train.max_bad_steps": 0,
     "train.rollback_skip": 1,
     "train.spike_window": 8,

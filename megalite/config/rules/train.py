@@ -1,5 +1,6 @@
 """Rules of the train section: what is recomputed in backward and offloaded, and what rollbacks need."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -7,6 +8,7 @@ from megalite.config.errors import Problem
 from megalite.config.schema import Config, Train
 
 TOKENS = (1 << 63) - 1
+PRODUCT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def train_rules(config: Config) -> Iterator[Problem]:
@@ -14,6 +16,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _recompute(config.train)
     yield from _rollback(config)
     yield from _deterministic(config)
+    yield from _product(config.train)
     yield from _export(config)
     yield from _at(config)
     yield from _local(config)
@@ -71,6 +74,12 @@ def _local(config: Config) -> Iterator[Problem]:
     if local is not None and not (local.path.startswith("/") and local.path.isprintable()):
         rule = "must be an absolute path of printable characters, as every node looks for it by itself"
         yield Problem("checkpoint.local.path", rule, "use /dev/shm, or a folder on a disk of each node", local.path)
+
+
+def _product(train: Train) -> Iterator[Problem]:
+    if train.product != "plain" and not PRODUCT.fullmatch(train.product):
+        rule = "must be plain, or the module and the name of an object: MODULE:OBJECT"
+        yield Problem("train.product", rule, "use plain, for PyTorch's products", train.product)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

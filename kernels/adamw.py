@@ -272,8 +272,8 @@ def _zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     zeros = torch.zeros_like(_local(tensor), dtype=dtype)
     if not isinstance(tensor, DTensor):
         return zeros
-    geometry = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(zeros, tensor.device_mesh, tensor.placements, run_check=False, **geometry)
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(zeros, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local(tensor: Tensor) -> Tensor:

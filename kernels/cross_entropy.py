@@ -353,7 +353,8 @@ def cross_entropy(
     w classes. vocabulary: the number of classes, by default w times the ranks; classes from there on are padding.
     All ranks return the same sum, after one collective. Backward may run only once and needs no collective.
     """
-    labels = labels_of(*logits.shape, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
+    rows, width = logits.shape
+    labels = labels_of(rows, width, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     if not use_triton(backend, logits.device):
         return _Torch.apply(logits, targets, group, labels)
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:

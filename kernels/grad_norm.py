@@ -98,7 +98,7 @@ def grad_norm(
         squares = _op(chosen)
     else:
         wide = reduce(torch.promote_types, (grad.dtype for grad in chosen), torch.float32)
-        squares = torch.stack(torch._foreach_norm(chosen, dtype=wide)).double().square().sum()
+        squares = torch.stack(torch._foreach_norm(list(chosen), dtype=wide)).double().square().sum()
     for group in groups:
         dist.all_reduce(squares, group=group)
     return squares.sqrt().to(wide_dtype(grads[0].dtype))

@@ -143,7 +143,8 @@ def tables(
     """Both tables for the kernels, and the strides of these and of the positions by token and by sequence."""
     cos, sin = cos.contiguous(), sin.contiguous()
     by_item = cos.stride(1) if cos.shape[1] > 1 else 0
-    return (cos, sin), (cos.stride(0), by_item, *((0, 0) if positions is None else positions.stride()))
+    at, item = (0, 0) if positions is None else positions.stride()
+    return (cos, sin), (cos.stride(0), by_item, at, item)
 
 
 def block(x: Tensor) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -43,7 +43,18 @@ from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 from megalite_kernels.swiglu import reference as swiglu_reference
 
 EPS = 1e-5  # of norms
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+class AdamWOptions(TypedDict):
+    """Hyperparameters of AdamW, by the names that torch.optim.AdamW has for them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+ADAMW: AdamWOptions = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 APART = ("forward", "backward")
 WHOLE = "whole"  # forward and backward together, or all there is of an op without backward
 
@@ -126,7 +137,11 @@ def _qk_norm_rope_reference(
 
 def _adamw_reference(*lists: list[Tensor]) -> list[list[Tensor]]:
     """Weights and moments; the last list counts updates."""
-    updated = [adamw_reference(*tensors, STEP + 1, **ADAMW) for tensors in zip(*lists[:-1], strict=True)]
+    weights, grads, firsts, seconds, _ = lists
+    updated = [
+        adamw_reference(weight, grad, first, second, STEP + 1, **ADAMW)
+        for weight, grad, first, second in zip(weights, grads, firsts, seconds, strict=True)
+    ]
     return [list(tensors) for tensors in zip(*updated, strict=True)]
 
 

@@ -61,7 +61,7 @@ class Inputs:
     """Arguments of an op: leaves, of which gradients are wanted, then constants; and gradients of its results."""
 
     leaves: Mapping[str, Tensor]
-    constants: Sequence[Tensor | list[Tensor]]
+    constants: Sequence[Any]  # tensors; lists of tensors for ops that take many at once
     grads: Sequence[Tensor]
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -90,7 +91,7 @@ def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tenso
     if variant.kind == LIGER and not has_liger():
         return "not installed", None
     inputs.restore()
-    run = attempt(lambda: variant.bind(inputs))
+    run = attempt(partial(variant.bind, inputs))
     if isinstance(run, str):
         return run, None
     if not variant.compared:
@@ -126,32 +127,31 @@ def _excesses(run: Run, inputs: Inputs, exact: Sequence[Tensor], rounded: tuple[
 
 def _timed(case: Case, part: str, inputs: Inputs, candidates: Sequence[_Candidate], gpu: Gpu, rounds: int) -> list[Row]:
     """Rows of one part of the work."""
-    takers = [one for one in candidates if one.run is not None and (one.variant.compared or part == WHOLE)]
-    restores = any(one.variant.overwrites for one in takers)
-    calls = {one.variant.name: _call(one, part, inputs, restores) for one in takers}
-    warm = {name: attempt(lambda call=call: warm_up(call, gpu)) for name, call in calls.items()}
+    takers = [(one, one.run) for one in candidates if one.run is not None and (one.variant.compared or part == WHOLE)]
+    restores = any(one.variant.overwrites for one, _ in takers)
+    calls = {one.variant.name: _call(one.variant, run, part, inputs, restores) for one, run in takers}
+    warm = {name: attempt(partial(warm_up, call, gpu)) for name, call in calls.items()}
     ready = {name: each for name, each in warm.items() if isinstance(each, Warm)}
     times = spreads({name: calls[name] for name in ready}, ready, gpu, rounds) if ready else {}
     rows = []
-    for one in takers:
-        name, row = one.variant.name, replace(one.row, part=part)
-        if name in ready:
+    for one, _ in takers:
+        name, row, outcome = one.variant.name, replace(one.row, part=part), warm[one.variant.name]
+        if isinstance(outcome, str):
+            row = replace(row, status=outcome)
+        else:
             row = replace(
                 row,
                 seconds=times[name],
-                host_seconds=ready[name].host,
-                peak_bytes=ready[name].peak,
+                host_seconds=outcome.host,
+                peak_bytes=outcome.peak,
                 moved_bytes=case.moved.get(part),
             )
-        else:
-            row = replace(row, status=warm[name])
         rows.append(row)
     return rows
 
 
-def _call(candidate: _Candidate, part: str, inputs: Inputs, restores: bool) -> Call:
-    """What is timed of an implementation: backward alone is prepared by forward."""
-    variant, run = candidate.variant, candidate.run
+def _call(variant: Variant, run: Run, part: str, inputs: Inputs, restores: bool) -> Call:
+    """The timed part of an implementation: backward alone is prepared by forward."""
     leaves = list(inputs.leaves.values())
 
     def restore() -> None:

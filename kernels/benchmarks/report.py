@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from math import inf
+from typing import Any, Protocol
 
 from megalite_kernels.benchmarks.cases import WHOLE
 from megalite_kernels.benchmarks.measure import NO_SUCH_KERNEL, Row
+from megalite_kernels.benchmarks.timing import Spread
 from megalite_kernels.benchmarks.variants import COMPILED, EAGER, LIGER, MATMULS, OURS
 
 SHARES = {  # of the bandwidth of a copy, at least
@@ -38,7 +40,21 @@ class Summary:
     targets: dict[str, str]
 
 
-def share_of_copy(row: Row, copy: float) -> float | None:
+class Timed(Protocol):
+    """A measured row of any kind."""
+
+    @property
+    def seconds(self) -> Spread | None: ...
+    @property
+    def moved_bytes(self) -> int | None: ...
+
+
+def median(row: Timed) -> float:
+    """The median of a row's seconds; infinite for a row without times."""
+    return inf if row.seconds is None else row.seconds.median
+
+
+def share_of_copy(row: Timed, copy: float) -> float | None:
     """Of a copy's bytes per second, how many these would be if no more were moved than must be."""
     return row.moved_bytes / row.seconds.median / copy if row.moved_bytes and row.seconds else None
 
@@ -53,10 +69,10 @@ def _summary(ours: Row, rows: Sequence[Row], copy: float) -> Summary:
     for kind in OTHERS:
         timed = [row for row in of_op if (row.kind, row.part) == (kind, ours.part) and row.seconds]
         if timed:
-            fastest[kind] = min(timed, key=lambda row: row.seconds.median)
+            fastest[kind] = min(timed, key=median)
     ratios = {}
     if ours.seconds:
-        ratios = {kind: ours.seconds.median / row.seconds.median for kind, row in fastest.items()}
+        ratios = {kind: ours.seconds.median / median(row) for kind, row in fastest.items()}
     share = share_of_copy(ours, copy)
     targets = {}
     if (ours.op, ours.part) in SHARES:
@@ -73,7 +89,7 @@ def _summary(ours: Row, rows: Sequence[Row], copy: float) -> Summary:
 
 
 def _peak_below(ours: Row, other: Row | None) -> str:
-    if ours.peak_bytes is None or other is None:
+    if ours.peak_bytes is None or other is None or other.peak_bytes is None:
         return _at_most(ours, None, 1.0)
     return _verdict(ours.peak_bytes < other.peak_bytes)
 
@@ -113,7 +129,7 @@ def full_table(rows: Iterable[Row], copy: float) -> str:
         if seconds:
             spread = f"{number(seconds.p10, 1e6)}–{number(seconds.p90, 1e6)}"
         cells = [row.op, row.model, row.part, row.variant, *_measured(row, share_of_copy(row, copy)), spread]
-        cells += [number(seconds and seconds.rounds, 1, "{:.0f}"), number(row.host_seconds, 1e6)]
+        cells += [number(seconds.rounds if seconds else None, 1, "{:.0f}"), number(row.host_seconds, 1e6)]
         lines.append([*cells, number(row.peak_bytes, 2**-20), row.status])
     return table([*heads, "peak MiB", "result"], lines)
 

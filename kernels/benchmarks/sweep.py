@@ -111,7 +111,8 @@ def _swiglu(inputs: Inputs) -> Iterator[Pass]:
 def _cross_entropy(inputs: Inputs) -> Iterator[Pass]:
     """Both passes, without the merge of ranks' parts, which takes next to no time."""
     logits, targets = inputs.leaves["logits"].detach(), inputs.constants[0]
-    labels = labels_of(*logits.shape, targets, None, None, 0.0, 0.0, None, None)
+    rows, width = logits.shape
+    labels = labels_of(rows, width, targets, None, None, 0.0, 0.0, None, None)
     width, itemsize = labels.columns, logits.itemsize
     _, lses = launch_merge(launch_stats(logits, targets, labels)[None], targets, labels)
     scales = inputs.grads[0].expand(len(logits))
@@ -229,10 +230,11 @@ def _timed(one: Pass, trials: Sequence[Trial], gpu: Gpu, rounds: int) -> list[Tr
         finalists = _finalists(trials, found)
         final = {name: calls[name] for name in found if name in finalists}
         found |= spreads(final, {name: ready[name] for name in final}, gpu, rounds)
+    failed = {name: each for name, each in warm.items() if isinstance(each, str)}
     return [
         replace(
             trial,
-            status=trial.status if trial.name in ready else warm.get(trial.name, trial.status),
+            status=failed.get(trial.name, trial.status),
             seconds=found.get(trial.name),
             is_finalist=trial.name in finalists,
         )

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite_kernels.benchmarks.measure import AGREES
-from megalite_kernels.benchmarks.report import facts, number, share_of_copy, table
+from megalite_kernels.benchmarks.report import facts, median, number, share_of_copy, table
 from megalite_kernels.benchmarks.sweep import Trial
 
 
@@ -21,7 +21,7 @@ class Comparison:
         """The part of the shipped program's time that the best one saves."""
         if self.best is None or self.shipped.seconds is None:
             return None
-        return 1 - self.best.seconds.median / self.shipped.seconds.median
+        return 1 - median(self.best) / self.shipped.seconds.median
 
 
 def comparisons(trials: Iterable[Trial]) -> list[Comparison]:
@@ -29,7 +29,7 @@ def comparisons(trials: Iterable[Trial]) -> list[Comparison]:
     for of_pass in _passes(trials):
         shipped = next(trial for trial in of_pass if trial.is_shipped)
         finalists = [trial for trial in of_pass if trial.is_finalist]
-        found.append(Comparison(shipped, min(finalists, key=lambda trial: trial.seconds.median, default=None)))
+        found.append(Comparison(shipped, min(finalists, key=median, default=None)))
     return found
 
 
@@ -55,7 +55,7 @@ def _cells(trial: Trial | None, copy: float) -> list[str]:
     """Program, time, and share of a copy's bandwidth."""
     if trial is None:
         return ["–"] * 4
-    seconds = trial.seconds and trial.seconds.median
+    seconds = trial.seconds.median if trial.seconds else None
     share = number(share_of_copy(trial, copy), 100, "{:.0f}")
     return [str(trial.warps), str(trial.elements), number(seconds, 1e6), share]
 
@@ -64,7 +64,7 @@ def trial_table(trials: Iterable[Trial], copy: float) -> str:
     heads = ["op", "part", "width", "warps", "elements", "µs", "% of copy", "rounds", "result"]
     rows = []
     for trial in trials:
-        rounds = number(trial.seconds and trial.seconds.rounds, 1, "{:.0f}")
+        rounds = number(trial.seconds.rounds if trial.seconds else None, 1, "{:.0f}")
         result = trial.status + ", ships" * trial.is_shipped
         rows.append([trial.op, trial.part, str(trial.width), *_cells(trial, copy), rounds, result])
     return table(heads, rows)

@@ -12,9 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LEAST_ROUNDS = 10
 SECONDS = 6.0  # that all rounds of one group of calls may take, unless there would be fewer than the least
@@ -174,9 +176,13 @@ def copies(device: torch.device, sizes: Iterable[int]) -> dict[str, tuple[int, C
     for size in sizes:
         source = torch.randn(size // 2, dtype=torch.bfloat16, device=device)
         target = torch.empty_like(source)
-        found[f"copy of {size} bytes"] = 2 * size, Call(lambda _, s=source, t=target: t.copy_(s))
-        found[f"negation of {size} bytes"] = 2 * size, Call(lambda _, s=source, t=target: torch.neg(s, out=t))
+        found[f"copy of {size} bytes"] = 2 * size, _on(source, target.copy_)
+        found[f"negation of {size} bytes"] = 2 * size, _on(source, partial(torch.neg, out=target))
     return found
+
+
+def _on(source: Tensor, run: Callable[[Tensor], Tensor]) -> Call:
+    return Call(lambda _: run(source))
 
 
 def copy_bandwidths(gpu: Gpu, copies: Mapping[str, tuple[int, Call]], rounds: int) -> dict[str, float]:

@@ -116,15 +116,16 @@ def _bind_liger_rope(inputs: Inputs) -> Run:
 def _qk_norm_rope(
     q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    return tuple(qk_norm_rope(x, weight, cos, sin, EPS, backend=backend) for x, weight in ((q, of_q), (k, of_k)))
+    turn = partial(qk_norm_rope, cos=cos, sin=sin, eps=EPS, backend=backend)
+    return turn(q, of_q), turn(k, of_k)
 
 
 def _plain_qk_norm_rope(
     q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rounded once, as the reference."""
-    normal = [rms_norm_reference(x.float(), weight, EPS) for x, weight in ((q, of_q), (k, of_k))]
-    first, second = _rope(*normal, cos, sin, "torch")
+    normal_q, normal_k = rms_norm_reference(q.float(), of_q, EPS), rms_norm_reference(k.float(), of_k, EPS)
+    first, second = _rope(normal_q, normal_k, cos, sin, "torch")
     return first.to(q.dtype), second.to(k.dtype)
 
 
@@ -153,8 +154,7 @@ def _adamw(
 def _bind_torch_adamw(inputs: Inputs, compiled: bool) -> Run:
     """torch.optim.AdamW over the same states: its fused kernel, or its formula as torch.compile fuses it."""
     weights, grads, firsts, seconds, steps = inputs.constants
-    how = {"foreach": True, "capturable": True} if compiled else {"fused": True}
-    optimizer = torch.optim.AdamW(weights, **ADAMW, **how)
+    optimizer = torch.optim.AdamW(weights, **ADAMW, foreach=compiled, capturable=compiled, fused=not compiled)
     for weight, grad, first, second, step in zip(weights, grads, firsts, seconds, steps, strict=True):
         weight.grad = grad
         optimizer.state[weight] = {"step": step, "exp_avg": first, "exp_avg_sq": second}

@@ -12,8 +12,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.host_group import HostGroup
@@ -225,12 +228,16 @@ def _check(saver: Saver) -> None:
             raise InputError(f"--folder: {item.error}")
 
 
+def _result_of(save: Future[Any] | AsyncSaveResponse) -> Callable[[], object]:
+    """The call that waits until a checkpoint of torch.distributed.checkpoint is written."""
+    return save.result if isinstance(save, Future) else save.upload_completion.result
+
+
 def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
     """By way, for every asynchronous save: the seconds that training stands still, and all seconds lost.
 
     The first save of each way, which allocates memory, is left out.
     """
-    ways: dict[str, Callable[[Path, int], Callable[[], object]]] = {}
     apart = dist.new_group()  # its collectives run in a thread at the same time as training's
     stager = DefaultStager(StagingOptions(False, False, False, False))
     with bench.fresh_folder() as ours, bench.saver(ours, in_background=True) as saver:
@@ -240,21 +247,24 @@ def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
             return saver.finish
 
         def save_dcp(path: Path, step: int) -> Callable[[], object]:
-            return dcp.async_save(bench.tensors, checkpoint_id=path / str(step), process_group=apart).result  # type: ignore[union-attr]
+            save = dcp.async_save(bench.tensors, checkpoint_id=path / str(step), process_group=apart)
+            return _result_of(save)
 
         def save_kept(path: Path, step: int) -> Callable[[], object]:
             save = dcp.async_save(
                 bench.tensors, checkpoint_id=path / str(step), process_group=apart, async_stager=stager
             )
-            return getattr(save, "upload_completion", save).result
+            return _result_of(save)
 
-        ways = {"megalite": save_ours, "dcp": save_dcp} | ({"dcp, kept stager": save_kept} if KEPT_STAGER else {})
+        ways: dict[str, Callable[[Path, int], Callable[[], object]]] = {"megalite": save_ours, "dcp": save_dcp}
+        if KEPT_STAGER:
+            ways["dcp, kept stager"] = save_kept
         found: dict[str, dict[str, list[float]]] = {way: {"stall": [], "lost": []} for way in ways}
         for step in range(1, rounds + 2):
             for way, save in ways.items():
                 with bench.fresh_folder() as path:
                     alone = together(_work)
-                    stall, total = _while_training(lambda save=save, path=path, step=step: save(path, step))  # type: ignore[misc]
+                    stall, total = _while_training(partial(save, path, step))
                 if step > 1:
                     found[way]["stall"].append(stall)
                     found[way]["lost"].append(total - alone)

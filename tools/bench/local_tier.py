@@ -67,7 +67,7 @@ def measure_standstill(
     stood_still: the seconds of every save. seconds: of all. lost: of work, on average, in a crash at any moment, until
     what was complete before it. durable: how many saves have reached the shared folder.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     ways = {
         "shared": replace(rhythm, every=1),
         "shared, rarely": replace(rhythm, pause=rhythm.pause * rhythm.every, saves=-(-rhythm.saves // rhythm.every)),
@@ -97,10 +97,10 @@ def _train(saver: Saver, rhythm: Rhythm, locally: bool) -> dict[str, Any]:
             worked += rhythm.pause / LOOKS
             for item in saver.news():
                 durable += isinstance(item, Saved)
-                if isinstance(item, SavedLocally if locally else Saved):
-                    complete = max(complete, at[item.step])
-                elif not isinstance(item, Saved):
+                if not isinstance(item, Saved | SavedLocally):
                     raise InputError(f"--folder: {item.error}")
+                if isinstance(item, SavedLocally) == locally:
+                    complete = max(complete, at[item.step])
             lost += (worked - complete) / LOOKS
         at[step] = worked
         before = time.perf_counter()

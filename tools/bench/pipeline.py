@@ -286,8 +286,8 @@ def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, lis
 def _torch(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, list[nn.Parameter]]:
     toys = {number: Stage(sleeps[number], None) for number in table.stages_of(mesh.rank)}
     example = torch.empty(SIZE, requires_grad=True)
-    arguments = {"input_args": example, "output_args": example, "group": mesh.group("pp")}
-    stages = [PipelineStage(toy, number, table.stages, CPU, **arguments) for number, toy in toys.items()]
+    stage = partial(PipelineStage, input_args=example, output_args=example, group=mesh.group("pp"))
+    stages = [stage(toy, number, table.stages, CPU) for number, toy in toys.items()]
     several, m = table.stages > table.ranks, table.micro_batches
     loss = next(iter(toys.values())).loss
     schedule = TORCH[table.name](stages if several else stages[0], m, loss_fn=loss, scale_grads=False)

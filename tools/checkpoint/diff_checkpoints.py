@@ -18,7 +18,7 @@ def diff(options: argparse.Namespace, terminal: Terminal) -> tuple[dict[str, Any
     if not options.tolerance >= 0:
         raise InputError(f"--tolerance {options.tolerance}: must be 0 or more")
     a, b = (Checkpoint(find(path)[-1]) for path in (options.a, options.b))
-    names = choose(a.tensors | b.tensors, options.tensors)
+    names = choose({**a.tensors, **b.tensors}, options.tensors)
     keys = changed_keys(a.manifest.config, b.manifest.config)
     found = _compare(a, b, names)
     beyond = [name for name, apart in found.items() if not _within(apart, options.tolerance)]

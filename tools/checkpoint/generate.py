@@ -144,7 +144,7 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
     for warning in warnings:
         _warn(warning)
     if options.prompts is None and options.samples == 1 and options.out is None:
-        show(prompts[0].text)
+        show(prompts[0].text or "")
         stream(tokenizer, prompts[0], drawn)
     elif options.out is None:
         write_lines(prompts, options.samples, tokenizer, drawn, partial(print, end="", flush=True))

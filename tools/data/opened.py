@@ -83,7 +83,7 @@ def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.
                 raise InputError(f"{path}: reading it needs the package `zstandard`: pip install 'megalite[data]'")
             plain = io.BufferedReader(_ZstdFile(raw), BLOCK)
     if codecs.lookup(encoding).name == "utf-8":
-        return plain  # type: ignore[no-any-return]
+        return plain
     return io.BufferedReader(_Transcoded(plain, encoding), BLOCK)
 
 

@@ -35,9 +35,11 @@ def _next_cut(text: str, begin: int, tokenizer: Tokenizer) -> tuple[int, int] | 
             for match in islice(cut.finditer(text, begin, min(begin + SPAN, len(text) - WINDOW)), TRIES):
                 first, last = match.span()
                 # A tokenizer that puts a space before every text restores the space that is left out.
-                for cut in dict.fromkeys(((last, last), (first, first), (first, last))):
-                    if (match.group() != "\n" or cut[0] == cut[1]) and _changes_nothing(text, *cut, tokenizer):
-                        return cut
+                for end, following in dict.fromkeys(((last, last), (first, first), (first, last))):
+                    if match.group() == "\n" and end != following:
+                        continue
+                    if _changes_nothing(text, end, following, tokenizer):
+                        return end, following
         begin += SPAN
     return None
 

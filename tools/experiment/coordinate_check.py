@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -114,7 +115,7 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
             raise InputError("--control: compares with model.parametrization = standard, which is checked already")
         kinds.append("standard")
     widths = options.widths or (None if options.depths else (64, 128, 256, 512))
-    axes = (("width", widths, _wider), ("depth", options.depths, _deeper))
+    axes = (("width", widths or (), _wider), ("depth", options.depths or (), _deeper))
     for axis, points, changed in axes:
         for kind in kinds if points else ():
             model = replace(config.model, parametrization=kind)
@@ -137,7 +138,7 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
 def _wider(model: Model, width: int, options: argparse.Namespace) -> Model:
     """The model with another width, and with heads and feed-forward in proportion."""
     model = replace(model, head_width=model.head_size)
-    sizes = {"width": width}
+    sizes: dict[str, Any] = {"width": width}
     for name in ("heads", "kv_heads", "ffn") if options.grow == "heads" else ("head_width", "ffn"):
         full = getattr(model, name)
         sizes[name], rest = divmod(full * width, model.width)

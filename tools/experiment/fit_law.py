@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from megalite.config.files import check_output, write_object
 from megalite.entry import exit_code
 from megalite.experiment.fitting import MOST_SAMPLES
 from megalite.scaling.approach3 import fit3
-from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
 from megalite.scaling.record import record
 from megalite.scaling.settings import Settings
@@ -107,12 +105,12 @@ def _results(options: argparse.Namespace) -> Results:
 
 def _seconds(results: Results, settings: Settings) -> float:
     """Of one fit by approach 3."""
-    columns: Sequence[Array] = [
+    sizes, tokens, losses = (
         np.array([run.number(name) for run in results.done()]) for name in ("n_total", "tokens", "loss_valid")
-    ]
-    keep = np.sort(np.argsort(-columns[2], kind="stable")[settings.drop if isinstance(settings.drop, int) else 0 :])
+    )
+    keep = np.sort(np.argsort(-losses, kind="stable")[settings.drop if isinstance(settings.drop, int) else 0 :])
     before = time.process_time()
-    fit3(*(column[keep] for column in columns), settings.delta)
+    fit3(sizes[keep], tokens[keep], losses[keep], settings.delta)
     return time.process_time() - before
 
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from megalite.planner.ordering import costing_of
 from megalite.train.step import train_step
 
 COMMAND = "python -m megalite_tools.experiment.muon_traffic"
-MODES = ("zero1", "zero2", "zero3", "ddp")
+Mode = Literal["ddp", "zero1", "zero2", "zero3"]
+
+MODES: tuple[Mode, ...] = ("zero1", "zero2", "zero3", "ddp")
 
 
 class Sent(TorchDispatchMode):
@@ -80,7 +82,7 @@ def _report(options: argparse.Namespace) -> None:
         print(f"| {each.parallel.data.mode} | {m} | {numbers} | {mean / adamw:.3f} | {most / adamw:.3f} |", flush=True)
 
 
-def _cases(config: Config, modes: Sequence[str], micros: Sequence[int]) -> Iterator[Config]:
+def _cases(config: Config, modes: Sequence[Mode], micros: Sequence[int]) -> Iterator[Config]:
     """The configuration in each mode with each number of micro-batches. Raises InputError for what is automatic."""
     shards, size = config.parallel.dp_shard, config.batch.micro
     if not isinstance(shards, int) or not isinstance(size, int):

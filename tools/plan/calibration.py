@@ -46,7 +46,7 @@ class Runs:
         self.runs, self._cluster = runs, cluster
         by_gpu = Timer(cluster).costs  # runs that name no cluster have found theirs by the GPU's name
         self._plans: list[Plan] = [resolve(run.config, costing=costing_of(run.config) or by_gpu) for run in runs]
-        self._precisions = {run.config.train.precision for run in runs}
+        self._precisions: set[str] = {run.config.train.precision for run in runs}
 
     def cluster(self, factors: Mapping[str, float]) -> Cluster:
         return scaled(self._cluster, factors, self._precisions)
@@ -61,12 +61,12 @@ class Runs:
     def measured(self) -> numpy.ndarray:
         return numpy.log([run.seconds for run in self.runs])
 
-    def logs(self, names: Sequence[str], values: Sequence[float]) -> numpy.ndarray:
+    def logs(self, names: Sequence[str], values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
         """Logarithms of the predicted times, with these logarithms of factors."""
         factors = {name: exp(value) for name, value in zip(names, values, strict=True)}
         return numpy.log(self.predicted(self.cluster(factors)))
 
-    def slopes(self, names: Sequence[str], values: Sequence[float]) -> numpy.ndarray:
+    def slopes(self, names: Sequence[str], values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
         """How the logarithms of times depend on those of factors: [runs, figures]."""
         columns = []
         for at in range(len(names)):

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.config.errors import InputError, counted, listing
 from megalite.config.load import dump, files_and_overrides, load
@@ -36,6 +36,8 @@ from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.validate import check
 from megalite.config.yaml import read_mapping
 from megalite.plan.pipeline import micro_batches
+
+Device = Literal["cpu", "cuda"]
 
 OURS = "megalite"
 IMPLEMENTATIONS = (OURS, "transformers", "liger", "torchtitan")
@@ -55,7 +57,7 @@ RANKS_OF_REHEARSAL = 2  # at most
 class Target:
     """Where cases run: on GPUs, or tiny ones on a CPU to rehearse a plan."""
 
-    device: str
+    device: Device
     tiny: bool
 
 
@@ -165,7 +167,8 @@ def _case(fields: Any, models: Mapping[str, Mapping[str, Sequence[str]]], where:
     kinds = [key for key in ("implementation", "train", "command") if fields.get(key)]
     if len(kinds) != 1:
         raise InputError(f"{where}: must have one of implementation, train and command, and has {len(kinds)}")
-    case = Case(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    case = Case(**values)
     if case.command:
         return replace(case, command=tuple(tiny)) if target.tiny and tiny is not None else case
     if case.implementation and case.implementation not in IMPLEMENTATIONS:

@@ -29,6 +29,7 @@ from megalite.plan.size import model_parameters
 from megalite.stop import held_up, listen, restore, stop
 from megalite.train.records import WARM_UP, read_lines
 from megalite_launch.words import scaled
+from megalite_tools.bench.training.cases import Device
 
 MORE = WARM_UP + 5  # steps of the second start
 SEED = 0  # makes the tokens
@@ -95,7 +96,7 @@ class Save:
 
 
 def measure(
-    overrides: Sequence[str], folder: Path, device: str, steps: int, note: Callable[[dict[str, Any]], None]
+    overrides: Sequence[str], folder: Path, device: Device, steps: int, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Train for `steps` steps and resume for `MORE` further ones. Returns the figures of both starts.
 
@@ -131,7 +132,7 @@ def measure(
     return result
 
 
-def _config(overrides: Sequence[str], folder: Path, device: str) -> Config:
+def _config(overrides: Sequence[str], folder: Path, device: Device) -> Config:
     """The configuration of both starts, but for the number of steps and when to save."""
     config = load(*files_and_overrides(overrides))
     config.run.dir, config.run.name, config.run.device = str(folder), "run", device

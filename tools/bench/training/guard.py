@@ -102,15 +102,17 @@ class _Output:
     """Keeps the end of a program's output, and in a file its beginning."""
 
     def __init__(self, log: Path) -> None:
-        self._tail, self._room, self._log = bytearray(), 0, None  # type: ignore[var-annotated]
+        self._tail, self._room = bytearray(), 0
+        self._log: int | None = None
         with suppress(OSError):  # a link in its place, say, costs the log, not the case
             self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             self._room = LOGGED
 
     def add(self, chunk: bytes) -> None:
         self._tail = (self._tail + chunk)[-TAIL:]
-        with suppress(OSError):  # a full disk, as above
-            self._room -= os.write(self._log, chunk[: self._room]) if self._room else 0
+        if self._log is not None and self._room:
+            with suppress(OSError):  # a full disk, as above
+                self._room -= os.write(self._log, chunk[: self._room])
 
     def close(self) -> str:
         if self._log is not None:

@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from megalite_kernels import adamw, linear_cross_entropy
+from megalite_kernels.backend import Backend
+from megalite_kernels.benchmarks.cases import AdamWOptions
 from megalite_kernels.benchmarks.inputs import TINY, Model, fitting
 from megalite_kernels.benchmarks.timing import Call
 from megalite_kernels.benchmarks.variants import compile_for
@@ -32,7 +34,7 @@ BACKWARD_WORK = 2.5  # products of backward for each of forward: five, one of wh
 HEAD, TINY_HEAD = (8192, 4096, 128256), (32, 16, 64)  # tokens, width, vocabulary
 COMPILE_SECONDS = 15.0  # torch.compile may take so long for the loss
 PARAMETERS = Model("1B", LLAMAS["Llama 3.2 1B"], tokens=0, columns=0, layers=16, ranks=1)
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: AdamWOptions = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def attention(figures: Figures) -> None:
@@ -120,7 +122,7 @@ def cross_entropy(figures: Figures) -> None:
     x = torch.randn(tokens, width, dtype=torch.bfloat16, device=device).requires_grad_()
     weight = (torch.randn(vocabulary, width, device=device) * width**-0.5).bfloat16().requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device=device)
-    backend = "triton" if device.type == "cuda" else "torch"
+    backend: Backend = "triton" if device.type == "cuda" else "torch"
     ours = partial(linear_cross_entropy, backend=backend)
 
     def both(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, float]:
@@ -154,8 +156,8 @@ def optimizer(figures: Figures) -> None:
     weights = [torch.randn(size, device=device) for size in sizes]
     gradients = [torch.randn_like(weight) for weight in weights]
     elements = sum(weight.numel() for weight in weights)
-    for name, options in {"torch, fused": {"fused": True}, "torch, foreach": {"foreach": True}}.items():
-        figures.measure(name, partial(_torch_adamw, figures, weights, gradients, options, elements))
+    for name, fused in {"torch, fused": True, "torch, foreach": False}.items():
+        figures.measure(name, partial(_torch_adamw, figures, weights, gradients, fused, elements))
     figures.measure("megalite", partial(_our_adamw, figures, weights, gradients, [], elements))
     narrow = [weight.bfloat16() for weight in weights]
     name = "megalite, bf16 gradients and copies of weights"
@@ -163,21 +165,21 @@ def optimizer(figures: Figures) -> None:
 
 
 def _torch_adamw(
-    figures: Figures, weights: list[Tensor], gradients: list[Tensor], options: dict[str, bool], elements: int
+    figures: Figures, weights: list[Tensor], gradients: list[Tensor], fused: bool, elements: int
 ) -> dict[str, float]:
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
-    step = torch.optim.AdamW(weights, **ADAMW, **options).step
+    step = torch.optim.AdamW(weights, **ADAMW, fused=fused, foreach=not fused).step
     return _per_billion(figures, lambda: step(), elements)
 
 
 def _our_adamw(
     figures: Figures, weights: list[Tensor], gradients: list[Tensor], copies: list[Tensor], elements: int
 ) -> dict[str, float]:
-    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    firsts, seconds = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     steps = [torch.zeros((), device=figures.device) for _ in weights]
-    backend = "triton" if figures.device.type == "cuda" else "torch"
-    step = partial(adamw, weights, gradients, *moments, steps, copies=copies, **ADAMW, backend=backend)
+    backend: Backend = "triton" if figures.device.type == "cuda" else "torch"
+    step = partial(adamw, weights, gradients, firsts, seconds, steps, copies=copies, **ADAMW, backend=backend)
     return _per_billion(figures, step, elements)
 
 

@@ -74,8 +74,8 @@ def can_be_shown(row: Row) -> bool:
 def _head(head: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     lines = [f"- {key}: {_words(head[key])}" for key in ("command", "began", "until", "machine", "gpus") if key in head]
     commits = sorted({str(row["commit"]) for row in rows.values() if row.get("commit")})
-    told = next((row["versions"] for row in rows.values() if row.get("versions")), {})
-    lines += [f"- commit: {', '.join(commits)}"] * bool(commits) + [f"- versions: {_words(told)}"] * bool(told)
+    versions: Mapping[str, Any] = next((row["versions"] for row in rows.values() if row.get("versions")), {})
+    lines += [f"- commit: {', '.join(commits)}"] * bool(commits) + [f"- versions: {_words(versions)}"] * bool(versions)
     return "\n".join(lines) + "\n"
 
 
@@ -204,7 +204,7 @@ def _ratio(line: Mapping[str, Any], best: Mapping[str, Any]) -> str:
 
 def _name(row: Row) -> str:
     """An implementation with what is special about its settings."""
-    told, parts = row.get("settings", {}), [row.get("label", row["id"])]
+    told, parts = row.get("settings", {}), [str(row.get("label", row["id"]))]
     if row.get("implementation") == OURS:
         parts += [str(told["mode"])] if told.get("mode") else []
         parts += [f"kernels {told['kernels']}"] if told.get("kernels") in ("torch", "triton") else []

@@ -51,7 +51,7 @@ def build(case: Case, config: Config, device: torch.device) -> Runner:
     return PeerStep(model, sum_of_losses, config, device, autocast)
 
 
-def _shard(model: nn.Module, config: Config, device: torch.device) -> None:
+def _shard(model: Transformer, config: Config, device: torch.device) -> None:
     if config.model.tie_embeddings:  # torchtitan's own knows no tied weights
         shard(model, model.layers.values(), config, device)
         return

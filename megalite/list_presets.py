@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from megalite.config.errors import InputError
@@ -26,10 +27,10 @@ def run(args: argparse.Namespace) -> int:
         for name in args.arguments:
             print(known[name].read_text(encoding="utf-8"), end="")
         return 0
-    shown = []
-    for kind, known in shipped.items():
+    shown: list[tuple[str, RenderableType]] = []
+    for kind, group in shipped.items():
         rows = table("name", "what it is", text=("name", "what it is"))
-        for name, path in known.items():
+        for name, path in group.items():
             rows.add_row(Text(name), Text(purpose(path)))
         shown.append((f"{kind.capitalize()}s", rows))
     sections(console(), shown)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 from ranks import Ranks
+from wheel_install import install
 
 from megalite.config.layout import Layout
 from megalite.dist.mesh import Mesh
@@ -35,6 +36,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel is installed."""
+    return install(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def configured(call: quickstart.Program, ranks: int) -> Config:
 def test_every_program_is_called_in_its_turn(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quickstart"]) == 0
     assert [call[1] for call in calls] == PROGRAMS
+    assert all(callable(getattr(import_module(call[0]), call[1])) for call in calls)
     assert len([word for word in calls[0] if word.endswith(".py")]) > 100
     shown = capsys.readouterr().out
     assert all(f"\n{part}/6  " in shown for part in range(1, 7))

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-.PHONY: install quickstart wheel test test-oldest test-newest check bench soak sweep-kills corrupt layouts faults gpu clean
+.PHONY: install quickstart test test-fast test-oldest test-newest check docs wheel bench soak sweep-kills corrupt layouts faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -34,6 +34,10 @@ wheel: install
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Under three minutes on two cores: without what starts ranks, whole commands or Slurm (tests/conftest.py has the rule).
+test-fast: install
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not slurm and not soak"
+
 # With the lowest and the highest versions that pyproject.toml allows. Left out is what starts whole jobs over and over: kills, Slurm, the README.
 test-oldest: $(OLDEST)/installed
 test-newest: $(NEWEST)/installed
@@ -57,6 +61,17 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation as a site in build/site; a warning ends it.
+docs: $(VENV)/docs/installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
+
+# mkdocs reads the sources without importing them, so this needs no PyTorch.
+$(VENV)/docs/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/python -m pip install --upgrade 'pip>=25.1'
+	$(VENV)/docs/bin/python -m pip install --group docs
+	touch $@
 
 bench: install
 	$(BIN)/megalite-bench-step

@@ -26,6 +26,11 @@ from megalite.dist.mesh import Mesh
 
 LONGEST = ("launch", "soak", "test_readme.py", "test_layouts.py")  # folders and files of tests that take minutes
 
+# Folders and files that `make test-fast` leaves out, as it does all tests that use the eight ranks.
+SLOW = ("advice", "checkpoint", "cuda", "experiment", "gpu", "inference", "kernels", "launch", "soak", "tools", "train")
+SLOW += ("test_layouts.py", "test_readme.py", "test_verify.py")
+SLURM = tuple(f"launch/test_{name}slurm.py" for name in ("", "disk_full_", "supervisor_", "sweep_"))
+
 settings.register_profile("megalite", deadline=None, max_examples=50)
 settings.load_profile("megalite")
 
@@ -55,6 +60,14 @@ def alone() -> Iterator[Mesh]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no worker is left with it at the end."""
+    """Mark tests by their place, and let the longest come first, so that no worker is left with one at the end."""
     here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here)
+        if path.parts[0] in SLOW or "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+        if path.as_posix() in SLURM:
+            item.add_marker("slurm")
+        if path.parts[0] == "soak":
+            item.add_marker("soak")
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONGEST)

@@ -1,0 +1,40 @@
+"""Workflows and CONTRIBUTING name targets of the Makefile and files that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TARGETS = set(re.findall(r"^([a-z][a-z-]*)\b.*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_targets_of_the_makefile_alone(path: Path) -> None:
+    for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        if commands == ["make ${{ matrix.target }}"]:
+            commands = [f"make {each['target']}" for each in job["strategy"]["matrix"]["include"]]
+        assert commands, name
+        for command in commands:
+            assert command.split()[:-1] == ["make"], name
+            assert command.split()[-1] in TARGETS, name
+
+
+def test_the_lowest_python_that_is_tested_is_the_lowest_allowed() -> None:
+    lowest = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert lowest is not None
+    assert jobs["test-fast"]["strategy"]["matrix"]["python"][0] == lowest[1]
+
+
+def test_contributing_names_what_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= TARGETS
+    tour = text.partition("## A tour of the code")[2].partition("## Commands")[0]
+    folders = set(re.findall(r"`((?:configs|megalite|kernels|launch|tools|tests|docs)/[\w/.]*)`", tour))
+    assert len(folders) > 10
+    assert [folder for folder in folders if not (ROOT / folder).exists()] == []
+    assert [path for path in re.findall(r"pytest (tests/\S+)", text) if not (ROOT / path).exists()] == []

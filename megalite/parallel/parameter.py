@@ -70,7 +70,7 @@ def extra_state(stage: nn.Module) -> Iterator[Parameter]:
         yield from _with_roles(module, module.named_buffers(prefix, recurse=False))
 
 
-def _with_roles(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[Parameter]:
+def _with_roles(module: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[Parameter]:
     for name, value in named:
         assert isinstance(value, DTensor)
         shape = (getattr(module, "rows", value.shape[0]), *value.shape[1:])

@@ -89,6 +89,18 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """What the angles of a layer's queries and keys depend on, beside positions and the sequence's length.
+
+    width: features of a head. rotary_width: of these, the first ones, which turn.
+    """
+
+    rope: Rope
+    width: int
+    rotary_width: int
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """What a layer is made of. Layers of equal kind differ in nothing but their weights.
 
@@ -100,6 +112,11 @@ class LayerKind:
     feed_forward: SwiGLU
     norms: frozenset[Literal["before", "after"]]
     rope: Rope | None
+
+    @property
+    def rotation(self) -> Rotation | None:
+        heads = self.attention.heads
+        return None if self.rope is None else Rotation(self.rope, heads.width, heads.rotary_width)
 
 
 NORMS: dict[str, frozenset[Literal["before", "after"]]] = {"pre": frozenset(["before"]), "post": frozenset(["after"])}
@@ -117,6 +134,11 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
         Rope(model.rope_theta, model.rope_scaling),
     )
     return _kinds(model.layers, usual, attention.full_every, attention.nope_every)
+
+
+def rotations(model: Model) -> list[Rotation]:
+    """The rotations of all layers, each once."""
+    return list(dict.fromkeys(kind.rotation for kind in layer_kinds(model) if kind.rotation is not None))
 
 
 @lru_cache(maxsize=64)  # a search of layouts asks thousands of times

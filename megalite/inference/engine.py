@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.errors import InputError
-from megalite.config.layers import layer_kinds
+from megalite.config.layers import Rotation, layer_kinds, rotations
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Model, Parallel
 from megalite.dist.collectives import reduce_scatter, start_gather
@@ -20,7 +20,7 @@ from megalite.dist.mesh import Mesh
 from megalite.inference.cache import Cache, Next, Prompts
 from megalite.inference.flat import Stem, attention_of, flat, longest, scored_rows
 from megalite.model.decoder import Decoder
-from megalite.model.positions import TokenPositions, angles, least_alike
+from megalite.model.positions import Angles, TokenPositions, angles, least_alike, tables
 from megalite.plan.split import layers_of, split_of
 
 LOGITS = 1 << 26  # of a rank at a time, where those of all tokens are wanted
@@ -47,7 +47,8 @@ class Engine:
         self.decoder = Decoder(model, mesh.tp, self.layers, self.stage == 0, self.last)
         self.decoder.to(dtype).to_empty(device=mesh.device).requires_grad_(False)
         self.kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
-        self._angles = self._table(MOST_ANGLES)
+        self.rotations = rotations(model)
+        self._reach, self._tables = MOST_ANGLES, self._up_to(MOST_ANGLES)
 
     def cache(self, slots: int, capacity: int) -> Cache:
         """An empty cache. Raises InputError if there is no memory for it."""
@@ -85,10 +86,10 @@ class Engine:
         device = self.mesh.device
         index = self._there(at)
         padded = self._padded(tokens)
-        cos, sin, rows = self._angles_of([range(place, place + 1) for place in at], cache.lengths[: len(at)])
+        angles, rows = self._angles_of([range(place, place + 1) for place in at], cache.lengths[: len(at)])
         places = self._places(index if rows is None else rows, len(padded))
         slots = torch.arange(len(at), device=device)
-        positions = Next(cos, sin, {}, places, cache, tuple(at), index, slots)
+        positions = Next(angles, {}, places, cache, tuple(at), index, slots)
         x = self._activations(padded, positions)
         return None if x is None else self.decoder.answer(x)[: len(at), 0]
 
@@ -133,40 +134,48 @@ class Engine:
             dist.broadcast(found, group=self.mesh.group("pp"), group_src=self.mesh.layout.pp - 1)
         return found
 
-    def _angles_up_to(self, length: int) -> tuple[Tensor, Tensor]:
+    def _angles_up_to(self, length: int) -> dict[Rotation, Angles]:
         """Tables of angles for texts of `length` tokens, as they are in short texts."""
-        if length > len(self._angles[0]):
-            self._angles = self._table(2 * length)
-        return self._angles
+        if length > self._reach:
+            self._reach, self._tables = 2 * length, self._up_to(2 * length)
+        return self._tables
 
-    def _table(self, length: int) -> tuple[Tensor, Tensor]:
+    def _up_to(self, length: int) -> dict[Rotation, Angles]:
         positions = torch.arange(min(length, self.model.sequence_length), device=self.mesh.device)
-        return angles(self.model, positions, self.dtype, 0)
+        return tables(self.model, positions, self.dtype, 0)
+
+    def _least_alike(self, length: int) -> tuple[int, ...]:
+        """By rotation: the length of the shortest texts that have the same angles as those of `length` tokens."""
+        return tuple(least_alike(rotation.rope.scaling, length) for rotation in self.rotations)
 
     def alike(self, stem: Stem) -> list[Stem]:
         """The stem, divided where the lengths of its texts give their beginning different angles."""
         lengths = {len(stem.tokens) + len(branch) - 1 for branch in stem.branches}
-        if len({least_alike(self.model.rope_scaling, length) for length in lengths}) <= 1:
+        if len({self._least_alike(length) for length in lengths}) <= 1:
             return [stem]
         return [Stem(stem.tokens, [branch]) for branch in stem.branches]
 
-    def _angles_of(self, runs: Sequence[range], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _angles_of(self, runs: Sequence[range], lengths: Sequence[int]) -> tuple[dict[Rotation, Angles], Tensor | None]:
         """Tables of angles, and the row there of every position of `runs`; None: that of its number.
 
         lengths: of the texts that these are positions of.
         """
-        found = [least_alike(self.model.rope_scaling, length) for length in lengths]
-        if not any(found):
-            return *self._angles_up_to(max(run.stop for run in runs)), None
+        found = [self._least_alike(length) for length in lengths]
+        if not any(map(any, found)):
+            return self._angles_up_to(max(run.stop for run in runs)), None
         order = sorted(range(len(runs)), key=found.__getitem__)  # equal ones become neighbours
-        tables = []
-        for length, numbers in groupby(order, found.__getitem__):
+        made = []
+        for alike, numbers in groupby(order, found.__getitem__):
             places = self._there([place for number in numbers for place in runs[number]])
-            tables.append(angles(self.model, places, self.dtype, length))
+            each = zip(self.rotations, alike, strict=True)
+            made.append([angles(rotation, places, self.dtype, length) for rotation, length in each])
         starts = dict(zip(order, accumulate((len(runs[number]) for number in order), initial=0), strict=False))
         rows = [starts[number] + offset for number, run in enumerate(runs) for offset in range(len(run))]
-        cos, sin = map(torch.cat, zip(*tables, strict=True))
-        return cos, sin, self._there(rows)
+        joined = dict[Rotation, Angles]()
+        for rotation, parts in zip(self.rotations, zip(*made, strict=True), strict=True):
+            cos, sin = map(torch.cat, zip(*parts, strict=True))
+            joined[rotation] = cos, sin
+        return joined, self._there(rows)
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
         padded = [*tokens, *[0] * (-len(tokens) % self.mesh.layout.tp)]
@@ -194,9 +203,9 @@ class Engine:
         tokens = self._padded([token for text in texts for token in text.tokens])
         at = self._there([place for text in texts for place in range(text.at, text.end)])
         attends = {kind: attention_of(texts, len(tokens), kind, device) for kind in self.kinds}
-        cos, sin, rows = self._angles_of([range(text.at, text.end) for text in texts], lengths or longest(texts))
+        angles, rows = self._angles_of([range(text.at, text.end) for text in texts], lengths or longest(texts))
         places = self._places(at if rows is None else rows, len(tokens))
-        return tokens, Prompts(cos, sin, attends, places, cache, slots, at)
+        return tokens, Prompts(angles, attends, places, cache, slots, at)
 
     def _activations(self, x: Tensor, positions: TokenPositions) -> Tensor | None:
         """What the last layer of all makes of tokens `[s, 1]`: `[s/t, 1, d]`, on the last stage."""

@@ -27,46 +27,42 @@ class HeadNorm(nn.Module):
         self.roles = {"weight": roles.HEAD_NORM}
         self.weight = parameter((width,), tp, Replicate())
         self.eps = eps
-        self.rotary = rotary
         self.norm = Cheap(partial(qk_norm_rope if rotary else rms_norm, backend=kernels.rope))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turns = (cos, sin) if self.rotary else ()
-        return self.norm(x, whole(self.weight), *turns, self.eps)
+    def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
+        return self.norm(x, whole(self.weight), *angles, self.eps)
 
 
 class AllHeadsNorm(nn.Module):
     """The norm of all query or key heads of a token together, split over tp, and their rotation if they have one."""
 
-    def __init__(
-        self, weight: Weight, head_size: int, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels
-    ) -> None:
+    def __init__(self, weight: Weight, head_size: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.roles = {"weight": weight.role}
         self.weight = parameter(weight.shape, tp, Shard(0))
-        self.head_size, self.eps, self.rotary = head_size, eps, rotary
+        self.head_size, self.eps = head_size, eps
         self.group = tp.get_group()
         self.rms_norm = partial(rms_norm, backend=kernels.rms_norm)
         self.rope = partial(rope, backend=kernels.rope)
         self.alone, self.scaled = Cheap(self._alone), Cheap(self._scaled)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
         weight, x = part(self.weight), x.flatten(2)
         if self.group.size() == 1:
-            return self.alone(x, weight, cos, sin)
+            return self.alone(x, weight, *angles)
         normal, inverse = split_rms_norm(x, weight, self.eps, self.group)
         # Recompute is given r, so it does not sum over ranks again.
-        return self.scaled.remember(self._turned(normal, cos, sin), x, inverse, weight, cos, sin)
+        return self.scaled.remember(self._turned(normal, *angles), x, inverse, weight, *angles)
 
-    def _alone(self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._turned(self.rms_norm(x, weight, self.eps), cos, sin)
+    def _alone(self, x: Tensor, weight: Tensor, *angles: Tensor) -> Tensor:
+        return self._turned(self.rms_norm(x, weight, self.eps), *angles)
 
-    def _scaled(self, x: Tensor, inverse: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._turned(scaled(x, inverse, weight), cos, sin)
+    def _scaled(self, x: Tensor, inverse: Tensor, weight: Tensor, *angles: Tensor) -> Tensor:
+        return self._turned(scaled(x, inverse, weight), *angles)
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turned(self, x: Tensor, *angles: Tensor) -> Tensor:
         x = x.unflatten(-1, (-1, self.head_size))  # s b h/t e
-        return self.rope(x, cos, sin) if self.rotary else x
+        return self.rope(x, *angles) if angles else x
 
 
 class Attention(nn.Module):
@@ -77,28 +73,28 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         weights, heads = dict(part.weights()), part.heads
-        self.widths, self.rotary = (heads.width, heads.width, heads.value_width), rotary
+        self.widths = heads.width, heads.width, heads.value_width
         self.group = tp.get_group()
         self.q, self.k, self.v = column(weights, "q", tp), column(weights, "k", tp), column(weights, "v", tp)
         self.o = row(weights, "o", tp, factor)
-        how = heads.width, eps, rotary, tp, kernels
         self.q_norm: HeadNorm | AllHeadsNorm | None = None
         self.k_norm: HeadNorm | AllHeadsNorm | None = None
         if part.kind.norms == "head":
-            self.q_norm, self.k_norm = HeadNorm(*how), HeadNorm(*how)
+            self.q_norm, self.k_norm = (HeadNorm(heads.width, eps, rotary, tp, kernels) for _ in range(2))
         elif part.kind.norms == "all":
-            self.q_norm = AllHeadsNorm(weights["q_norm.weight"], *how)
-            self.k_norm = AllHeadsNorm(weights["k_norm.weight"], *how)
+            self.q_norm = AllHeadsNorm(weights["q_norm.weight"], heads.width, eps, tp, kernels)
+            self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, eps, tp, kernels)
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
+        """angles: cosine and sine of every token; none without rotary positions."""
         projections = columns(x, (self.q, self.k, self.v), self.group)
         q, k, v = (  # q: s b h/t e; k, v: s b k/t e
             z.view(*z.shape[:-1], -1, width) for z, width in zip(projections, self.widths, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
-        elif self.rotary:
-            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
+            q, k = self.q_norm(q, *angles), self.k_norm(k, *angles)
+        elif angles:
+            q, k = self.rope(q, *angles), self.rope(k, *angles)
         return self.o(attend(q, k, v).flatten(2))  # s/t b d

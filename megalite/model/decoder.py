@@ -51,11 +51,11 @@ class Layer(nn.Module):
         if self.both:
             self.attention_output_norm, self.mlp_output_norm = norm(factor=of_norm), norm(factor=of_norm)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
         if not self.before:
-            x = x + self.attention_norm(self.attention(x, cos, sin, attend))
+            x = x + self.attention_norm(self.attention(x, angles, attend))
             return x + self.mlp_norm(self.mlp(x))
-        y = self.attention(self.attention_norm(x), cos, sin, attend)
+        y = self.attention(self.attention_norm(x), angles, attend)
         normed, x = self.mlp_norm.of_sum(x, self.attention_output_norm(y) if self.both else y)
         y = self.mlp(normed)
         return x + (self.mlp_output_norm(y) if self.both else y)
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
         kinds = layer_kinds(model)
-        self.attention_kinds = [kinds[layer].attention.heads.scores for layer in layers]
+        self.kinds = [kinds[layer] for layer in layers]
         self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
@@ -131,9 +131,10 @@ class Decoder(nn.Module):
             x = x if self.factor == 1 else x * self.factor
         if positions is None:
             positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
-        cos, sin = positions.angles()
-        for (name, layer), kind in zip(self.layers.items(), self.attention_kinds, strict=True):
-            x = layer(x, cos, sin, positions.attend(int(name), kind))
+        turned = dict.fromkeys(kind.rotation for kind in self.kinds)
+        angles = {each: () if each is None else positions.angles(each) for each in turned}
+        for (name, layer), kind in zip(self.layers.items(), self.kinds, strict=True):
+            x = layer(x, angles[kind.rotation], positions.attend(int(name), kind.attention.heads.scores))
         return x
 
     def answer(self, x: Tensor, targets: Tensor | None = None) -> Tensor:

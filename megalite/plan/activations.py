@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.layers import LayerKind, layer_kinds, rotations
 from megalite.plan.attention import AttentionMemory
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Kept, Moment, Weight
@@ -143,12 +143,17 @@ class Activations(Sizes):
     def angles(self) -> int:
         """Bytes of cosines and sines for a step: of the rank's positions, or of all if documents restart positions."""
         model, resets = self.config.model, self.config.data.reset_positions
-        return model.sequence_length // (1 if resets else self.config.parallel.cp) * model.head_size * self.z
+        return model.sequence_length // (1 if resets else self.config.parallel.cp) * self._turning * self.z
 
     @cached_property
     def turns(self) -> int:
         """Bytes of cosines and sines that a stage looks up for a micro-batch; 0 unless documents restart positions."""
-        return self.tokens * self.config.model.head_size * self.z if self.config.data.reset_positions else 0
+        return self.tokens * self._turning * self.z if self.config.data.reset_positions else 0
+
+    @property
+    def _turning(self) -> int:
+        """Cosines and sines of a position, in the tables of all rotations."""
+        return sum(rotation.width for rotation in rotations(self.config.model))
 
     @property
     def inputs(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.loader import Micros
-from megalite.model.positions import TokenPositions, angles
+from megalite.model.positions import TokenPositions, tables
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import Step
@@ -44,8 +44,8 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
         if data.reset_positions:
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(documents, device), mine).unbind(1)
-    cos, sin = angles(config.model, turns, compute_dtype(config.train.precision), len(tokens))
-    return [TokenPositions(cos, sin, *rest) for rest in zip(attends, positions, strict=True)]
+    angles = tables(config.model, turns, compute_dtype(config.train.precision), len(tokens))
+    return [TokenPositions(angles, *rest) for rest in zip(attends, positions, strict=True)]
 
 
 def positions_in_documents(documents: list[list[Documents]], device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.layers import Rope, Rotation
+from megalite.config.schema import RopeScaling
 from megalite.model.positions import angles, attention_factor, frequencies, least_alike
 
 LLAMA31 = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
@@ -32,8 +33,8 @@ YARNS = [  # with widths of heads, and theta; the first is Qwen2.5's
 ]
 
 
-def _model(head_width: int, theta: float, scaling: RopeScaling | None = None) -> Model:
-    return Model(width=256, heads=2, head_width=head_width, rope_theta=theta, rope_scaling=scaling)
+def _turned(head_width: int, theta: float, scaling: RopeScaling | None = None) -> Rotation:
+    return Rotation(Rope(theta, scaling), head_width, head_width)
 
 
 def _formula(head_width: int, theta: float, scaling: RopeScaling | None) -> list[float]:
@@ -60,7 +61,7 @@ def _formula(head_width: int, theta: float, scaling: RopeScaling | None) -> list
 
 @given(st.integers(1, 64), st.sampled_from([100.0, 10_000.0, 500_000.0]), st.none() | SCALINGS)
 def test_frequencies_equal_the_formula(pairs: int, theta: float, scaling: RopeScaling | None) -> None:
-    found = frequencies(_model(2 * pairs, theta, scaling), 9)
+    found = frequencies(_turned(2 * pairs, theta, scaling), 9)
     expected = torch.tensor(_formula(2 * pairs, theta, scaling), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
 
@@ -80,7 +81,7 @@ def test_frequencies_equal_those_of_transformers(scaling: RopeScaling) -> None:
     }
     config = transformers.LlamaConfig(head_dim=128, max_position_embeddings=131_072, rope_parameters=rope)
     expected, attention_factor = rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config)
-    found = frequencies(_model(128, 500_000.0, scaling), 9)
+    found = frequencies(_turned(128, 500_000.0, scaling), 9)
     assert attention_factor == 1.0
     # A frequency is the quotient, power and blend of few rounded numbers; the exponent's rounding grows by ln θ.
     rounding = torch.finfo(torch.float32).eps
@@ -104,7 +105,7 @@ def test_yarn_is_that_of_transformers(scaling: RopeScaling, head_width: int, the
     config = transformers.LlamaConfig(head_dim=head_width, max_position_embeddings=length, rope_parameters=rope)
     expected, factor = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
     rounding = (8 + math.log(theta)) * torch.finfo(torch.float32).eps
-    found = frequencies(_model(head_width, theta, scaling), 9)
+    found = frequencies(_turned(head_width, theta, scaling), 9)
     torch.testing.assert_close(found, expected.double(), rtol=rounding, atol=0)
     assert attention_factor(scaling) == pytest.approx(factor, rel=1e-15)
 
@@ -134,7 +135,7 @@ def test_what_depends_on_the_length_is_that_of_transformers(scaling: RopeScaling
     }
     config = transformers.LlamaConfig(head_dim=8, max_position_embeddings=scaling.original_length, rope_parameters=rope)
     expected, factor = rope_utils.ROPE_INIT_FUNCTIONS[scaling.kind](config, seq_len=length)
-    found = frequencies(replace(_model(8, 1e4, scaling), rotary_width=6), length)
+    found = frequencies(replace(_turned(8, 1e4, scaling), rotary_width=6), length)
     rounding = (8 + math.log(1e4)) * torch.finfo(torch.float32).eps
     torch.testing.assert_close(found[:3], expected.double(), rtol=rounding, atol=0)
     assert found[3:].tolist() == [0]
@@ -143,18 +144,18 @@ def test_what_depends_on_the_length_is_that_of_transformers(scaling: RopeScaling
 
 @pytest.mark.parametrize("scaling", [None, LLAMA31, LONG, RopeScaling("dynamic", 4.0, original_length=4096)])
 def test_lengths_that_are_alike_have_the_same_frequencies_and_others_do_not(scaling: RopeScaling | None) -> None:
-    model = replace(_model(8, 1e4, scaling), rotary_width=6)
+    rotation = replace(_turned(8, 1e4, scaling), rotary_width=6)
     lengths = (1, 4095, 4096, 4097, 4098, 99_999)
-    pairs = [(least_alike(scaling, length), frequencies(model, length)) for length in lengths]
+    pairs = [(least_alike(scaling, length), frequencies(rotation, length)) for length in lengths]
     for (one, mine), (other, yours) in product(pairs, pairs):
         assert torch.equal(mine, yours) == (one == other)
-        assert torch.equal(frequencies(model, one), mine)
+        assert torch.equal(frequencies(rotation, one), mine)
 
 
 def test_features_that_do_not_turn_keep_their_values() -> None:
     """The attention factor is not theirs either."""
-    model = replace(_model(8, 1e4, LONG), rotary_width=6)
-    cos, sin = angles(model, torch.arange(50), torch.float64, 5000)
+    rotation = replace(_turned(8, 1e4, LONG), rotary_width=6)
+    cos, sin = angles(rotation, torch.arange(50), torch.float64, 5000)
     assert cos[..., 3].unique().tolist() == [1]
     assert sin[..., 3].unique().tolist() == [0]
     assert cos[0, 0, 0, 0] == attention_factor(LONG) != 1
@@ -162,15 +163,15 @@ def test_features_that_do_not_turn_keep_their_values() -> None:
 
 def test_the_attention_factor_multiplies_cosines_and_sines() -> None:
     scaling = RopeScaling("yarn", factor=math.e**10, attention_factor=None)
-    plain = angles(_model(8, 500.0, scaling), torch.arange(99), torch.float64, 99)
+    plain = angles(_turned(8, 500.0, scaling), torch.arange(99), torch.float64, 99)
     assert plain[0][0].tolist() == [[[pytest.approx(2, rel=1e-15)] * 4]]
-    larger = angles(_model(8, 500.0, replace(scaling, attention_factor=6.0)), torch.arange(99), torch.float64, 99)
+    larger = angles(_turned(8, 500.0, replace(scaling, attention_factor=6.0)), torch.arange(99), torch.float64, 99)
     torch.testing.assert_close(larger, tuple(3 * x for x in plain), rtol=1e-14, atol=0)
 
 
 def test_scaling_keeps_high_and_divides_low_frequencies() -> None:
-    plain = frequencies(_model(128, 500_000.0), 9)
-    scaled = frequencies(_model(128, 500_000.0, LLAMA31), 9)
+    plain = frequencies(_turned(128, 500_000.0), 9)
+    scaled = frequencies(_turned(128, 500_000.0, LLAMA31), 9)
     assert torch.equal(scaled[:10], plain[:10])
     torch.testing.assert_close(scaled[-10:], plain[-10:] / 8, rtol=1e-14, atol=0)
     assert (scaled.diff() < 0).all()
@@ -181,8 +182,8 @@ def test_scaling_keeps_high_and_divides_low_frequencies() -> None:
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
 def test_angles_are_exact_to_the_rounding_of_their_type(dtype: torch.dtype, wide: torch.dtype) -> None:
-    model = _model(16, 10_000.0)
-    cos, sin = angles(model, torch.arange(5000), dtype, 5000)
+    rotation = _turned(16, 10_000.0)
+    cos, sin = angles(rotation, torch.arange(5000), dtype, 5000)
     assert cos.shape == sin.shape == (5000, 1, 1, 8)
     assert cos.dtype == sin.dtype == wide
     for position, pair in [(0, 0), (1, 0), (4999, 0), (4999, 3), (4999, 7)]:

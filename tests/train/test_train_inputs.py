@@ -11,6 +11,7 @@ from inputs_cases import DOCUMENTS, configuration, tokens_are_in_order, validati
 from ranks import Ranks
 from toy_jobs import make, one_rank
 
+from megalite.config.layers import rotations
 from megalite.config.layout import Layout
 from megalite.config.schema import Data
 from megalite.data.loader import Micros
@@ -61,9 +62,10 @@ def test_angles_are_those_of_the_positions() -> None:
     batch = packed([[*PACKED, 1], [*reversed(PACKED), 1]])
     with one_rank():
         config = configuration(Layout(), "ring")
-        restarted = inputs(make(config), batch).positions[0].angles()
+        (rotation,) = rotations(config.model)
+        restarted = inputs(make(config), batch).positions[0].angles(rotation)
         config = replace(config, data=replace(DOCUMENTS, reset_positions=False))
-        running = inputs(make(config), batch).positions[0].angles()
+        running = inputs(make(config), batch).positions[0].angles(rotation)
     first, second = [0, 1, 2, 3, 0, 1, 2, 0, 0, 1], [0, 1, 2, 0, 0, 1, 2, 0, 1, 2]
     for found, table in zip(restarted, running, strict=True):
         assert torch.equal(found, torch.cat((table[first], table[second]), dim=1))
@@ -74,8 +76,8 @@ def test_without_documents_all_micro_batches_share_their_positions() -> None:
         job = make(replace(configuration(Layout(), "ring"), data=Data()))
         positions = inputs(job, Micros.cut_at(torch.zeros(3, 2, 9, dtype=torch.int64), 0)).positions
     assert len(positions) == 3
-    assert {(id(each.cos), id(each.sin), id(each.attention), each.positions) for each in positions} == {
-        (id(positions[0].cos), id(positions[0].sin), id(positions[0].attention), None)
+    assert {(id(each.tables), id(each.attention), each.positions) for each in positions} == {
+        (id(positions[0].tables), id(positions[0].attention), None)
     }
 
 

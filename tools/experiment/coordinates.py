@@ -76,9 +76,10 @@ def _hooks(stage: Decoder, mesh: Mesh, add: Add) -> Iterator[Any]:
         yield stage.embed.register_forward_hook(partial(_output, add, "embedding", 1.0))
     # A branch is seen before it is made smaller for the residual stream, as CompleteP's shrinks by design.
     branch = 1.0 if stage.model.norm == "post" else 1 / multipliers(stage.model).branch
-    for layer, kind in zip(stage.layers.values(), stage.attention_kinds, strict=True):
+    for layer, kind in zip(stage.layers.values(), stage.kinds, strict=True):
         assert isinstance(layer, Layer)
-        scale = stage.model.head_size**-0.5 if kind.scale is None else kind.scale
+        heads = kind.attention.heads
+        scale = heads.width**-0.5 if heads.scores.scale is None else heads.scores.scale
         yield layer.attention.register_forward_pre_hook(partial(_scores, add, mesh, scale))
         yield layer.attention.register_forward_hook(partial(_output, add, "attention", branch))
         yield layer.mlp.register_forward_hook(partial(_output, add, "mlp", branch))

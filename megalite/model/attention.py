@@ -62,7 +62,10 @@ class AllHeadsNorm(nn.Module):
 
     def _turned(self, x: Tensor, *angles: Tensor) -> Tensor:
         x = x.unflatten(-1, (-1, self.head_size))  # s b h/t e
-        return self.rope(x, *angles) if angles else x
+        if not angles:
+            return x
+        cos, sin = angles
+        return self.rope(x, cos, sin)
 
 
 class Attention(nn.Module):
@@ -96,5 +99,6 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, *angles), self.k_norm(k, *angles)
         elif angles:
-            q, k = self.rope(q, *angles), self.rope(k, *angles)
+            cos, sin = angles
+            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         return self.o(attend(q, k, v).flatten(2))  # s/t b d

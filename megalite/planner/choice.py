@@ -6,8 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 from megalite.config.schema import Config
 from megalite.plan.recompute_modes import MODES, Mode
-from megalite.planner.work import DataMode
 from megalite.schedule.generate import AUTO
+
+DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
 
 # Keys that a search decides, unless they are pinned.
 SEARCHED = (

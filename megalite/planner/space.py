@@ -15,13 +15,12 @@ from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan.pipeline import of_file
 from megalite.planner.bounds import Passes
-from megalite.planner.choice import Choice, Method, Recomputed, mode_of
+from megalite.planner.choice import Choice, DataMode, Method, Recomputed, mode_of
 from megalite.planner.estimate import Estimate, mixed
 from megalite.planner.least import VIRTUAL, Least, Shape
 from megalite.planner.moved import MISSED, Moves
 from megalite.planner.share import share_of
 from megalite.planner.stages import WHOLE, Timer
-from megalite.planner.work import DataMode
 from megalite.schedule.actions import MOST_ACTIONS, Table
 from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
 

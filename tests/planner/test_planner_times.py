@@ -12,7 +12,7 @@ from megalite.planner.kernels import BEST, Kernels
 from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group, Net
 from megalite.planner.program import MEGALITE
-from megalite.planner.work import Work
+from megalite_tools.plan.published.work import Work
 
 H100 = load_cluster("h100_sxm")
 KERNELS = Kernels(H100.gpu)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from megalite.config.schema import Batch, Config, DataParallel, Model, Parallel, Pipeline, Run, Train
 from megalite.config.validate import validate
 from megalite.planner.hardware import Cluster
-from megalite.planner.work import Work
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.step import StepModel
+from megalite_tools.plan.published.work import Work
 
 OWN_WAYS = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
 WEIGHT = 2  # bytes of one in bf16

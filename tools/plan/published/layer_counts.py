@@ -3,8 +3,8 @@
 from functools import lru_cache
 from itertools import pairwise
 
-from megalite.planner.work import Work
 from megalite_tools.plan.published.profiles import Profile
+from megalite_tools.plan.published.work import Work
 
 CLOSE = 1e-9  # by which sums of parameters may differ from whole layers
 

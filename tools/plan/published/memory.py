@@ -8,10 +8,10 @@ backward, times the micro-batches that a pipeline rank holds; and what lives for
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megalite.planner.work import Work
 from megalite_tools.plan.published.kept_memory import Counted
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
+from megalite_tools.plan.published.work import Work
 
 HALF, FLOAT = 2, 4  # bytes of an element in 16 bits, and in float32
 ADAM = 8  # bytes of AdamW's two moments of a parameter

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import get_args
 
 from megalite.config.errors import InputError, counted
+from megalite.planner.choice import DataMode
 from megalite.planner.hardware import Cluster, Level, Link, known_clusters, load_cluster
-from megalite.planner.work import DataMode, Recompute, Work
 from megalite_tools.plan.published.fields import number, whole, word
 from megalite_tools.plan.published.kept_memory import Counted
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.releases import program_of
+from megalite_tools.plan.published.work import Recompute, Work
 
 COLUMNS = [
     "source",

@@ -10,12 +10,12 @@ from megalite.planner.constants import FITTED, Constants
 from megalite.planner.predict import predict
 from megalite.planner.slowest import slowest
 from megalite.planner.stages import Timer
-from megalite.planner.work import Work
 from megalite_tools.plan.published.as_configuration import expressed
 from megalite_tools.plan.published.memory import SPREADS, UNKNOWN_MEMORY_SPREAD, counted, fits
 from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD
 from megalite_tools.plan.published.rows import Row, works_of
 from megalite_tools.plan.published.step import StepModel
+from megalite_tools.plan.published.work import Work
 
 TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
 TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best measured one should be

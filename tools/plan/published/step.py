@@ -13,9 +13,9 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.layer import LayerModel, LayerTime
 from megalite.planner.network import Group
 from megalite.planner.stages import beside
-from megalite.planner.work import Work
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
+from megalite_tools.plan.published.work import Work
 
 
 @dataclass(frozen=True)

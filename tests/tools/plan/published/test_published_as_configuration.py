@@ -11,11 +11,11 @@ from megalite.planner.predict import predict
 from megalite.planner.program import MEGALITE
 from megalite.planner.share import share_of
 from megalite.planner.stages import Timer
-from megalite.planner.work import Work
 from megalite_tools.plan.published.as_configuration import expressed
 from megalite_tools.plan.published.profiles import PROFILES, Profile
 from megalite_tools.plan.published.score import Compared, by_formula, planned, score
 from megalite_tools.plan.published.step import StepModel
+from megalite_tools.plan.published.work import Work
 
 H100 = load_cluster("h100_sxm")
 PLAIN = Work(

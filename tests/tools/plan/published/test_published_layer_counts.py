@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.planner.work import Work
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import PROFILES
+from megalite_tools.plan.published.work import Work
 
 SMALL = Work(
     layers=16, width=2048, heads=32, kv_heads=32, head_size=64, ffn=8192, vocab=131072, sequence=4096, mode="zero1"

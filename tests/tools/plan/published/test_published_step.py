@@ -7,9 +7,9 @@ import pytest
 from megalite.planner.hardware import load_cluster
 from megalite.planner.layer import LayerModel
 from megalite.planner.network import Group
-from megalite.planner.work import Work
 from megalite_tools.plan.published.profiles import PROFILES
 from megalite_tools.plan.published.step import StepModel, StepTime
+from megalite_tools.plan.published.work import Work
 
 CLUSTER = load_cluster("h100_sxm")
 PROGRAM = PROFILES["megatron_2025"]

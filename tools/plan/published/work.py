@@ -8,10 +8,10 @@ from megalite.config.layers import GroupedQuery, Heads, Scores, SwiGLU
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Passed, Product
 from megalite.plan.parts.swiglu import SwiGLUPart
+from megalite.planner.choice import DataMode
 from megalite.planner.share import Computed, Share
 
 Recompute = Literal["none", "selective", "full"]
-DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True)

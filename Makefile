@@ -92,7 +92,7 @@ corrupt: install
 	PYTHONPATH=tests $(BIN)/python tests/soak/corrupt.py --out docs/corruption.md
 
 layouts: install
-	$(BIN)/python tests/planner/layout_tables.py docs/layouts.md
+	$(BIN)/python tests/layout_search/layout_tables.py docs/layouts.md
 
 # Needs Slurm's daemons (apt-get install slurm-wlm munge) and root, which slurmd must be.
 faults: install

@@ -11,8 +11,8 @@ import torch
 from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.data.loader import Micros
-from megalite.dist.ranks import find_rank_info
-from megalite.dist.start import start, start_alone
+from megalite.distributed.start.ranks import find_rank_info
+from megalite.distributed.start.start import start, start_alone
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import evaluate, train_step

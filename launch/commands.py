@@ -7,20 +7,20 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from .errors import UserError
-from .outcome import BAD_INPUT, INTERRUPTED, STOPPED
-from .processes import Stopped, stoppable
-from .words import escaped
+from .base.errors import UserError
+from .base.outcome import BAD_INPUT, INTERRUPTED, STOPPED
+from .base.processes import Stopped, stoppable
+from .base.texts import escaped
 
 READER_LEFT = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
-    "launch": ("launcher", "start a run on this machine, by Slurm or on Kubernetes"),
-    "supervise": ("supervisor", "look after the ranks of a job; batch scripts call it"),
-    "preflight": ("preflight.main", "check the nodes of a job before it trains"),
-    "status": ("watch.status", "tell how a run does, and where its time went"),
+    "launch": ("submit.launch_command", "start a run on this machine, by Slurm or on Kubernetes"),
+    "supervise": ("supervise.supervise_command", "look after the ranks of a job; batch scripts call it"),
+    "preflight": ("preflight.preflight_command", "check the nodes of a job before it trains"),
+    "status": ("status.status_command", "tell how a run does, and where its time went"),
     "logs": ("watch.logs", "show the first failure of a run in context"),
-    "goodput": ("goodput.command", "simulate and account the share of time that trains"),
-    "node": ("node", "start the ranks of one of several machines"),
+    "goodput": ("goodput.goodput_command", "simulate and account the share of time that trains"),
+    "node": ("supervise.node", "start the ranks of one of several machines"),
 }
 
 

@@ -22,7 +22,7 @@ from ranks import Ranks
 from wheel_install import install
 
 from megalite.config.layout import Layout
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 
 LONGEST = ("launch", "soak", "test_readme.py", "test_layouts.py")  # folders and files of tests that take minutes
 

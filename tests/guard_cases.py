@@ -12,17 +12,17 @@ import torch.distributed as dist
 from toy_jobs import Parts, make, parts, restorer
 from toy_runs import Notes, RandomSamples, run
 
-from megalite.checkpoint.progress import Progress
-from megalite.config.errors import Unhealthy
+from megalite.base.errors import Unhealthy
+from megalite.base.stop_signals import restore
+from megalite.checkpoint.store.progress import Progress
+from megalite.commands.verify import random_batch
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
-from megalite.stop import restore
 from megalite.train import loop, step
 from megalite.train.build import Job
 from megalite.train.guard import Requests
 from megalite.train.loop import train_step
 from megalite.train.step import gradients
-from megalite.verify import random_batch
 
 NAN = "nan"
 SPIKE = "spike"

@@ -13,16 +13,16 @@ from unittest.mock import patch
 import torch.distributed as dist
 from toy_jobs import Parts, advance, make, parts, progress_at
 
-from megalite.checkpoint import replicate
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.outcomes import FailedLocally, LocalOff, Outcome
-from megalite.checkpoint.place import Place
-from megalite.checkpoint.publish import Publisher
-from megalite.checkpoint.save import Saver
-from megalite.checkpoint.state import State
-from megalite.checkpoint.tier import Tier
-from megalite.config.errors import Unhealthy
+from megalite.base.errors import Unhealthy
+from megalite.checkpoint.local import replicate
+from megalite.checkpoint.local.folder import Place
+from megalite.checkpoint.local.tier import Tier
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.run.publish import Publisher
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.save_events import FailedLocally, LocalOff, Outcome
+from megalite.checkpoint.store.state import State
 from megalite.config.schema import Config, LocalCheckpoint
 from megalite.train.build import Job
 

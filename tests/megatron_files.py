@@ -12,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megalite.checkpoint.formats.opened import Weights
-from megalite.checkpoint.maps.strips import PREFIX
-from megalite.checkpoint.read import reader_of
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.read import reader_of
 from megalite.config.schema import Model
-from megalite.plan.weights import weights
+from megalite.plan.model.weights import weights
 
 Ours = dict[str, Tensor]
 SMALL = Model(

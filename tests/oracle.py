@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megalite.checkpoint.maps.families import FAMILIES
+from megalite.checkpoint.weights.maps.families import FAMILIES
 from megalite.config.schema import Attention, Base, Model, RopeScaling
 from megalite.model.decoder import Decoder
 

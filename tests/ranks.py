@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 
 SIZE = 8
 START = 120.0  # seconds allowed for new ranks to import PyTorch and meet, on a busy machine

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from toy_jobs import Parts, parts
 from toy_runs import Notes, run
 
-from megalite.checkpoint.save import Saver
+from megalite.base.stop_signals import restore
+from megalite.checkpoint.run.save import Saver
 from megalite.config.schema import Config
 from megalite.model.decoder import Decoder
 from megalite.plan.resolved import Plan
-from megalite.stop import restore
 from megalite.train.build import Job
 from megalite.train.guard import Requests
 

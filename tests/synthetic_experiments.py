@@ -14,7 +14,7 @@ import numpy as np
 from megalite.config.load import dump
 from megalite.config.schema import Config, Model
 from megalite.experiment.folder import NUMBERS
-from megalite.plan.size import flops_per_token, model_parameters
+from megalite.plan.model.size import flops_per_token, model_parameters
 from megalite.scaling.law import Law
 from megalite.scaling.table import TEXTS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from megalite.checkpoint.manifest import INDEX, MANIFEST
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST
 
 DATA = "__0_0.distcp"
 Fields = dict[str, Any]

@@ -15,6 +15,7 @@ from itertools import combinations, product
 import pytest
 from ranks import SIZE, Ranks
 
+from megalite.commands.verify import compare
 from megalite.config.layout import AXES, Layout
 from megalite.config.schema import (
     Attention,
@@ -32,7 +33,6 @@ from megalite.config.schema import (
     Train,
 )
 from megalite.config.validate import validate
-from megalite.verify import compare
 
 FEATURES = {
     "schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev"),

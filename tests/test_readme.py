@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from wheel_install import at
 
-from megalite.cli import main
+from megalite.commands.main import main
 from megalite.config.load import load
 from megalite.config.validate import check
 

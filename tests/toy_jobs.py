@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.files import Writer
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.outcomes import Failed, Saved
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
-from megalite.checkpoint.state import State
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.files import Writer
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.save_events import Failed, Saved
+from megalite.checkpoint.store.state import State
+from megalite.commands.verify import Part, random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
 from megalite.parallel.parameter import cut, parameters
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
-from megalite.verify import Part, random_batch
 
 CPU = torch.device("cpu")
 MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, sequence_length=8, qkv_bias=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from toy_jobs import make, restorer, saver
 
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.schema import Config
 from megalite.data.documents import document_begins
 from megalite.data.loader import Loader

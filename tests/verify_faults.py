@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from megalite.commands.verify import Difference, compare
 from megalite.config.schema import Config
-from megalite.dist import collectives
-from megalite.dist.mesh import Mesh
+from megalite.distributed import collectives
+from megalite.distributed.mesh import Mesh
 from megalite.model import decoder
 from megalite.optim import muon
 from megalite.optim.muon import Muon
@@ -30,7 +31,6 @@ from megalite.plan.recompute_modes import MODES, Costs
 from megalite.schedule.actions import Kind
 from megalite.train import build, recompute_costs, step
 from megalite.train.recompute_costs import measured_costs, plan_for
-from megalite.verify import Difference, compare
 
 Fault = Callable[[], AbstractContextManager[Any]]
 

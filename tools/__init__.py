@@ -1,0 +1,1 @@
+"""Programs around training, grouped by what they work on."""

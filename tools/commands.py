@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from megalite.stop import Stopped, ended_at_once, listen, stop
+from megalite.base.stop_signals import Stopped, ended_at_once, listen, stop
 
 
 def _program(module: str) -> Callable[[], int]:

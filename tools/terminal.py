@@ -10,8 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import printable
-from megalite.terminal import console, escaping
+from megalite.base.errors import printable
+from megalite.base.terminal import console, escaping
 
 
 class Terminal:

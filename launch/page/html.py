@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape as escape_markup
 
-from ..words import escaped
+from ..base.texts import escaped
 
 
 @dataclass(frozen=True)

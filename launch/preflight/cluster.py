@@ -7,14 +7,14 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, Optional
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .compare import Verdict
 from .findings import number
 from .gpus import gpu_values
 from .thresholds import Thresholds
 from .trainer import Trainer, TrainerError
 
-PROGRAM = "megalite.planner.measured"
+PROGRAM = "megalite.cost.measured_cluster"
 ENOUGH = 8  # GPUs from which on a spread is told, within a quarter of it; of fewer it could be anything
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .findings import FAIL, FILE, OK, WARN, Sheet, as_json, number, read_sheet, sheet_path
 from .gpus import gpu_values
 from .thresholds import Thresholds

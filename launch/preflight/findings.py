@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from ..errors import UserError
-from ..files import read_bytes, write_whole
+from ..base.errors import UserError
+from ..base.files import read_bytes, write_whole
 from .thresholds import Limits
 
 OK, WARN, FAIL, UNCHECKED = "ok", "warn", "fail", "unchecked"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
-from ..words import counted
+from ..base.texts import counted
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 from .smi import SLOWDOWNS, Broken, SmiError, Survey, count, flag, survey
 from .thresholds import Limits, Thresholds

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .board import Board, Host, Unreachable
 from .findings import FAIL, OK, UNCHECKED, Sheet, read_sheet
 from .gpus import check_gpus

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from .board import Board, Unreachable
 from .trainer import Trainer, TrainerError
 
-PROBE = "megalite.dist.probe"
+PROBE = "megalite.distributed.start.probe"
 INFINIBAND = Path("/sys/class/infiniband")  # RoCE adapters as well
 WAITING = 60.0  # seconds for a partner that is still measuring alone
 MEASURING = 60.0  # seconds for one pair

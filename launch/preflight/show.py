@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..words import printable, table
+from ..base.texts import printable, table
 from .compare import Verdict
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Union
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 Scalar = Union[float, str]
 Value = Union[Scalar, list[Scalar], None]

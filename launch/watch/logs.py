@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
-from ..arguments import count, natural
-from ..errors import UserError
-from ..events import Event, read_events
-from ..files import opened
-from ..layout import Attempt, RunFolder
-from ..lines import number, whole
-from ..outcome import DONE, Failure, read_failures, read_outcome
-from ..verdict import BAD, BROKEN, SICK, First
-from ..words import clock, lasting, printable
-from .status import open_run
+from ..base.arguments import count, natural
+from ..base.errors import UserError
+from ..base.events import Event, read_events
+from ..base.files import opened
+from ..base.line_files import number, whole
+from ..base.outcome import DONE, Failure, read_failures, read_outcome
+from ..base.run_folder import Attempt, RunFolder
+from ..base.texts import clock, lasting, printable
+from ..base.verdict import BAD, BROKEN, SICK, First
+from ..status.status_command import open_run
 
 TAIL = 2**16  # bytes of the end of a log that are read
 LINES, WIDTH = 15, 200  # of a log: how many lines are shown, and how much of each

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from ..events import LONGEST, Event
-from ..files import read_bytes
-from ..goodput.measured import interruptions
-from ..layout import CHECKPOINT, Attempt, RunFolder
-from ..lines import Tail, number, parsed, whole
-from ..verdict import BROKEN
-from ..words import printable
+from ..base.events import LONGEST, Event
+from ..base.files import read_bytes
+from ..base.line_files import Tail, number, parsed, whole
+from ..base.run_folder import CHECKPOINT, Attempt, RunFolder
+from ..base.texts import printable
+from ..base.verdict import BROKEN
+from .failures import interruptions
 from .ledger import SECOND, Ledger
 
 EARLIEST = 946_684_800 * SECOND  # the year 2000: a clock that says less has not been set

@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import median
 from typing import Any, Optional
 
-from ..words import lasting
+from ..base.texts import lasting
 from .ledger import ACCOUNTS, RESTARTING, SECOND, TRAINING, WAITING, Part
 from .run import Watched
 

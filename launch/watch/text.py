@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..verdict import First
-from ..words import clock, lasting, printable, scaled, share, table
+from ..base.texts import clock, lasting, printable, scaled, share, table
+from ..base.verdict import First
 from .summary import Summary
 
 WHERE = {  # accounts, as people read them

@@ -1,0 +1,1 @@
+"""Configuration keys, loading and merging of files, validation, and the arithmetic of a layout."""

@@ -10,7 +10,7 @@ from keyword import iskeyword
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megalite.config.errors import Problem, listing
+from megalite.base.errors import Problem, listing
 from megalite.config.schema import Config
 
 UNRESOLVED = object()  # in place of a value whose references cannot be filled in

@@ -7,13 +7,13 @@ from os.path import lexists, realpath
 from pathlib import Path
 from typing import Any, cast
 
+from megalite.base.errors import InputError, Problem
+from megalite.base.late_import import import_for_good
 from megalite.config.convert import from_plain, keys, kind, sections, to_plain
-from megalite.config.errors import InputError, Problem
 from megalite.config.presets import CONFIGS, ENDINGS, preset_or_file, presets
 from megalite.config.references import KEY, fill_in
 from megalite.config.schema import Config, Kernels, Model
 from megalite.config.yaml import DEEPEST, parse, read_mapping
-from megalite.imports import import_for_good
 
 Read = dict[str, dict[str, Any]]  # files that have been read, with what they include, by their real paths
 

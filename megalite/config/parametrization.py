@@ -2,7 +2,7 @@
 
 muP (Yang et al. 2022, arXiv 2203.03466) keeps activations and their changes as large at any width. CompleteP (Dey et
 al. 2025, arXiv 2505.01618) does so at any depth, too. What initialization and optimizers multiply, by the role of a
-parameter, is in `megalite.plan.parametrization`.
+parameter, is in `megalite.plan.model.parametrization`.
 """
 
 import math

@@ -7,8 +7,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from megalite.config.errors import InputError, listing
-from megalite.config.files import exists, is_folder
+from megalite.base.errors import InputError, listing
+from megalite.base.files import exists, is_folder
 
 PACKAGE = "megalite_presets"  # configs/, as it is installed
 CONFIGS = ("model", "run")  # kinds that `megalite train` takes

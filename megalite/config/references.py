@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megalite.base.errors import Problem
 from megalite.config.convert import UNRESOLVED, inside
-from megalite.config.errors import Problem
 
 KEY = r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*"  # model.layers, data.train[0].path
 START = re.compile(r"(\\*)\$\{")  # after an odd number of backslashes it is plain text

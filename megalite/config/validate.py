@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from megalite.base.errors import InputError, Problem
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError, Problem
 from megalite.config.rules.batch import batch_rules
 from megalite.config.rules.data import data_rules
 from megalite.config.rules.files import validate_files

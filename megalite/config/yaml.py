@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 
 MOST_BYTES, MOST_NODES, DEEPEST = 1 << 20, 20_000, 32
 NULL, BOOL, INT, FLOAT, STR, MERGE = (

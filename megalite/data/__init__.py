@@ -1,0 +1,1 @@
+"""Token stores, the order of samples, the loader, and tokenizers."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError, Problem, counted, printable
-from megalite.config.files import read_object, write_object
+from megalite.base.errors import InputError, Problem, counted, printable
+from megalite.base.files import read_object, write_object
+from megalite.base.output import warn
 from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
 from megalite.data.store import Scan, TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
-from megalite.output import warn
 
 LOOKED_AT = 64  # documents of a described store whose last token is read
 SILENT = 10.0  # seconds between two words on a scan

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError
-from megalite.config.files import exists, read_object
-from megalite.config.shape import Kind, OrNull, digits, misfits, whole
+from megalite.base.errors import InputError
+from megalite.base.files import exists, read_object
+from megalite.base.json_shape import Kind, OrNull, digits, misfits, whole
 
 FORMAT = "megalite token store"
 VERSION = 1

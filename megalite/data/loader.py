@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.data.documents import document_begins, documents_within
 from megalite.data.samples import Samples
 from megalite.parallel.sequence import Documents

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Source
 from megalite.data.documents import document_begins
 from megalite.data.order import integer_weights, mixture, mixture_counts, order_key, permute

@@ -21,10 +21,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megalite.config.errors import InputError, counted
-from megalite.config.files import exists, is_file
-from megalite.data.claim import claim
+from megalite.base.errors import InputError, counted
+from megalite.base.files import exists, is_file
 from megalite.data.description import MOST_SOURCES, Description, SourceFile, TokenizerFile, description_file
+from megalite.data.exclusive_file import claim
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from megalite.config.errors import InputError, listing
-from megalite.config.files import exists, is_file, read_object
+from megalite.base.errors import InputError, listing
+from megalite.base.files import exists, is_file, read_object
 from megalite.data.store import MOST_TOKENS
 
 try:

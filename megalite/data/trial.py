@@ -12,10 +12,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
 from megalite.data.odd_texts import ODD_TEXTS
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
-from megalite.exit_codes import ExitCode
 
 MEMORY, MEMORY_PER_BYTE = 1 << 30, 20  # bytes, and so many more for each byte of the file
 SECONDS, BYTES_PER_SECOND = 10, 1 << 19  # processor time, and one second more for so many bytes of the file

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from megalite.config.errors import InputError
-from megalite.config.files import as_json, read_object, write_whole
+from megalite.base.errors import InputError
+from megalite.base.files import as_json, read_object, write_whole
 from megalite.experiment.folder import LARGEST, ExperimentFolder, Status, read_status, write_status
 from megalite.experiment.pool import Task
 from megalite.experiment.schema import Launch
-from megalite_launch.batch import CORES
-from megalite_launch.errors import UserError
-from megalite_launch.job_array import Array, array_script, element_states, largest_array, submitted
-from megalite_launch.slurm import Call, call
+from megalite_launch.base.errors import UserError
+from megalite_launch.base.slurm import Call, call
+from megalite_launch.submit.slurm_array import Array, array_script, element_states, largest_array, submitted
+from megalite_launch.submit.slurm_script import CORES
 
 WARNING = 300  # seconds before the time limit in which a run saves
 MOST_TASKS = 1000  # of an array, whatever Slurm allows: its file stays small

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import floor
 from typing import Any
 
+from megalite.base.errors import InputError, Problem
 from megalite.config.convert import from_plain, keys, options, to_plain
-from megalite.config.errors import InputError, Problem
 from megalite.config.load import typed, with_values
 from megalite.config.schema import Config, Model
 from megalite.config.validate import check, validate

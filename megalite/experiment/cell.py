@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config, Model
 from megalite.experiment.schema import Size
-from megalite.plan.size import flops_per_token, model_parameters
+from megalite.plan.model.size import flops_per_token, model_parameters
 
 DIGITS = 10  # of the hash that names a run
 LONGEST = 60  # characters of a slug

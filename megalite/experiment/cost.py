@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from math import log
 from statistics import median
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config
+from megalite.cost.cluster import Cluster, load_cluster
+from megalite.cost.predict import predict
+from megalite.cost.stages import Timer
 from megalite.experiment.cell import Cell
 from megalite.experiment.expand import Expanded
-from megalite.plan.fit import FOR_TENSORS
-from megalite.plan.size import flops_per_token, model_parameters
-from megalite.planner.hardware import Cluster, load_cluster
-from megalite.planner.predict import predict
-from megalite.planner.search import fullest_rank
-from megalite.planner.stages import Timer
+from megalite.layout_search.search import fullest_rank
+from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.model.size import flops_per_token, model_parameters
 
 SAVED = 12  # bytes of a parameter with AdamW's moments
 WRITTEN, COPIED = 1e9, 10e9  # bytes/s of a rank: to the disk, and of the copy that training waits for

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.errors import Problem
+from megalite.base.errors import Problem
 from megalite.experiment.schema import Fit, Sizes
 
 LARGEST_DELTA, MOST_SAMPLES, MOST_STEPS = 10.0, 10_000, 10**12

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megalite.config.errors import InputError
-from megalite.config.files import as_json, read_object, write_whole
+from megalite.base.errors import InputError
+from megalite.base.files import as_json, read_object, write_whole
 
 State = Literal["planned", "submitted", "running", "done", "oom", "diverged", "timeout", "failed"]
 STATES: tuple[State, ...] = get_args(State)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError
-from megalite.config.files import exists, write_whole
+from megalite.base.errors import InputError
+from megalite.base.files import exists, write_whole
 from megalite.config.load import escaped
 from megalite.config.yaml import read_mapping, read_text
-from megalite.dist.host import on_cpus
+from megalite.distributed.start.host import on_cpus
 from megalite.experiment.arrays import Queue, submit
 from megalite.experiment.cell import Cell
 from megalite.experiment.expand import Expanded, expand
@@ -29,7 +29,7 @@ from megalite.experiment.pool import Machine, Pool, Task
 from megalite.experiment.read import BASE, FILE, Setup
 from megalite.experiment.results import Row, row_of
 from megalite.experiment.states import standing
-from megalite.train.lock import Lock
+from megalite.train.folder.lock import Lock
 
 COMMAND = "megalite-sweep"
 HEADING = "# What all runs of the experiment "  # of base.yaml

@@ -14,13 +14,13 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megalite.config.errors import InputError, counted, printable
-from megalite.exit_codes import ExitCode
+from megalite.base.errors import InputError, counted, printable
+from megalite.base.exit_codes import ExitCode
+from megalite.base.stop_signals import listen, restore
+from megalite.base.terminal import escaping
 from megalite.experiment.folder import ENDED, ExperimentFolder, read_status
-from megalite.stop import listen, restore
-from megalite.terminal import escaping
-from megalite_launch.files import appended
-from megalite_launch.processes import prepared
+from megalite_launch.base.files import appended
+from megalite_launch.base.processes import prepared
 
 LOOK = 0.1  # seconds between two looks at the tasks
 TELL = 2.0  # seconds between two looks at the files of their runs

@@ -8,17 +8,17 @@ from typing import Any
 
 import yaml
 
+from megalite.base.errors import InputError, Problem, listing
+from megalite.base.files import is_folder
 from megalite.config.convert import typed_section
-from megalite.config.errors import InputError, Problem, listing
-from megalite.config.files import is_folder
 from megalite.config.load import located, merged
 from megalite.config.presets import preset_or_file
 from megalite.config.yaml import read_mapping
+from megalite.cost.cluster import load_cluster
 from megalite.experiment.expression import Expression, ExpressionError
 from megalite.experiment.fitting import fit_rules
 from megalite.experiment.schema import Experiment
 from megalite.experiment.settings import Axes, Settings, flattened, read_axes
-from megalite.planner.hardware import load_cluster
 
 FILE, BASE = "experiment.yaml", "base.yaml"  # in the folder of an experiment
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

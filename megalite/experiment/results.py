@@ -7,14 +7,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from megalite.config.errors import InputError
-from megalite.config.files import exists, is_file, read_object, write_whole
+from megalite.base.errors import InputError
+from megalite.base.files import exists, is_file, read_object, write_whole
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Measured
 from megalite.experiment.expand import Expanded
 from megalite.experiment.folder import LARGEST, MEASURED, NUMBERS, ExperimentFolder, Status, cell_text, csv_text
-from megalite.plan.size import flops_per_token
-from megalite.train.records import WARM_UP, read_records
+from megalite.plan.model.size import flops_per_token
+from megalite.train.folder.records import WARM_UP, read_records
 
 FIRST = ("id", "slug", "kind", "rung")
 REST = (*NUMBERS, "status", "commit")

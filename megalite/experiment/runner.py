@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import megalite_launch
-from megalite.config.errors import InputError
-from megalite.config.files import read_object
-from megalite.exit_codes import ExitCode
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import read_object
+from megalite.base.stop_signals import STOP, listen
 from megalite.experiment.folder import ENDED, LARGEST, ExperimentFolder, Status, read_status, write_status
 from megalite.experiment.states import KILLED, ended, reached
-from megalite.stop import STOP, listen
-from megalite.train.lock import Lock
-from megalite_launch.files import PRIVATE, appended
-from megalite_launch.layout import RunFolder
-from megalite_launch.local_backend import processes_of
-from megalite_launch.processes import prepared
-from megalite_launch.slurm import Slurm
-from megalite_launch.words import escaped
+from megalite.train.folder.lock import Lock
+from megalite_launch.base.files import PRIVATE, appended
+from megalite_launch.base.processes import prepared
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.slurm import Slurm
+from megalite_launch.base.texts import escaped
+from megalite_launch.supervise.local_backend import processes_of
 
 LOOK = 0.05  # seconds between two looks
 PATIENCE = 300.0  # seconds that processes of a runner that was killed get to save and end

@@ -8,8 +8,8 @@ from itertools import product
 from math import isfinite, prod
 from typing import Any
 
+from megalite.base.errors import Problem, listing
 from megalite.config.convert import hint, keys, leaves, sections
-from megalite.config.errors import Problem, listing
 from megalite.experiment.schema import Random
 
 MOST_RUNS = 20_000

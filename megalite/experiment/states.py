@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megalite.config.files import is_file
+from megalite.base.files import is_file
 from megalite.experiment.folder import Status
-from megalite.train.records import BACK
-from megalite_launch.events import Event, read_events
-from megalite_launch.layout import RunFolder
-from megalite_launch.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
-from megalite_launch.verdict import SICK
+from megalite.train.folder.records import BACK
+from megalite_launch.base.events import Event, read_events
+from megalite_launch.base.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.verdict import SICK
 
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that tell how far a run is
 MEMORY = re.compile(

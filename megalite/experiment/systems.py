@@ -8,15 +8,15 @@ from typing import Any
 from megalite.config.load import typed, with_values
 from megalite.config.schema import Config
 from megalite.config.validate import validate
+from megalite.cost.cluster import load_cluster
+from megalite.cost.layout_choice import Choice
+from megalite.cost.stages import Timer
 from megalite.experiment.build import Builder, Point
 from megalite.experiment.read import Setup
 from megalite.experiment.schema import Measure
 from megalite.experiment.settings import Settings, flattened, read_axes
-from megalite.plan.fit import FOR_TENSORS
-from megalite.planner.choice import Choice
-from megalite.planner.hardware import load_cluster
-from megalite.planner.search import search
-from megalite.planner.stages import Timer
+from megalite.layout_search.search import search
+from megalite.plan.memory.fit import FOR_TENSORS
 
 MOST_PLANNED = 50
 WAYS = "give {plan: 5}, a list such as [{parallel.tp: 2}], or {grid: {parallel.tp: [1, 2]}}"

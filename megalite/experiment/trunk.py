@@ -7,8 +7,8 @@ Hägele et al. 2024, arXiv 2405.18392). A branch is the same run as one trained 
 
 from dataclasses import replace
 
+from megalite.base.errors import listing
 from megalite.config.convert import to_plain
-from megalite.config.errors import listing
 from megalite.experiment.build import Builder
 from megalite.experiment.cell import Cell, identity
 from megalite.experiment.settings import differing

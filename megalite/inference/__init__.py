@@ -1,0 +1,1 @@
+"""Computing with a trained model: text, scores, perplexity and evaluation tasks."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
 from megalite.config.layers import Scores
 from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention

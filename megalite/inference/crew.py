@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.checkpoint.host_group import HostGroup
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.data.tokenizer import Tokenizer
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine

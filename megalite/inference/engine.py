@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.layers import Rotation, layer_kinds, rotations
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Model, Parallel
-from megalite.dist.collectives import reduce_scatter, start_gather
-from megalite.dist.mesh import Mesh
+from megalite.distributed.collectives import reduce_scatter, start_gather
+from megalite.distributed.mesh import Mesh
 from megalite.inference.cache import Cache, Next, Prompts
 from megalite.inference.flat import Stem, attention_of, flat, longest, scored_rows
 from megalite.model.decoder import Decoder

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.inference.cache import Cache
 from megalite.inference.draw import NOT_FINITE, Draw
 from megalite.inference.engine import Engine

@@ -10,7 +10,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoTokenizer
 
-from megalite.config.errors import InputError, listing
+from megalite.base.errors import InputError, listing
 from megalite.inference.crew import Crew, Writing
 from megalite.inference.draw import Draw
 from megalite.inference.flat import Stem

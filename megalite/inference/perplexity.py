@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.host_group import HostGroup
-from megalite.config.errors import InputError
-from megalite.config.files import is_file
+from megalite.base.errors import InputError
+from megalite.base.files import is_file
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.data.check import checked_description
 from megalite.data.description import Description
 from megalite.data.store import TokenStore

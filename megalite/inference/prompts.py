@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import IO
 
-from megalite.config.bounded import parse
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
+from megalite.base.json_bounds import parse
 from megalite.data.tokenizer import Tokenizer
 from megalite.inference.generate import Request
 

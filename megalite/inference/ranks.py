@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.checkpoint.host_group import HostGroup
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
+from megalite.base.stop_signals import ended_at_once
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.config.layout import Layout
-from megalite.dist.host import on_cpus
-from megalite.dist.local import launch
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import find_rank_info
-from megalite.dist.signals import end_when_stopped
-from megalite.dist.start import run_rank, start, start_alone
-from megalite.stop import ended_at_once
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.host import on_cpus
+from megalite.distributed.start.local import launch
+from megalite.distributed.start.ranks import find_rank_info
+from megalite.distributed.start.signals import end_when_stopped
+from megalite.distributed.start.start import run_rank, start, start_alone
 
 PATIENCE = 3600.0  # seconds that a rank waits for another, which may read a large checkpoint
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

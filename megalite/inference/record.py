@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from megalite.config.errors import InputError
-from megalite.config.files import is_file
-from megalite.output import append
-from megalite.train.lock import Lock
-from megalite.train.records import line_of, mend
+from megalite.base.errors import InputError
+from megalite.base.files import is_file
+from megalite.base.output import append
+from megalite.train.folder.lock import Lock
+from megalite.train.folder.records import line_of, mend
 
 
 def add_record(run: Path, step: int, values: Mapping[str, float]) -> bool:

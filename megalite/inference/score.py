@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 

@@ -6,15 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats.tokenizer import GENERATION, ends_in
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.manifest import NAME, complete, step_of
-from megalite.checkpoint.sources import open_weights, resolved
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError
-from megalite.config.files import is_folder
+from megalite.base.errors import InputError
+from megalite.base.files import is_folder
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.manifest import NAME, complete, step_of
+from megalite.checkpoint.store.state import State
+from megalite.checkpoint.weights.formats.tokenizer import GENERATION, ends_in
+from megalite.checkpoint.weights.sources import open_weights, resolved
 from megalite.config.schema import Config, Model
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.trial import open_tokenizer_file

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from megalite.config.errors import printable
+from megalite.base.errors import printable
 from megalite.data.tokenizer import Tokenizer
 from megalite.inference.generate import Drawn, Request
 from megalite.inference.prompts import Prompt

@@ -13,7 +13,7 @@ from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import columns
-from megalite.plan import roles
+from megalite.plan.model import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Weight
 from megalite_kernels import qk_norm_rope, rms_norm, rope

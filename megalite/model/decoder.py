@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
-from megalite.dist.collectives import all_gather
+from megalite.distributed.collectives import all_gather
 from megalite.model.attention import Attention
 from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
@@ -26,7 +26,7 @@ from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
-from megalite.plan import roles
+from megalite.plan.model import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megalite.config.schema import Model
 from megalite.parallel.parameter import box, cut, extra_state, parameters
-from megalite.plan.parametrization import standard_deviation
-from megalite.plan.roles import Kind
+from megalite.plan.model.parametrization import standard_deviation
+from megalite.plan.model.roles import Kind
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Replicate
 from megalite.config.schema import Kernels, Model
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.recompute import Cheap
-from megalite.plan import roles
-from megalite.plan.roles import Role
+from megalite.plan.model import roles
+from megalite.plan.model.roles import Role
 from megalite_kernels import add_rms_norm, rms_norm
 
 

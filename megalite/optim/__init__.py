@@ -1,0 +1,1 @@
+"""Optimizers, the states they keep, and the learning rate."""

@@ -12,8 +12,8 @@ from megalite.optim.interface import Optimizer
 from megalite.optim.muon import Muon, MuonWithAdamW
 from megalite.optim.offload import HostAdamW
 from megalite.parallel.parameter import Parameter, trainable
-from megalite.plan.parametrization import Scales, scales
-from megalite.plan.states import uses_muon
+from megalite.plan.model.optimizer_states import uses_muon
+from megalite.plan.model.parametrization import Scales, scales
 from megalite_kernels import FusedAdamW, adamw, apex, fused_adamw
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
-from megalite.plan.states import ADAMW
+from megalite.plan.model.optimizer_states import ADAMW
 from megalite_kernels import fused_adamw
 
 

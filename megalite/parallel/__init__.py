@@ -1,0 +1,1 @@
+"""Tensor, context, pipeline and sharded data parallelism, recompute and offload. It knows no model."""

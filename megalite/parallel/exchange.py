@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.dist.collectives import start_gather, start_reduce_scatter
+from megalite.distributed.collectives import start_gather, start_reduce_scatter
 from megalite.parallel.sequence import missing, overlaps, place, rows, split, unsplit
 
 Parts = Mapping[int, Sequence[slice]]  # by rank of the group: rows sent to that rank, or received from it

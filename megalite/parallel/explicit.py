@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.blocks import Block
-from megalite.plan.attention import ROWS, SCORES
+from megalite.plan.memory.attention import ROWS, SCORES
 
 
 def forward(

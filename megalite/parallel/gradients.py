@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import Parameter, trainable
-from megalite.plan.roles import EMBEDDING
+from megalite.plan.model.roles import EMBEDDING
 from megalite_kernels.grad_norm import grad_norm
 
 Stages = Mapping[int, nn.Module]  # a rank's stages by their global number

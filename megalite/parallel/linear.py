@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite.dist.collectives import all_gather, start_gather, start_reduce_scatter
+from megalite.distributed.collectives import all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
 from megalite.parallel.product import PLAIN, Prepared, Product
 

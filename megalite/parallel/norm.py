@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.dist.collectives import start_all_reduce
+from megalite.distributed.collectives import start_all_reduce
 from megalite_kernels.backend import times, wide_dtype
 
 

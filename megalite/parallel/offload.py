@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.parallel.host_memory import HostMemory
-from megalite.plan.activations import OFFLOAD_SHARE
+from megalite.plan.memory.activations import OFFLOAD_SHARE
 
 
 class Keep(Protocol):

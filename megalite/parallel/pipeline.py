@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.dist.activity import Activity, Awaiting
-from megalite.dist.clock import Clock
-from megalite.dist.ranges import ranks_text
+from megalite.distributed.health.activity import Activity, Awaiting
+from megalite.distributed.health.clock import Clock
+from megalite.distributed.health.rank_ranges import ranks_text
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
 from megalite.schedule.actions import Action, Exchange, Kind, Program, Table

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from megalite.dist.collectives import reduce_scatter
+from megalite.distributed.collectives import reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part
 from megalite.parallel.product import PLAIN, Product
-from megalite.plan.roles import EMBEDDING, Role
+from megalite.plan.model.roles import EMBEDDING, Role
 
 
 class Linear(nn.Module):

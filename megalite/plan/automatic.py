@@ -18,13 +18,15 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Protocol
 
-from megalite.config.errors import InputError, Problem
+from megalite.base.errors import InputError, Problem
+from megalite.base.terminal import gib_above
+from megalite.base.terminal import memory as memory_size
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config, Model
-from megalite.plan.activations import Activations
-from megalite.plan.condense import parts_of
+from megalite.plan.memory.activations import Activations
+from megalite.plan.memory.repeated_layers import parts_of
+from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward_flops, layer_matrix_flops
 from megalite.plan.recompute_modes import FORWARDS, GIB, Mode, every_nth
-from megalite.plan.size import by_stage, head_forward_flops, layer_forward_flops, layer_matrix_flops
 from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
@@ -32,8 +34,6 @@ from megalite.schedule.generate import AUTO, placement_of
 from megalite.schedule.problem import Beside, StageCosts
 from megalite.schedule.search import Found, least_memory, search
 from megalite.schedule.simulate import COLUMN
-from megalite.terminal import gib_above
-from megalite.terminal import memory as memory_size
 
 Flops = tuple[float, float, float]  # per token, of F, I and W
 GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exactly and equal moments are found equal

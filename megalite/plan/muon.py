@@ -15,9 +15,9 @@ from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config, Model
+from megalite.plan.model.roles import Kind
+from megalite.plan.model.weights import layer_weights
 from megalite.plan.resolved import Plan
-from megalite.plan.roles import Kind
-from megalite.plan.weights import layer_weights
 
 Box = tuple[range, range]  # rows and columns
 

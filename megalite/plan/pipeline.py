@@ -3,7 +3,7 @@
 from functools import lru_cache
 from pathlib import Path
 
-from megalite.config.errors import InputError, Problem
+from megalite.base.errors import InputError, Problem
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan import automatic
 from megalite.plan.automatic import Costing, Wanted, check_limit, wanted

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Literal, TypeVar
 
-from megalite.config.errors import InputError, Problem
+from megalite.base.errors import InputError, Problem
+from megalite.base.terminal import gib_above
+from megalite.base.terminal import memory as memory_size
 from megalite.config.schema import Train
-from megalite.plan.size import by_stage
+from megalite.plan.model.size import by_stage
 from megalite.schedule.actions import Action, Table
 from megalite.schedule.simulate import LIVE
-from megalite.terminal import gib_above
-from megalite.terminal import memory as memory_size
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")

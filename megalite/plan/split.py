@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config, Model
-from megalite.plan.size import by_stage, head_forward_flops, layer_forward_flops
+from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward_flops
 
 
 def balance(model: Model, stages: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""Pictures with matplotlib, and the page of an experiment."""

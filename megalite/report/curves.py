@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError, counted
-from megalite.config.files import is_file
+from megalite.base.errors import InputError, counted
+from megalite.base.files import is_file
 from megalite.report.axes import logarithmic, loss_text
 from megalite.report.found import Found
 from megalite.report.picture import Picture, beside, colours, in_legend
 from megalite.scaling.show import number
 from megalite.scaling.table import Run
-from megalite.train.records import read_records
+from megalite.train.folder.records import read_records
 from megalite_launch.page.charts import thinned
 
 POINTS = 120  # of a curve in the picture; a page has hundreds of curves

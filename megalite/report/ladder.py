@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import counted
+from megalite.base.errors import counted
 from megalite.report.axes import flops_text, logarithmic, loss_text
 from megalite.report.found import Found
 from megalite.report.picture import INK, MARK, PALE, Picture, beside, colours, in_legend

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from megalite import __version__
-from megalite.advice.page_html import as_html
-from megalite.config.errors import counted, printable
+from megalite.base.errors import counted, printable
+from megalite.base.html_tables import as_html
+from megalite.base.terminal import table
+from megalite.cost.texts import seconds_text
 from megalite.experiment.folder import STATES
-from megalite.plan.fit import GIB
-from megalite.planner.texts import seconds_text
+from megalite.plan.memory.fit import GIB
 from megalite.report.found import Found
 from megalite.report.picture import Drawn
 from megalite.scaling.show import number, parts
-from megalite.terminal import table
 from megalite_launch.page.html import escape, paragraph, section
 from megalite_launch.page.style import document
 

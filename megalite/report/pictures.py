@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError, printable
-from megalite.config.files import write_whole
+from megalite.base.errors import InputError, printable
+from megalite.base.files import write_whole
 
 try:
     import matplotlib

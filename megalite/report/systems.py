@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import counted
-from megalite.plan.fit import GIB
+from megalite.base.errors import counted
+from megalite.plan.memory.fit import GIB
 from megalite.report.picture import INK, MARK, PALE, Picture, beside, colours, in_legend, kinds, label
 from megalite.report.pictures import ticker
 from megalite.scaling.table import Results, Run

@@ -1,0 +1,1 @@
+"""Scaling laws from an experiment's results, with NumPy and without torch."""

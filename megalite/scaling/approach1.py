@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
 from megalite.scaling.allocation import Allocation, allocation
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
 from megalite.scaling.allocation import FEWEST, Allocation, allocation
 from megalite.scaling.forms import Array
 from megalite.scaling.parabola import FEWEST as SIZES

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.scaling.bootstrap import leverage
 from megalite.scaling.forms import Array, sum_of_powers
 from megalite.scaling.law import Law

@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from megalite.base.errors import InputError, counted
+from megalite.base.files import is_file
+from megalite.base.terminal import memory
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError, counted
-from megalite.config.files import is_file
 from megalite.config.load import load
 from megalite.config.schema import Config
+from megalite.cost.cluster import Cluster
+from megalite.cost.stages import Timer
+from megalite.cost.whole_run import HOUR, Run, run_of
 from megalite.experiment.folder import cell_text
-from megalite.plan.fit import FOR_TENSORS
-from megalite.planner.goodput import HOUR, Run, run_of
-from megalite.planner.hardware import Cluster
-from megalite.planner.search import Result, search
-from megalite.planner.stages import Timer
+from megalite.layout_search.search import Result, search
+from megalite.plan.memory.fit import FOR_TENSORS
 from megalite.scaling.bootstrap import Interval, interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
@@ -26,7 +27,6 @@ from megalite.scaling.shapes import Rule, size_of
 from megalite.scaling.show import number
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
-from megalite.terminal import memory
 
 FIRST_MFU, ROUNDS, SETTLED = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
 WITHIN = 1.05  # times a bound of the fitted runs that still count as within them

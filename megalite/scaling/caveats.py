@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megalite.config.errors import counted
+from megalite.base.errors import counted
 from megalite.scaling.approach3 import Fit3
 from megalite.scaling.bootstrap import HANGS
 from megalite.scaling.kaplan import FitKaplan

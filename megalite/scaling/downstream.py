@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from megalite.config.errors import counted
+from megalite.base.errors import counted
 from megalite.experiment.folder import MEASURED
 from megalite.scaling.forms import Array, error_law, sigmoid
 from megalite.scaling.solver import minimize

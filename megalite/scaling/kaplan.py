@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.scaling.approach3 import check_points
 from megalite.scaling.bootstrap import HANGS, leverage
 from megalite.scaling.forms import Array, kaplan

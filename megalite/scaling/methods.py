@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.scaling.allocation import Allocation
 from megalite.scaling.approach1 import Fit1, drawn1, fit1
 from megalite.scaling.approach2 import Fit2, fit2

@@ -6,7 +6,7 @@ from math import isfinite
 
 import numpy as np
 
-from megalite.config.errors import InputError, counted, listing
+from megalite.base.errors import InputError, counted, listing
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
 from megalite.scaling.settings import DEFINITIONS, Settings

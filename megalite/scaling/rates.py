@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.config.errors import counted
+from megalite.base.errors import counted
 from megalite.scaling.approach2 import budgets_of
 from megalite.scaling.bootstrap import draws
 from megalite.scaling.forms import Array

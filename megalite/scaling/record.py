@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megalite import __version__
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.scaling.approach1 import Fit1
 from megalite.scaling.approach2 import Budget, Fit2
 from megalite.scaling.approach3 import FEWEST, Fit3, fit3

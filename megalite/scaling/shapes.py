@@ -6,9 +6,9 @@ from math import gcd, log
 
 import numpy as np
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Model
-from megalite.plan.size import model_parameters
+from megalite.plan.model.size import model_parameters
 
 WIDEST, DEEPEST = 1 << 18, 1 << 12
 SHAPE = 0.3  # how much a relative difference of width / layers counts beside one of N

@@ -7,9 +7,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalite.config.errors import counted, printable
+from megalite.base.errors import counted, printable
+from megalite.base.terminal import console, sections, table
 from megalite.scaling.law import NAMES
-from megalite.terminal import console, sections, table
 
 Part = tuple[str, RenderableType]
 NAMED = {"approach1": "1, envelope", "approach2": "2, isoFLOP", "approach3": "3, parametric", "kaplan": "Kaplan"}

@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError
-from megalite.config.files import exists, read_object
+from megalite.base.errors import InputError
+from megalite.base.files import exists, read_object
 from megalite.scaling.kaplan import Kaplan
 from megalite.scaling.law import Law
 from megalite.scaling.methods import AnyLaw, law_of

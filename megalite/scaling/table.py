@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.errors import InputError, listing
-from megalite.config.files import is_file
+from megalite.base.errors import InputError, listing
+from megalite.base.files import is_file
 from megalite.config.yaml import read_text
 from megalite.experiment.folder import MEASURED, NUMBERS, STATES
 

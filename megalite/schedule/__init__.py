@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: generated, searched, checked, simulated and drawn."""

@@ -24,7 +24,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from megalite.config.errors import InputError, listing
+from megalite.base.errors import InputError, listing
 
 
 class Kind(StrEnum):

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain, product, starmap
 
-from megalite.config.errors import counted
+from megalite.base.errors import counted
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Name, Table
 
 

@@ -10,7 +10,7 @@ from math import floor
 
 from rich.text import Text
 
-from megalite.config.errors import counted, number_ranges
+from megalite.base.errors import counted, number_ranges
 from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, SHARDING, Kind, Table
 from megalite.schedule.simulate import Span, Time, Timeline
 from megalite_launch.page.html import escape

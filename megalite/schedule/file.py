@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
 from megalite.config.rules.parallel import SCHEDULE_BYTES
 from megalite.config.yaml import read_mapping
 from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table, Times

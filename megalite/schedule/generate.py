@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from megalite.config.errors import InputError, counted
+from megalite.base.errors import InputError, counted
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.schedule.actions import Orders, Table
 from megalite.schedule.communication import communicate

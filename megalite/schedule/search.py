@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.schedule.actions import Orders
 from megalite.schedule.generate import AUTO, ONE_STAGE, V_SHAPED, placement_of
 from megalite.schedule.greedy import Policy, arrange, round_trips

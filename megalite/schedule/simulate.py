@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.schedule.actions import COMPUTE, SENT_BY, SHARDING, Action, Exchange, Kind, Name, Table, Times
 
 Time = float | Fraction

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.output import append
-from megalite.train.records import BACK
+from megalite.base.output import append
+from megalite.train.folder.records import BACK
 
 PROTO = "tensorboard.compat.proto"
 VERSION = "brain.Event:2"  # files that take records back by a session log

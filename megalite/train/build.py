@@ -10,12 +10,12 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from megalite.config.errors import InputError, Problem
+from megalite.base.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
-from megalite.dist.activity import Activity
-from megalite.dist.clock import Clock
-from megalite.dist.mesh import Mesh
+from megalite.distributed.health.activity import Activity
+from megalite.distributed.health.clock import Clock
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer

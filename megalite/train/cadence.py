@@ -20,18 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.save import Saver
-from megalite.config.errors import InputError, counted
-from megalite.config.files import write_whole
-from megalite.output import Outlet
+from megalite.base.errors import InputError, counted
+from megalite.base.files import write_whole
+from megalite.base.output import Outlet
+from megalite.checkpoint.run.save import Saver
 from megalite.train.build import Job
-from megalite.train.records import WARM_UP
+from megalite.train.folder.records import WARM_UP
 from megalite.train.report import Report, Silent, duration
-from megalite_launch.events import read_events
-from megalite_launch.files import read_bytes
+from megalite_launch.base.events import read_events
+from megalite_launch.base.files import read_bytes
+from megalite_launch.base.texts import scaled
 from megalite_launch.goodput.learned import Rate, failure_rate, learned_interval
-from megalite_launch.goodput.measured import interruptions
-from megalite_launch.words import scaled
+from megalite_launch.watch.failures import interruptions
 
 FEWEST = 3  # steps after the warm-up from which a first interval follows
 STEPS = 20  # latest steps of whose times the median is taken

@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megalite.checkpoint.progress import Progress
-from megalite.config.errors import Unhealthy
+from megalite.base.errors import Unhealthy
+from megalite.base.stop_signals import Handler, listen
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.schema import Config, Train
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, joined, latest_batches
-from megalite.stop import Handler, listen
 from megalite.train.build import Job
 from megalite.train.vital_signs import Reading, Signs, left_under_way
 

@@ -6,10 +6,10 @@ from itertools import islice
 
 import torch
 
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
+from megalite.base.exit_codes import ExitCode
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.progress import Progress
 from megalite.data.loader import Loader
-from megalite.exit_codes import ExitCode
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.train.build import Job
 from megalite.train.cadence import Cadence

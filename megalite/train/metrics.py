@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import torch
 
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.store.progress import Progress
 from megalite.data.samples import Samples
 from megalite.optim.interface import rate_of
 from megalite.parallel.gradients import parameter_norm
-from megalite.plan.size import flops_per_token
+from megalite.plan.model.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.guard import Judged, is_jump
 

@@ -8,15 +8,15 @@ from functools import partial
 
 import torch
 
-from megalite.checkpoint.host_group import HostGroup
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.config.schema import Config
+from megalite.cost.cluster import Cluster, load_cluster
+from megalite.cost.gpu_names import cluster_of
+from megalite.cost.stages import Timer
+from megalite.cost.texts import searched_text
 from megalite.plan import automatic
 from megalite.plan.automatic import Costing, told
 from megalite.plan.pipeline import micro_batches
-from megalite.planner.devices import cluster_of
-from megalite.planner.hardware import Cluster, load_cluster
-from megalite.planner.stages import Timer
-from megalite.planner.texts import searched_text
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import AUTO
 from megalite.train.build import Job

@@ -11,13 +11,13 @@ from statistics import mean, median, quantiles
 import torch
 
 from megalite.config.schema import Config
+from megalite.cost.predict import Prediction, predict
+from megalite.cost.texts import PARTS, seconds_text, step_text
 from megalite.plan.batches import GlobalBatch
-from megalite.planner.predict import Prediction, predict
-from megalite.planner.texts import PARTS, seconds_text, step_text
 from megalite.train.build import Job
+from megalite.train.folder.records import WARM_UP
 from megalite.train.metrics import Meter
 from megalite.train.order_costs import cluster_of_run
-from megalite.train.records import WARM_UP
 from megalite.train.report import Silent
 
 STEPS = 100  # after so many of a start, or at its end, the comparison is made

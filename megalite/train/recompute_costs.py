@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config
-from megalite.dist.mesh import Mesh
+from megalite.cost.order_costs import costing_of
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 from megalite.model.positions import TokenPositions
@@ -18,7 +19,6 @@ from megalite.parallel.recompute import measure
 from megalite.plan.automatic import Costing
 from megalite.plan.recompute_modes import MODES, Cost, Costs
 from megalite.plan.resolved import Plan, resolve
-from megalite.planner.ordering import costing_of
 
 log = logging.getLogger("megalite")
 

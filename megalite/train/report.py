@@ -13,19 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from megalite.checkpoint.outcomes import Failed, FailedLocally, LocalOff, Outcome, Saved, SavedLocally
-from megalite.checkpoint.progress import Progress
+from megalite.base.output import PATIENCE, Outlet, append
+from megalite.base.terminal import escaping
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.save_events import Failed, FailedLocally, LocalOff, Outcome, Saved, SavedLocally
 from megalite.config.schema import Config
-from megalite.output import PATIENCE, Outlet, append
-from megalite.terminal import escaping
 from megalite.train.board import Board
+from megalite.train.folder.records import line_of, mend
 from megalite.train.guard import Guard, Judged
-from megalite.train.records import line_of, mend
 from megalite.train.stragglers import Straggler
 from megalite.train.wandb_run import WandbRun
-from megalite_launch.events import append_event
-from megalite_launch.layout import RunFolder
-from megalite_launch.words import scaled
+from megalite_launch.base.events import append_event
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.texts import scaled
 
 TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
 WARNINGS = (*TROUBLE, "save_failed", "save_problem", "save_local_failed", "local_off", "straggler")  # events
@@ -54,7 +54,7 @@ Record = dict[str, float]
 
 
 class Saves(Protocol):
-    """A source of news of saves, as `megalite.checkpoint.save.Saver` is."""
+    """A source of news of saves, as `megalite.checkpoint.run.save.Saver` is."""
 
     def news(self) -> list[Outcome]: ...
 

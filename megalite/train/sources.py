@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megalite.checkpoint.manifest import Source as SourceRead
+from megalite.checkpoint.store.manifest import Source as SourceRead
 from megalite.config.schema import Config, Source
 from megalite.data.samples import Samples
 

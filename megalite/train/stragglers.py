@@ -10,8 +10,8 @@ from statistics import median
 
 import torch
 
-from megalite.dist.clock import Clock
-from megalite.dist.mesh import Mesh
+from megalite.distributed.health.clock import Clock
+from megalite.distributed.mesh import Mesh
 from megalite_kernels.collectives import all_gather_single
 
 SECTIONS = ("forward", "backward", "optimizer", "loader")

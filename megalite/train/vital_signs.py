@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.dist.mesh import Mesh
-from megalite.stop import STOP
+from megalite.base.stop_signals import STOP
+from megalite.distributed.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from megalite.base.errors import InputError
+from megalite.base.files import exists, read_object, write_object
+from megalite.base.output import Outlet
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError
-from megalite.config.files import exists, read_object, write_object
 from megalite.config.schema import Config
-from megalite.output import Outlet
 
 MOST = 10_000  # reports that wait for Weights & Biases
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

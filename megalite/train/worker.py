@@ -15,34 +15,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
-from megalite.checkpoint.state import State
-from megalite.checkpoint.tier import Tier
+from megalite.base.errors import InputError, counted
+from megalite.base.exit_codes import ExitCode
+from megalite.base.output import LogFile, Outlet, go_on, standard_streams, warn
+from megalite.checkpoint.local.tier import Tier
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.state import State
 from megalite.config.convert import same_everywhere
-from megalite.config.errors import InputError, counted
 from megalite.config.schema import Config, Source
+from megalite.cost.stages import Timer
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.loader import Loader
-from megalite.dist.activity import Activity
-from megalite.dist.deterministic import be_deterministic
-from megalite.dist.host import host_memory
-from megalite.dist.local import MEETING, log_file
-from megalite.dist.meeting import meet
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import RankInfo
-from megalite.dist.signals import ignore_stops
-from megalite.dist.start import run_rank, start
-from megalite.dist.watchdog import watched
-from megalite.exit_codes import ExitCode
-from megalite.output import LogFile, Outlet, go_on, standard_streams, warn
+from megalite.distributed.deterministic import be_deterministic
+from megalite.distributed.health.activity import Activity
+from megalite.distributed.health.watchdog import watched
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.host import host_memory
+from megalite.distributed.start.local import MEETING, log_file
+from megalite.distributed.start.meeting import meet
+from megalite.distributed.start.ranks import RankInfo
+from megalite.distributed.start.signals import ignore_stops
+from megalite.distributed.start.start import run_rank, start
 from megalite.plan.batches import GlobalBatch, samples_after
-from megalite.plan.fit import FOR_TENSORS, check_memory, fit_micro
-from megalite.planner.stages import Timer
+from megalite.plan.memory.fit import FOR_TENSORS, check_memory, fit_micro
 from megalite.train.build import Job, build, build_mesh
-from megalite.train.folder import Folder
+from megalite.train.folder.paths import Folder
+from megalite.train.folder.starts import record_start
 from megalite.train.guard import Requests
 from megalite.train.loop import Batches, Follower, train
 from megalite.train.metrics import CONVENTION, Meter
@@ -51,9 +52,8 @@ from megalite.train.pace import Pace
 from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report, Silent
 from megalite.train.sources import as_remembered, open_samples
-from megalite.train.starts import record_start
 from megalite.train.stragglers import Stragglers
-from megalite_launch.layout import node_name
+from megalite_launch.base.run_folder import node_name
 
 PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint.archive import LARGEST, Archive
+from megalite.checkpoint.store.archive import LARGEST, Archive
 
 TENSOR = torch.arange(5.0)
 DIRECTORY, END, END64, LOCATOR = b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"

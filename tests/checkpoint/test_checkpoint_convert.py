@@ -14,19 +14,19 @@ import torch
 from hf_families import CASES, Case
 from tampering import tamper
 
-from megalite.checkpoint import convert as engine
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats import dcp, huggingface
-from megalite.checkpoint.formats.opened import Weights
-from megalite.checkpoint.index import Index
-from megalite.checkpoint.manifest import INDEX
-from megalite.checkpoint.maps.strips import Theirs, part
-from megalite.checkpoint.read import reader_of
-from megalite.checkpoint.sources import open_weights
-from megalite.checkpoint.targets import Wanted, plan_of
-from megalite.config.errors import InputError
-from megalite.plan.weights import weights
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.store.manifest import INDEX
+from megalite.checkpoint.weights import convert as engine
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import dcp, huggingface
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.strips import Theirs, part
+from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.targets import Wanted, plan_of
+from megalite.plan.model.weights import weights
 
 INDEX_FILE = "model.safetensors.index.json"
 dcp_library = pytest.importorskip("torch.distributed.checkpoint")

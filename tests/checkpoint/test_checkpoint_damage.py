@@ -14,12 +14,12 @@ from ranks import Ranks
 from tampering import tamper
 from toy_jobs import config_of, load_newest, make, one_rank, restorer, save, train_and_save
 
-from megalite.checkpoint.disk import share_of
-from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.index import Index
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.store.disk import share_of
+from megalite.checkpoint.store.files import METADATA
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.config.layout import Layout
 
 OLDER, NEWER = "step-00000001", "step-00000002"

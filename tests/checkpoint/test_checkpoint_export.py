@@ -7,9 +7,9 @@ import pytest
 import torch
 from toy_jobs import advance, config_of, make, one_rank, progress_at, saver
 
-from megalite.checkpoint.export import is_due
-from megalite.checkpoint.resume import check_export
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.resume import check_export
+from megalite.checkpoint.weights.export import is_due
 from megalite.config.layout import Layout
 from megalite.config.schema import Attention, Checkpoint, Config, Model
 from megalite.train.build import Job

@@ -15,12 +15,12 @@ from ranks import Ranks
 from torch import Tensor
 from toy_jobs import MODEL, config_of, make, one_rank, progress_at, restorer, save, saver
 
-from megalite.checkpoint import finite
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.finite import not_finite
-from megalite.checkpoint.manifest import complete, step_of
-from megalite.checkpoint.outcomes import Failed
-from megalite.config.errors import InputError, Unhealthy
+from megalite.base.errors import InputError, Unhealthy
+from megalite.checkpoint.store import finite
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.store.finite import not_finite
+from megalite.checkpoint.store.manifest import complete, step_of
+from megalite.checkpoint.store.save_events import Failed
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.train.build import Job
@@ -79,7 +79,7 @@ def test_poisoned_state_is_not_saved(job: Job, what: str, value: float, in_backg
 def test_training_does_not_wait_for_the_look_at_what_is_saved(job: Job, tmp_path: Path) -> None:
     looked: list[str] = []
     with (
-        patch("megalite.checkpoint.save.refuse_poisoned", lambda _: looked.append(current_thread().name)),
+        patch("megalite.checkpoint.run.save.refuse_poisoned", lambda _: looked.append(current_thread().name)),
         saver(job, tmp_path) as writer,
     ):
         writer.save(progress_at(job, 1))
@@ -115,7 +115,7 @@ def test_all_ranks_hear_what_one_has_found(tmp_path: Path, ranks: Ranks) -> None
 def test_a_poisoned_checkpoint_is_set_aside_and_the_one_before_is_used(job: Job, tmp_path: Path) -> None:
     save(job, tmp_path, 1)
     poison(job, "model")
-    with patch("megalite.checkpoint.save.refuse_poisoned"):  # as an earlier version has saved it
+    with patch("megalite.checkpoint.run.save.refuse_poisoned"):  # as an earlier version has saved it
         path = save(job, tmp_path, 2)
     with pytest.raises(DamagedError, match=rf"step-00000002: NaN or infinity in model\.{NAME}$"):
         restorer(job).weights(str(path))

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint.disk import DamagedError, File, measure
-from megalite.checkpoint.index import HEADER, Chunk, Index, Stored, merged
-from megalite.checkpoint.manifest import INDEX, Manifest
-from megalite.checkpoint.read import Reader
+from megalite.checkpoint.store.disk import DamagedError, File, measure
+from megalite.checkpoint.store.index import HEADER, Chunk, Index, Stored, merged
+from megalite.checkpoint.store.manifest import INDEX, Manifest
+from megalite.checkpoint.weights.read import Reader
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 SIZES = {"a.distcp": 64, "b.distcp": 72}
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_not_read(name: str, shape: tuple[int, ...], writte
 
 def test_rows_larger_than_a_block_and_other_dtypes(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in (1, 9, 17):
-        monkeypatch.setattr("megalite.checkpoint.read.BLOCK", block)
+        monkeypatch.setattr("megalite.checkpoint.weights.read.BLOCK", block)
         found = torch.zeros(4, 6, dtype=torch.float64)
         reader(written, VALID.encode()).fill({"w": found})
         assert found.equal(WHOLE.double())

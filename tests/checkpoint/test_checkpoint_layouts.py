@@ -24,13 +24,13 @@ from toy_jobs import (
     train_and_save,
 )
 
-from megalite.checkpoint.manifest import complete
-from megalite.checkpoint.progress import Progress
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.manifest import complete
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Kernels, Train
-from megalite.plan.memory import rank_memory
-from megalite.plan.walk import HOST
+from megalite.plan.memory.peak import rank_memory
+from megalite.plan.memory.walk import HOST
 
 PIPELINE = Layout(pp=2, dp_shard=2, tp=2)
 FLAT = Layout(dp_shard=4, tp=2)

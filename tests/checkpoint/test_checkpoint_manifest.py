@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tampering import DATA, MANIFESTS, tamper
 
-from megalite.checkpoint.disk import DamagedError, File, check_hashes, measure, opened, read_whole
-from megalite.checkpoint.manifest import INDEX, LIMIT, MANIFEST, Manifest, check_sizes, complete
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.disk import DamagedError, File, check_hashes, measure, opened, read_whole
+from megalite.checkpoint.store.manifest import INDEX, LIMIT, MANIFEST, Manifest, check_sizes, complete
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError
 from megalite.config.schema import Config
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.nodes import Nodes
-from megalite.checkpoint.place import IDENTITY, Life, Place
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.local.folder import IDENTITY, Life, Place
+from megalite.checkpoint.local.nodes import Nodes
 
 RUN = "0123456789abcdef" * 2
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.compare import refuse_other_data, refuse_other_model
-from megalite.checkpoint.disk import DamagedError, File, share_of
-from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, Source, complete
-from megalite.checkpoint.resume import check_start, starting_point
-from megalite.checkpoint.retain import damaged, retain, set_aside
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.resume import check_start, starting_point
+from megalite.checkpoint.run.same_run import refuse_other_data, refuse_other_model
+from megalite.checkpoint.store.disk import DamagedError, File, share_of
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, Source, complete
+from megalite.checkpoint.store.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError
 from megalite.config.schema import Attention, Checkpoint, Config, Model, RopeScaling, Run
 
 MODEL = Model(layers=2, width=16)

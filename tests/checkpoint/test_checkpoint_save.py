@@ -15,13 +15,13 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from toy_jobs import advance, config_of, make, one_rank, parts, progress_at, restorer, saver
 
-from megalite.checkpoint.files import Writer
-from megalite.checkpoint.manifest import INDEX, MANIFEST, check_sizes, complete
-from megalite.checkpoint.outcomes import Outcome, Saved
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.state import use_device
+from megalite.base.errors import Unhealthy
+from megalite.checkpoint.store.files import Writer
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, check_sizes, complete
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.save_events import Outcome, Saved
+from megalite.checkpoint.store.state import use_device
 from megalite.config.convert import from_plain
-from megalite.config.errors import Unhealthy
 from megalite.config.layout import Layout
 from megalite.train.build import Job
 
@@ -225,7 +225,7 @@ def test_only_the_gpu_of_this_rank_is_used(job: Job, tmp_path: Path, monkeypatch
     """A new thread would use the first, which is another rank's; on CPUs none is touched, though there may be some."""
     told: list[tuple[torch.device, str]] = []
     monkeypatch.setattr(
-        "megalite.checkpoint.save.use_device", lambda device: told.append((device, threading.current_thread().name))
+        "megalite.checkpoint.run.save.use_device", lambda device: told.append((device, threading.current_thread().name))
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", None)

@@ -18,13 +18,13 @@ import torch
 from ranks import Ranks
 from toy_jobs import config_of, fail_on_one_rank, make, one_rank, progress_at, restorer, saver
 
-from megalite.checkpoint.disk import check_hashes
-from megalite.checkpoint.files import HashingFileSystem
-from megalite.checkpoint.manifest import MANIFEST, check_sizes, complete
-from megalite.checkpoint.outcomes import Failed, Outcome, Saved
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
-from megalite.config.errors import Unhealthy
+from megalite.base.errors import Unhealthy
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.disk import check_hashes
+from megalite.checkpoint.store.files import HashingFileSystem
+from megalite.checkpoint.store.manifest import MANIFEST, check_sizes, complete
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.save_events import Failed, Outcome, Saved
 from megalite.config.layout import Layout
 from megalite.train.build import Job
 

@@ -11,17 +11,17 @@ import torch.distributed.checkpoint as dcp
 from megatron_files import SMALL, dist_tensors, random_weights, write_dist
 from toy_jobs import config_of, load_and_train, one_rank, train_and_save
 
-from megalite.checkpoint import convert as engine
-from megalite.checkpoint import sources
-from megalite.checkpoint.compare import refuse_other_data
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats import torch_dist
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.sources import open_weights
-from megalite.checkpoint.targets import Wanted, plan_of
-from megalite.checkpoint.tensors import Checkpoint
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.same_run import refuse_other_data
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.store.manifest import Manifest
+from megalite.checkpoint.weights import convert as engine
+from megalite.checkpoint.weights import sources
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import torch_dist
+from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 

@@ -22,9 +22,9 @@ from local_cases import (
 from ranks import Ranks
 from toy_jobs import assemble, config_of
 
-from megalite.checkpoint.disk import check_hashes
-from megalite.checkpoint.manifest import MANIFEST, check_sizes, complete
-from megalite.checkpoint.place import IDENTITY
+from megalite.checkpoint.local.folder import IDENTITY
+from megalite.checkpoint.store.disk import check_hashes
+from megalite.checkpoint.store.manifest import MANIFEST, check_sizes, complete
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 

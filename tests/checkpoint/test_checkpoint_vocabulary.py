@@ -21,8 +21,8 @@ from toy_jobs import (
     train_and_save,
 )
 
-from megalite.checkpoint.state import State
-from megalite.checkpoint.tensors import Checkpoint
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.store.state import State
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Model
 from megalite.train.build import Job

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.config.errors import InputError, number_ranges
+from megalite.base.errors import InputError, number_ranges
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import InputError, Problem
 from megalite.config.convert import from_plain, keys, to_plain
-from megalite.config.errors import InputError, Problem
 from megalite.config.load import dump, files_and_overrides, is_override, load
 from megalite.config.schema import Config, Data, Kernels, Model, RopeScaling, Run, Source
 

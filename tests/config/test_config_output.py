@@ -9,9 +9,9 @@ from threading import Thread
 
 import pytest
 
-from megalite.config.errors import InputError
-from megalite.config.files import check_writable, write_new, write_whole
-from megalite.stop import Stopped, listen, restore, stop
+from megalite.base.errors import InputError
+from megalite.base.files import check_writable, write_new, write_whole
+from megalite.base.stop_signals import Stopped, listen, restore, stop
 
 
 def a_link(path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.errors import InputError
-from megalite.config.files import UnreachableError, exists, is_file, is_folder, read_object, write_whole
+from megalite.base.errors import InputError
+from megalite.base.files import UnreachableError, exists, is_file, is_folder, read_object, write_whole
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
 from megalite.config.schema import Config
@@ -45,7 +45,7 @@ def test_what_the_system_does_not_tell_is_bad_input(look: Callable[[Path], bool]
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
 def test_a_folder_that_lets_nobody_in_is_told(tmp_path: Path) -> None:
-    script = "import os, sys\nfrom megalite.config.files import is_file\nos.setuid(65534)\nis_file(sys.argv[1])"
+    script = "import os, sys\nfrom megalite.base.files import is_file\nos.setuid(65534)\nis_file(sys.argv[1])"
     (tmp_path / "shut").mkdir(mode=0o700)
     command = [sys.executable, "-c", script, str(tmp_path / "shut/file")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

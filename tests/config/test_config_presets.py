@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite import cli
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.commands import main
 from megalite.config.load import is_set, load
 from megalite.config.presets import CONFIGS, KINDS, presets
+from megalite.cost.cluster import cluster_path, load_cluster
 from megalite.experiment.read import read_experiment
-from megalite.planner.hardware import cluster_path, load_cluster
 
 CONFIG_ROOT = Path(__file__).parents[2] / "configs"
 
@@ -80,5 +80,5 @@ def test_clusters_are_found_by_name() -> None:
 def test_a_name_that_is_unknown_is_bad_input(
     command: str, given: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([command, given]) == 2
+    assert main.main([command, given]) == 2
     assert told in capsys.readouterr().err

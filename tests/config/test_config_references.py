@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.load import load
 from megalite.config.references import STEPS, fill_in
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.config.shape import TEXT, WHOLE, Each, OrNull, digits, misfits, whole
+from megalite.base.json_shape import TEXT, WHOLE, Each, OrNull, digits, misfits, whole
 
 SHAPE = {
     "count": whole(0, 4),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check, validate

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import InputError
 from megalite.config.convert import keys
-from megalite.config.errors import InputError
 from megalite.config.load import dump, load
 from megalite.config.yaml import parse
 

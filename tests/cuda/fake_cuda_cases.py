@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from toy_runs import Notes, RandomSamples
 
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
-from megalite.checkpoint.state import State
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.state import State
 from megalite.config.layers import Scores
 from megalite.config.schema import Config
 from megalite.data.loader import Loader, Micros
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import RankInfo
-from megalite.dist.start import NCCL, start
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.ranks import RankInfo
+from megalite.distributed.start.start import NCCL, start
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
@@ -251,7 +251,7 @@ def timeouts(config: Config) -> set[timedelta]:
     told = []
     with (
         world(config.parallel.layout.world_size),
-        patch("megalite.dist.mesh._set_pg_timeout", lambda *given: told.append(given)),
+        patch("megalite.distributed.mesh._set_pg_timeout", lambda *given: told.append(given)),
     ):
         mesh = Mesh.build(config.parallel.layout, DEVICE, timeout=timedelta(seconds=77))
         assert mesh is not None

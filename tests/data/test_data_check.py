@@ -11,7 +11,7 @@ import pytest
 from test_data_store import packed, put
 from test_data_tokenizer import sentence_piece_model
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Data, Source
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.description import TokenizerFile

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_data_store import packed, put
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.data.description import MOST, Description, SourceFile, TokenizerFile
 from megalite.data.store import HEADER, MAGIC, StoreWriter, TokenStore
 
@@ -245,7 +245,7 @@ def test_a_file_that_its_owner_publishes_meanwhile_is_not_taken_over(
             hidden.rename(tmp_path / "published")
         real(descriptor, operation)
 
-    monkeypatch.setattr("megalite.data.claim.fcntl.flock", late)
+    monkeypatch.setattr("megalite.data.exclusive_file.fcntl.flock", late)
     with StoreWriter(tmp_path / "store", "uint16") as writer:
         writer.add([1])
     assert (tmp_path / "published").read_bytes() == b"12345678"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup, Source
 from megalite.data.loader import Loader
 from megalite.data.samples import Sample, Samples

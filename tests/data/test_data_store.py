@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.data.store import Scan, StoreWriter, TokenStore, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10], [65_499, 0, 11, 12]]

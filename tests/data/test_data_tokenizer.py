@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from tokenizer_cases import byte_level
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizer_cases import piece_model
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.data import trial
 from megalite.data.trial import open_tokenizer_file
 

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from megalite_launch.layout import ATTEMPT, RunFolder
-from megalite_launch.outcome import Failure, write_failure, write_outcome
+from megalite_launch.base.outcome import Failure, write_failure, write_outcome
+from megalite_launch.base.run_folder import ATTEMPT, RunFolder
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 FAILURES = {

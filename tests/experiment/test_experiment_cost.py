@@ -8,7 +8,7 @@ from expanding import Expander
 from megalite.experiment.cell import Cell
 from megalite.experiment.cost import Estimator, Measured, estimate
 from megalite.experiment.expand import Expanded
-from megalite.plan.size import flops_per_token
+from megalite.plan.model.size import flops_per_token
 
 STARTUP, STEP = 4.0, 0.01  # seconds that a step takes at least
 

@@ -9,8 +9,8 @@ from expanding import Expander
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.base.errors import InputError
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError
 from megalite.config.schema import Config
 from megalite.experiment.cell import identity, slug_of
 from megalite.experiment.settings import read_axes

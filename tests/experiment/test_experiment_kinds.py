@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from expanding import Expander
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.experiment.cell import Counts
 from megalite.experiment.schema import Launch
 

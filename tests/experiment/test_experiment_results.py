@@ -13,8 +13,8 @@ from megalite.experiment.cell import Cell
 from megalite.experiment.folder import ExperimentFolder, Status
 from megalite.experiment.results import row_of
 from megalite.experiment.states import ended
-from megalite.plan.size import flops_per_token
-from megalite_launch.slurm import Answer
+from megalite.plan.model.size import flops_per_token
+from megalite_launch.base.slurm import Answer
 
 
 def written(folder: Path, lines: list[dict[str, Any]]) -> Path:

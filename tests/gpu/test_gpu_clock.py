@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.dist.clock import LAG, Clock
+from megalite.distributed.health.clock import LAG, Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

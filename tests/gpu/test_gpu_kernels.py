@@ -18,13 +18,13 @@ from exact import (
 from rounding import DEVICE, UNITS
 from torch import Tensor
 
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
-from megalite.verify import random_batch
 from megalite_kernels import (
     adamw,
     add_rms_norm,

@@ -37,7 +37,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 def train(work: Path, name: str, device: str, steps: int, *overrides: str) -> dict[int, float]:
     """Losses by step of all of a run so far."""
     arguments = [f"run.name={name}", f"run.device={device}", f"train.steps={steps}", *overrides]
-    command = [sys.executable, "-m", "megalite.cli", "train", "two.yaml", *arguments]
+    command = [sys.executable, "-m", "megalite.commands.main", "train", "two.yaml", *arguments]
     ended = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
     records = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text().splitlines())

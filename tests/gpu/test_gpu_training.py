@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
-from megalite.verify import random_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

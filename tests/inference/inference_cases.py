@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.host_group import HostGroup
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.config.layout import Layout
 from megalite.config.schema import Attention, Model
 from megalite.data.tokenizer import Tokenizer
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.inference.crew import Crew, Writing
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine

@@ -14,11 +14,11 @@ import torch
 from oracle import MODELS, copy_weights, oracle_of
 from tokenizer_cases import odd_texts, write_tokenizer
 
-from megalite.checkpoint.formats.tokenizer import tokenizer_files
-from megalite.checkpoint.host_group import HostGroup
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
 from megalite.data.tokenizer import load_tokenizer
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.inference.crew import Crew
 from megalite.inference.engine import Engine
 

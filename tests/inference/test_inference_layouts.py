@@ -8,7 +8,7 @@ import pytest
 from ranks import Ranks
 
 from megalite.config.layout import Layout
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.generate import Request, Timing, generate
 

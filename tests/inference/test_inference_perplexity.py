@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.host_group import HostGroup
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.data.description import TokenizerFile
 from megalite.data.store import StoreWriter
 from megalite.data.tokenizer import tokenizer_hash
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.inference.engine import Engine
 from megalite.inference.perplexity import Perplexity, measure
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from inference_cases import Letters
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.inference.prompts import LONGEST, Prompt, read_prompts, requests
 
 LETTERS = Letters(Path("letters"))

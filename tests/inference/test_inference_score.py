@@ -10,9 +10,9 @@ from oracle import MODELS, SCALED, copy_weights, oracle_of
 from ranks import Ranks
 from torch import Tensor
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.inference.score import score

@@ -7,7 +7,7 @@ import torch
 from inference_cases import prompts
 from oracle import MODELS, SCALED, copy_weights, oracle_of
 
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.generate import Request, generate

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megalite_launch.events import read_events
-from megalite_launch.layout import RunFolder
-from megalite_launch.outcome import Failure, write_failure, write_met, write_outcome
-from megalite_launch.policy import Limits, Wants
-from megalite_launch.slurm import Job
-from megalite_launch.supervise import Check, Supervisor
+from megalite_launch.base.events import read_events
+from megalite_launch.base.outcome import Failure, write_failure, write_met, write_outcome
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.slurm import Job
+from megalite_launch.supervise.policy import Limits, Wants
+from megalite_launch.supervise.supervisor import Check, Supervisor
 
 RUNNING = Job("RUNNING", may_requeue=True, nodes="n[1-3]")
 

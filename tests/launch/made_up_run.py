@@ -5,8 +5,8 @@ from math import exp
 from pathlib import Path
 from random import Random
 
-from megalite_launch.layout import Attempt, RunFolder
-from megalite_launch.outcome import Failure, write_failure
+from megalite_launch.base.outcome import Failure, write_failure
+from megalite_launch.base.run_folder import Attempt, RunFolder
 
 BEGAN = 1_790_000_000.0  # seconds since 1970
 

@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from megalite_launch.layout import ATTEMPT, Attempt, RunFolder, node_name
-from megalite_launch.outcome import Failure, write_failure, write_met, write_outcome
+from megalite_launch.base.outcome import Failure, write_failure, write_met, write_outcome
+from megalite_launch.base.run_folder import ATTEMPT, Attempt, RunFolder, node_name
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LOST = 3.0  # seconds without a sign of life of a peer

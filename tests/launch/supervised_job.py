@@ -11,7 +11,7 @@ from pathlib import Path
 import stand_in
 from slurm_cluster import NODES, Cluster
 
-from megalite_launch.events import Event, read_events
+from megalite_launch.base.events import Event, read_events
 
 HELD = "--block-signal=TERM,INT,HUP,USR1,USR2"
 QUICK = ("--reap-seconds", "3")

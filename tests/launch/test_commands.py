@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import stand_in
 
-from megalite_launch.processes import HEARD
+from megalite_launch.base.processes import HEARD
 
 PACKAGE = Path(__file__).parents[2] / "launch"
 CHECKED = "printf 'ranks 1\\nlayout one\\nfolder run\\nsteps 0 to 10\\n'; exit 0"

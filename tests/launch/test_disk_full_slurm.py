@@ -15,8 +15,8 @@ import supervised_job
 from slurm_cluster import Cluster, missing
 from supervised_job import Case
 
-from megalite.train.records import read_records
-from megalite_launch.layout import RunFolder
+from megalite.train.folder.records import read_records
+from megalite_launch.base.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from fake_slurm import World
 
-from megalite_launch.events import read_events
-from megalite_launch.frozen import Frozen
-from megalite_launch.supervise import Supervisor
+from megalite_launch.base.events import read_events
+from megalite_launch.submit.frozen_configuration import Frozen
+from megalite_launch.supervise.supervisor import Supervisor
 
 BEFORE = "model:\n  layers: 2\noptim:\n  lr: 0.001\n"
 PRINT = "import sys; print(open(sys.argv[1]).read(), end=''); sys.exit(int(sys.argv[2]))"

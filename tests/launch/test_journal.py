@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megalite_launch.base.events import append_event, read_events
+from megalite_launch.base.outcome import write_met
+from megalite_launch.base.run_folder import ATTEMPT
 from megalite_launch.commands import run
-from megalite_launch.events import append_event, read_events
-from megalite_launch.layout import ATTEMPT
-from megalite_launch.outcome import write_met
-from megalite_launch.policy import STUCK
+from megalite_launch.supervise.policy import STUCK
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import summary
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megalite_launch import files, page
+from megalite_launch.base import files
+from megalite_launch.base.events import append_event, read_events
+from megalite_launch.base.files import PRIVATE, SHOWN, appended, kept, opened, read_bytes, write_whole
+from megalite_launch.base.outcome import Failure, read_failures, write_failure
+from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.commands import run
-from megalite_launch.events import append_event, read_events
-from megalite_launch.files import PRIVATE, SHOWN, appended, kept, opened, read_bytes, write_whole
-from megalite_launch.guard import Heart
-from megalite_launch.layout import RunFolder
-from megalite_launch.outcome import Failure, read_failures, write_failure
-from megalite_launch.rivals import lock
+from megalite_launch.status import page
+from megalite_launch.supervise.batch_host_guard import Heart
+from megalite_launch.supervise.other_supervisors import lock
 
 PRECIOUS = "of somebody else"
 NODE = ["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "localhost"]

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from kubernetes_schema import wrong
 
-from megalite_launch.errors import UserError
-from megalite_launch.kubernetes import manifest
-from megalite_launch.kubernetes_options import kubernetes_options, pods_of
-from megalite_launch.overlay import read_overlay
+from megalite_launch.base.errors import UserError
+from megalite_launch.submit.kubernetes import manifest
+from megalite_launch.submit.kubernetes_options import kubernetes_options, pods_of
+from megalite_launch.submit.overlay import read_overlay
 
 EVERYTHING = (
     "--rdma rdma/hca=8 --resource hugepages-2Mi=5Gi --env NCCL_IB_HCA=mlx5 --env NCCL_DEBUG=INFO --env-from tokens "

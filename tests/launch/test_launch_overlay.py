@@ -8,9 +8,9 @@ import pytest
 import yaml
 from kubernetes_schema import TYPES
 
-from megalite_launch import overlay
-from megalite_launch.errors import UserError
-from megalite_launch.overlay import MERGE_KEYS, PORTS, overlaid, read_overlay
+from megalite_launch.base.errors import UserError
+from megalite_launch.submit import overlay
+from megalite_launch.submit.overlay import MERGE_KEYS, PORTS, overlaid, read_overlay
 
 
 def merged(base: str, over: str, kind: str = "Job") -> Any:

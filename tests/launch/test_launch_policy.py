@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megalite_launch.policy import (
+from megalite_launch.base.slurm import Job
+from megalite_launch.base.verdict import Ended, First
+from megalite_launch.supervise.policy import (
     END,
     MEMORY,
     RELAUNCH,
@@ -20,8 +22,6 @@ from megalite_launch.policy import (
     struck_nodes,
     why_not_requeue,
 )
-from megalite_launch.slurm import Job
-from megalite_launch.verdict import Ended, First
 
 LIMITS = Limits()
 EVER = 1e9  # a time

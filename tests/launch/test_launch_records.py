@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.exit_codes import ExitCode
-from megalite_launch import outcome
-from megalite_launch.events import append_event, read_events
-from megalite_launch.layout import Attempt, RunFolder
-from megalite_launch.outcome import Failure, read_failures, read_outcome, write_failure, write_outcome
+from megalite.base.exit_codes import ExitCode
+from megalite_launch.base import outcome
+from megalite_launch.base.events import append_event, read_events
+from megalite_launch.base.outcome import Failure, read_failures, read_outcome, write_failure, write_outcome
+from megalite_launch.base.run_folder import Attempt, RunFolder
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SOURCES = sorted(LAUNCH.rglob("*.py"))

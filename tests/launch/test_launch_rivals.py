@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from megalite_launch import launcher, rivals
-from megalite_launch.errors import UserError
-from megalite_launch.events import append_event, read_events
-from megalite_launch.guard import OVER
-from megalite_launch.layout import RunFolder
-from megalite_launch.local_backend import LocalBackend
-from megalite_launch.slurm import Slurm
-from megalite_launch.slurm_backend import Options, SlurmBackend
+from megalite_launch.base.errors import UserError
+from megalite_launch.base.events import append_event, read_events
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.slurm import Slurm
+from megalite_launch.submit import launch_command
+from megalite_launch.supervise import other_supervisors
+from megalite_launch.supervise.batch_host_guard import OVER
+from megalite_launch.supervise.local_backend import LocalBackend
+from megalite_launch.supervise.slurm_backend import Options, SlurmBackend
 
 HOLD = """
 import sys
 from pathlib import Path
 from megalite_launch import rivals
-from megalite_launch.layout import RunFolder
+from megalite_launch.base.run_folder import RunFolder
 
 rivals.lock(RunFolder(Path(sys.argv[1])))
 print(flush=True)
@@ -54,7 +55,7 @@ def test_a_slurm_job_that_gives_signs_of_life_is_a_rival_unless_it_has_told_its_
     beat.touch()
     if told:
         append_event(run.events, told, "supervisor", "over", job="7", restart=0)
-    found = rivals.slurm_rival(run, read_events(run.events), beating(beat))
+    found = other_supervisors.slurm_rival(run, read_events(run.events), beating(beat))
     assert found == ("" if told else "Slurm job 7")
 
 
@@ -64,15 +65,15 @@ def test_a_slurm_job_that_is_dead_is_none(run: RunFolder, text: bytes | None) ->
     if text is not None:
         (run.attempts / "7.0.beat").write_bytes(text)
     paused: list[float] = []
-    assert rivals.slurm_rival(run, read_events(run.events), paused.append) == ""
-    assert sum(paused) == pytest.approx(rivals.WATCHED if text == b"" else 0)
+    assert other_supervisors.slurm_rival(run, read_events(run.events), paused.append) == ""
+    assert sum(paused) == pytest.approx(other_supervisors.WATCHED if text == b"" else 0)
 
 
 def test_a_local_launch_beside_a_slurm_job_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(run, "7", "slurm")
     beat, over = run.attempts / "7.0.beat", threading.Event()
     beat.touch()
-    monkeypatch.setattr(rivals, "LOOK", 0.01)
+    monkeypatch.setattr(other_supervisors, "LOOK", 0.01)
     beats = beating(beat)
     thread = threading.Thread(target=lambda: [beats(0) for _ in iter(lambda: over.wait(0.005), True)])
     thread.start()
@@ -86,19 +87,19 @@ def test_a_local_launch_beside_a_slurm_job_is_refused(run: RunFolder, monkeypatc
 def test_a_supervisor_of_this_machine_is_a_rival_while_it_lives(run: RunFolder, tmp_path: Path) -> None:
     begin(run, "local-1", "local")
     events = read_events(run.events)
-    assert rivals.local_rival(run, events) == ""
+    assert other_supervisors.local_rival(run, events) == ""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert holder.stdout is not None
         holder.stdout.readline()
-        assert rivals.local_rival(run, events) == "another supervisor (local-1)"
+        assert other_supervisors.local_rival(run, events) == "another supervisor (local-1)"
         job = SlurmBackend(Slurm("7"), 0, run.path, Options(1), lambda _: None)
         assert job.rival(events) == "another supervisor (local-1)"
         with pytest.raises(UserError, match=r"another supervisor \(local-1\) is at work"):
-            launcher._refuse_a_second(run)
+            launch_command._refuse_a_second(run)
     finally:
         holder.kill()
         holder.communicate(timeout=30)
-    assert rivals.local_rival(run, events) == ""
+    assert other_supervisors.local_rival(run, events) == ""

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megalite_launch.base.events import read_events
+from megalite_launch.base.free_space import no_room
 from megalite_launch.commands import run
-from megalite_launch.events import read_events
-from megalite_launch.room import no_room
 
 Mount = Callable[[Path, str], None]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite_launch.backend import Start
-from megalite_launch.slurm import Answer, Slurm
-from megalite_launch.slurm_backend import PORTS, Options, SlurmBackend
+from megalite_launch.base.slurm import Answer, Slurm
+from megalite_launch.supervise.backend import Start
+from megalite_launch.supervise.slurm_backend import PORTS, Options, SlurmBackend
 
 # Writes its arguments down. With a node in `bad`, the check of it fails, and with one in `frozen` it never ends.
 SRUN = """#!/usr/bin/env python3
@@ -86,7 +86,7 @@ def test_a_port_at_which_somebody_listens_is_not_taken(slurm: Path, monkeypatch:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr("megalite_launch.slurm_backend.PORTS", [port, 1])
+        monkeypatch.setattr("megalite_launch.supervise.slurm_backend.PORTS", [port, 1])
         ranks = backend(slurm, master="127.0.0.1").start(start(slurm), ["train"])
         assert ranks.process.wait(30) == 0
         assert ranks.said()[0].split()[1] == "1"
@@ -115,7 +115,7 @@ def test_an_examination_ends_when_the_job_is_to_stop(slurm: Path, monkeypatch: p
 def test_many_nodes_are_examined_in_groups_and_only_bad_groups_one_by_one(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite_launch.slurm_backend.AT_ONCE", 3)
+    monkeypatch.setattr("megalite_launch.supervise.slurm_backend.AT_ONCE", 3)
     monkeypatch.setenv("BAD", "n5")
     nodes = [f"n{number}" for number in range(1, 9)]
     assert backend(slurm).examine(nodes, slurm, False, lambda: False) == {"n5": "ECC errors on n5"}

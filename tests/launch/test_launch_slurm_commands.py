@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite_launch import guard as guards
-from megalite_launch.errors import UserError
-from megalite_launch.events import read_events
-from megalite_launch.guard import Guard, Heart, guard
-from megalite_launch.layout import RunFolder
-from megalite_launch.slurm import Answer, Job, Slurm, call, patiently
+from megalite_launch.base.errors import UserError
+from megalite_launch.base.events import read_events
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.slurm import Answer, Job, Slurm, call, patiently
+from megalite_launch.supervise import batch_host_guard as guards
+from megalite_launch.supervise.batch_host_guard import Guard, Heart, guard
 
 SHOWN = """JobId=7 JobName=a   JobState=RUNNING Reason=None   Requeue=1 Restarts=0
    UserId=root(0)
@@ -74,7 +74,7 @@ def test_a_refused_requeue_tells_why() -> None:
 
 def test_a_command_that_is_missing_or_late_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(["no-such-command-here"]).code == 127
-    monkeypatch.setattr("megalite_launch.slurm.ANSWER", 0.05)
+    monkeypatch.setattr("megalite_launch.base.slurm.ANSWER", 0.05)
     assert call(["sleep", "5"]).code == 124
     assert call(["printf", "%s", "$(x)"]) == Answer(0, "$(x)", "")
 

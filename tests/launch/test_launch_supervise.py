@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from fake_slurm import RUNNING, Ranks, World
 
-from megalite_launch.events import append_event, read_events
-from megalite_launch.policy import UNFIT, Limits, Wants
-from megalite_launch.slurm import Job
-from megalite_launch.supervise import Check, Supervisor
+from megalite_launch.base.events import append_event, read_events
+from megalite_launch.base.slurm import Job
+from megalite_launch.supervise.policy import UNFIT, Limits, Wants
+from megalite_launch.supervise.supervisor import Check, Supervisor
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_a_full_disk_changes_no_decision(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("megalite_launch.supervise.append_event", full)
+    monkeypatch.setattr("megalite_launch.supervise.supervisor.append_event", full)
     assert world.supervisor(crash).run() == 1
     assert len(world.slurm.ran) == 3  # counted in memory
     assert "cannot be written: No space left on device" in capsys.readouterr().err
@@ -391,7 +391,8 @@ def test_a_run_folder_that_is_out_of_sight_for_a_moment(world: World) -> None:
 
 
 def test_a_full_disk_is_told_where_ranks_could_not(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite_launch.supervise.no_room", lambda path: f"{path}/logs: No space left on device")
+    full = "megalite_launch.supervise.supervisor.no_room"
+    monkeypatch.setattr(full, lambda path: f"{path}/logs: No space left on device")
     for code in (1, 2, 3, 4, 5):
         assert world.supervisor(lambda ranks, code=code: code).run() == 4
         assert f"{world.folder.path}/logs: No space left on device" in world.last("end")["reason"]
@@ -400,7 +401,7 @@ def test_a_full_disk_is_told_where_ranks_could_not(world: World, monkeypatch: py
 
 
 def test_a_stop_that_was_asked_for_on_a_full_disk_is_a_stop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite_launch.supervise.no_room", lambda path: f"{path}: No space left on device")
+    monkeypatch.setattr("megalite_launch.supervise.supervisor.no_room", lambda path: f"{path}: No space left on device")
     supervisor = world.supervisor(crash)
     world.slurm.attempts = [lambda ranks: supervisor.hear(signal.SIGTERM) or 3]  # type: ignore[func-returns-value]
     assert supervisor.run() == 3

@@ -2,12 +2,12 @@
 
 import pytest
 
-from megalite_launch.outcome import Failure, Outcome
-from megalite_launch.verdict import First, Seen, judge
+from megalite_launch.base.outcome import Failure, Outcome
+from megalite_launch.base.verdict import First, Seen, judge
 
 NODES = ("n1", "n2")
 KILLED = "srun: error: n2: task 3: Killed"
-TERMINATED = ["srun: launch/slurm: _step_signal: Terminating StepId=7.0", "srun: error: n1: tasks 0-1: Terminated"]
+TERMINATED = ["srun: launch/base/slurm: _step_signal: Terminating StepId=7.0", "srun: error: n1: tasks 0-1: Terminated"]
 
 
 def seen(code: int = 143, **more: object) -> Seen:

@@ -13,11 +13,13 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megalite_launch import launcher, supervisor
-from megalite_launch.batch import limit_seconds
+from megalite_launch.base.events import read_events
+from megalite_launch.base.own_command import PACKAGE
+from megalite_launch.base.yaml_text import yaml_text
 from megalite_launch.commands import run
-from megalite_launch.events import read_events
-from megalite_launch.yaml_text import yaml_text
+from megalite_launch.submit import launch_command
+from megalite_launch.submit.slurm_script import limit_seconds
+from megalite_launch.supervise import supervise_command
 
 PYTHON = sys.executable
 SLURM = ("slurm", "a config.yaml", "--nodes", "32")
@@ -77,7 +79,8 @@ def test_slurm_gets_a_script_that_stays_and_people_are_told_what_to_watch(
     assert command[command.index("--nodes") + 1] == "32"
     assert command[command.index("--spares") + 1] == "2"
     assert "--signal=B:USR2@1200" in directives
-    supervised = supervisor.parser().parse_args(command[command.index("supervise") + 1 :])  # it knows all of them
+    options = command[command.index("supervise") + 1 :]
+    supervised = supervise_command.parser().parse_args(options)  # it knows all of them
     assert (supervised.run, supervised.grace_seconds) == (folder, 1140.0)
     check = shlex.split(command[command.index("--check") + 1])
     frozen = folder / "launch" / "001.config.yaml"
@@ -131,7 +134,7 @@ def test_slurm_is_asked_for_whole_nodes_unless_the_user_asks_otherwise(
 
 
 def test_the_plain_script_asks_for_the_same() -> None:
-    text = (Path(launcher.__file__).parent / "slurm.sbatch").read_text()
+    text = (PACKAGE / "slurm.sbatch").read_text()
     asked = {line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")}
     assert {"--cpus-per-task=8", "--mem=0", "--exclusive"} <= asked
 
@@ -305,7 +308,7 @@ def test_what_is_written_as_yaml_is_read_as_it_was(value: object) -> None:
 
 
 def test_every_way_has_help(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    for way in launcher.WAYS:
+    for way in launch_command.WAYS:
         assert start(way, "--help") == 0
     assert start("--help") == 0
     assert capsys.readouterr().out.count("usage: megalite-launch") == 4

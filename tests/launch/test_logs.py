@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from made_up_run import MadeUp, made_up
 
 from megalite_launch import commands
-from megalite_launch.layout import Attempt
-from megalite_launch.outcome import Failure, write_failure
+from megalite_launch.base.outcome import Failure, write_failure
+from megalite_launch.base.run_folder import Attempt
 from megalite_launch.watch import logs
 from megalite_launch.watch.logs import followed, log_of, tail_of
 

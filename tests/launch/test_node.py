@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megalite_launch.base.events import read_events
+from megalite_launch.base.outcome import read_outcome
+from megalite_launch.base.run_folder import Attempt, RunFolder
 from megalite_launch.commands import run
-from megalite_launch.events import read_events
-from megalite_launch.layout import Attempt, RunFolder
-from megalite_launch.outcome import read_outcome
 
 ROOT = Path(__file__).parents[2]
 SAYS = """
@@ -68,7 +68,7 @@ def test_a_signal_waits_until_a_rank_can_hear_it() -> None:
 
 
 def test_a_failed_rank_ends_the_others_and_its_code_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite_launch.node.GRACE", 0.5)
+    monkeypatch.setattr("megalite_launch.supervise.node.GRACE", 0.5)
     began = time.monotonic()
     options = ["--nodes", "1", "--node-rank", "0", "--ranks", "2", "--master", "localhost"]
     assert run("node", [*options, "--", sys.executable, "-c", LATE]) == 4
@@ -96,7 +96,7 @@ def test_ranks_die_with_their_node() -> None:
     [((5, 1), 1), ((5,), 5), ((-9, 5), 137), ((2,), 2), ((), 0)],
 )
 def test_a_rank_that_lost_contact_is_not_the_cause(codes: tuple[int, ...], expected: int) -> None:
-    from megalite_launch.node import _code  # noqa: PLC0415
+    from megalite_launch.supervise.node import _code  # noqa: PLC0415
 
     assert _code(codes) == expected
 

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a cluster of two nodes, with Slurm's own daemons on this machine."""
+"""launch/base/slurm.sbatch on a cluster of two nodes, with Slurm's own daemons on this machine."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from slurm_cluster import NODES, Cluster, missing
 
-from megalite_launch.events import read_events
+from megalite_launch.base.events import read_events
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sbatch"
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())

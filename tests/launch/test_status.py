@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from made_up_run import MadeUp, made_up
 
 from megalite_launch import commands
-from megalite_launch.events import append_event
-from megalite_launch.lines import LONGEST, Tail
-from megalite_launch.watch import status
+from megalite_launch.base.events import append_event
+from megalite_launch.base.line_files import LONGEST, Tail
+from megalite_launch.status import status_command
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import Summary, summary
 from megalite_launch.watch.text import status_text
@@ -324,7 +324,7 @@ def test_following_on_a_pipe_adds_lines_until_the_end(
         run.now = time.time()
         run.event("end", "supervisor", "all steps are done", code=0, reason="all done")
 
-    monkeypatch.setattr(status.time, "sleep", sleep)
+    monkeypatch.setattr(status_command.time, "sleep", sleep)
     assert commands.run("status", [str(tmp_path / "run"), "--follow"]) == 0
     told = capsys.readouterr().out
     assert len(looks) == 1
@@ -354,10 +354,10 @@ def test_a_narrow_terminal_wraps_what_it_cannot_hold(
 ) -> None:
     """A cut line would lose how an attempt ended, which is its last column."""
     made = made_up(tmp_path / "run")
-    monkeypatch.setattr(status.shutil, "get_terminal_size", lambda: os.terminal_size((60, 200)))
+    monkeypatch.setattr(status_command.shutil, "get_terminal_size", lambda: os.terminal_size((60, 200)))
     found = seen(made.run.path, made.now + 1)
-    status._Screen()([], [found])
-    told = capsys.readouterr().out.removeprefix(status.CLEAR)
+    status_command._Screen()([], [found])
+    told = capsys.readouterr().out.removeprefix(status_command.CLEAR)
     assert max(map(len, told.splitlines())) <= 60
     assert "CUDA error: an illegal memory access was encountered" in " ".join(told.split())
     assert "".join(told.split()) == "".join(status_text(found).split())

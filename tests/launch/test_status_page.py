@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "advice"))
 from page_cases import Page
 from test_page_browser import BROWSER, seen
 
-from megalite_launch import page
 from megalite_launch.page.charts import POINTS, curve_chart, thinned
+from megalite_launch.status import page
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import summary
 from megalite_launch.watch.text import status_text

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import stand_in
 
-from megalite_launch import launcher
-from megalite_launch.events import read_events
-from megalite_launch.layout import RunFolder
-from megalite_launch.local_backend import processes_of
-from megalite_launch.outcome import STOPPED, read_outcome
+from megalite_launch.base.events import read_events
+from megalite_launch.base.outcome import STOPPED, read_outcome
+from megalite_launch.base.own_command import PACKAGE
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.supervise.local_backend import processes_of
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -102,7 +102,7 @@ def test_ctrl_c_in_a_terminal_saves_and_ends(tmp_path: Path) -> None:
     megalite.chmod(0o755)
     words = [
         sys.executable,
-        str(Path(launcher.__file__).parent),
+        str(PACKAGE),
         "launch",
         "local",
         "--megalite",

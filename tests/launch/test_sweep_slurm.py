@@ -11,8 +11,8 @@ import pytest
 from faked import Faked
 from slurm_cluster import Cluster, missing
 
-from megalite_launch.job_array import element_states, largest_array
-from megalite_launch.slurm import Answer
+from megalite_launch.base.slurm import Answer
+from megalite_launch.submit.slurm_array import element_states, largest_array
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 LARGEST = 3  # tasks of an array

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite_launch.words import BINARY, LEAST_WIDTH, counted, lasting, printable, scaled, table
+from megalite_launch.base.texts import BINARY, LEAST_WIDTH, counted, lasting, printable, scaled, table
 
 
 @pytest.mark.parametrize(

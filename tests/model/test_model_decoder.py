@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import Model
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 

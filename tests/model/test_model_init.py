@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.schema import Batch, Config, Model, Parallel, Train
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model import init
 from megalite.model.decoder import Decoder
 from megalite.model.init import fill_normal, initialize, standard_deviation
-from megalite.plan import roles
+from megalite.plan.model import roles
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
 

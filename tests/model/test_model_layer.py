@@ -10,7 +10,7 @@ from torch import nn
 from megalite.config import layers
 from megalite.config.layers import Rope, layer_kinds
 from megalite.config.schema import Kernels, Model
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder, Layer
 from megalite.model.init import initialize
 from megalite.model.positions import TokenPositions

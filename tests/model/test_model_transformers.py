@@ -11,7 +11,7 @@ from oracle import LENGTH, LLAMA, MODELS, Float64Everywhere, copy_weights, oracl
 from torch import Tensor
 
 from megalite.config.schema import Model
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 
 gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")

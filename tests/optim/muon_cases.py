@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from megalite.commands.verify import Part, random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
-from megalite.dist.mesh import Mesh
-from megalite.live_bytes import LiveBytes
+from megalite.distributed.mesh import Mesh
+from megalite.dry_run.live_bytes import LiveBytes
 from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
 from megalite.parallel.parameter import parameter, parameters
+from megalite.plan.model.roles import Kind
 from megalite.plan.muon import Box
 from megalite.plan.resolved import resolve
-from megalite.plan.roles import Kind
 from megalite.train.build import build
 from megalite.train.step import train_step
-from megalite.verify import Part, random_batch
 
 CPU = torch.device("cpu")
 STEPS = 3

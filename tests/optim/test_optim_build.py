@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Train
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build
 from megalite.train.step import train_step
-from megalite.verify import random_batch
 
 MODEL = Model(
     layers=2, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=32, sequence_length=8, qk_norm=True, qkv_bias=True

@@ -14,7 +14,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.optim import offload
 from megalite.optim.offload import HostAdamW
-from megalite.plan.states import ADAMW
+from megalite.plan.model.optimizer_states import ADAMW
 
 HERE = config_of(Layout())
 HOST = replace(HERE, optim=replace(HERE.optim, offload=True))

@@ -7,15 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Parallel
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.gradients import counted_norms
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build
 from megalite.train.step import gradients
 from megalite.train.vital_signs import take_signs
-from megalite.verify import random_batch
 from megalite_kernels.grad_norm import clip_coefficient
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from torch.distributed.tensor import Replicate
 
 from megalite.config.layout import Layout
 from megalite.config.schema import DataParallel, Model, Optim
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard
 from megalite.parallel.gradients import counted_norms, finish
 from megalite.parallel.parameter import parameter, part
-from megalite.plan.roles import DOWN, GATE, Role
+from megalite.plan.model.roles import DOWN, GATE, Role
 from megalite.train.vital_signs import take_signs
 
 EXPERTS, REPLICAS, WIDTH = 2, 4, 8  # every expert is sharded over ranks of its own

@@ -2,12 +2,12 @@
 
 import torch
 
+from megalite.commands.verify import random_batch
 from megalite.config.schema import Config
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
-from megalite.verify import random_batch
 
 
 def curve(config: Config, steps: int) -> list[tuple[float, float]] | None:

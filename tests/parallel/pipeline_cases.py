@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.config.layout import Layout
-from megalite.dist.activity import Activity
-from megalite.dist.mesh import Mesh
+from megalite.distributed.health.activity import Activity
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import whole
 from megalite.parallel.pipeline import Activation, Flight, Pipeline, Step
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
-from megalite.plan.roles import DOWN, UP
+from megalite.plan.model.roles import DOWN, UP
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import build, build_forward
 from megalite.schedule.simulate import simulate

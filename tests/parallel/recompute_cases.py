@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from toy_jobs import make
 
+from megalite.commands.verify import Difference, compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Pipeline, Train
-from megalite.dist import collectives
-from megalite.dist.mesh import Mesh
-from megalite.live_bytes import LiveBytes
+from megalite.distributed import collectives
+from megalite.distributed.mesh import Mesh
+from megalite.dry_run.live_bytes import LiveBytes
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 from megalite.parallel import norm
@@ -25,7 +26,7 @@ from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import AsIs, Keeping
 from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
-from megalite.plan.activations import Activations
+from megalite.plan.memory.activations import Activations
 from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import MODES, Cost, Costs, Mode, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
@@ -34,7 +35,6 @@ from megalite.train import recompute_costs
 from megalite.train.build import Job
 from megalite.train.recompute_costs import measured_costs, plan_for
 from megalite.train.step import train_step
-from megalite.verify import Difference, compare, random_batch
 
 CPU = torch.device("cpu")
 MODEL = Model(

@@ -14,14 +14,14 @@ from attention_parts import mask, oracle
 from torch import Tensor
 
 from megalite.config.layers import Scores
-from megalite.live_bytes import LiveBytes
+from megalite.dry_run.live_bytes import LiveBytes
 from megalite.parallel import attention, context, explicit, flex
 from megalite.parallel.attention import Kernels, attend, attend_backward, empty_result
 from megalite.parallel.blocks import Block
 from megalite.parallel.context import Ring
 from megalite.parallel.context import attention as attention_over
 from megalite.parallel.sequence import Sequences, own_blocks
-from megalite.plan.window import attended_pairs
+from megalite.plan.traffic.window import attended_pairs
 
 CPU = torch.device("cpu")
 LENGTH, HEADS, KV_HEADS, WIDTH = 12, 6, 2, 8

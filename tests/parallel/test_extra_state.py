@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from toy_jobs import MODEL, Parts, advance, assemble, config_of, make, one_rank, restorer, save
 
+from megalite.commands.verify import Part, compare
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import cut, extra_state, placed
-from megalite.plan.roles import Kind, Role, Side
+from megalite.plan.model.roles import Kind, Role, Side
 from megalite.train.build import Job, build
-from megalite.verify import Part, compare
 
 USES = Role(Kind.STATE, Side.FEED_FORWARD)
 
@@ -85,7 +85,7 @@ def counting() -> Iterator[None]:
     with (
         patch("megalite.train.build.Decoder", CountingDecoder),
         patch("toy_jobs.build", built),
-        patch("megalite.verify.build", built),
+        patch("megalite.commands.verify.build", built),
     ):
         yield
 

@@ -9,9 +9,9 @@ import pytest
 from ranks import Ranks
 from toy_jobs import MODEL, config_of
 
+from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Model, Pipeline
-from megalite.verify import compare
 
 
 def case(layout: Layout, model: Model = MODEL, micro_batches: int = 1, schedule: str = "1f1b") -> Config:

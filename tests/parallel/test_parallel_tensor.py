@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from megalite.config.layout import Layout
-from megalite.dist.collectives import all_gather, reduce_scatter
-from megalite.dist.mesh import Mesh
+from megalite.distributed.collectives import all_gather, reduce_scatter
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
-from megalite.plan.roles import DOWN, UP
+from megalite.plan.model.roles import DOWN, UP
 from megalite_kernels import rms_norm
 
 SEQUENCE, BATCH, WIDTH, FFN, VOCABULARY = 8, 3, 12, 20, 24

@@ -6,9 +6,9 @@ import pytest
 from ranks import Ranks
 from toy_jobs import MODEL, config_of
 
+from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, DataParallel, Model, Pipeline
-from megalite.verify import compare
 
 ODD = replace(MODEL, vocab_size=37, qkv_bias=False)
 TIED = replace(ODD, tie_embeddings=True)

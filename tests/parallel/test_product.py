@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from toy_jobs import advance, config_of, make, one_rank
 
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.state import State
 from megalite.config.layout import Layout
 from megalite.config.rules.train import train_rules
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.product import PLAIN, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
-from megalite.plan.roles import UP
+from megalite.plan.model.roles import UP
 from megalite.train.build import Job, build_product
 
 

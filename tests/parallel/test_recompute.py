@@ -21,14 +21,14 @@ from recompute_cases import (
 from torch import nn
 from toy_jobs import one_rank
 
+from megalite.commands.verify import Difference, compare
 from megalite.config.layout import Layout
 from megalite.config.schema import Attention, Config, Optim
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host
 from megalite.parallel.recompute import Cheap, recompute
 from megalite.plan.recompute_modes import MODES, Mode
-from megalite.verify import Difference, compare
 
 ONE, TP, PP, SHARDED = Layout(), Layout(tp=2), Layout(pp=2, tp=2), Layout(dp_shard=2, tp=2)
 CONTEXT = Layout(cp=2, tp=2)

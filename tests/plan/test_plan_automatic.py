@@ -4,18 +4,18 @@ import re
 
 import pytest
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.config.yaml import parse
-from megalite.plan.activations import Activations
 from megalite.plan.automatic import GRAIN, as_tight, costs_of, found, limit_of, wanted
-from megalite.plan.fit import fit_micro
-from megalite.plan.memory import memory_of_ranks
+from megalite.plan.memory.activations import Activations
+from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.peak import memory_of_ranks
+from megalite.plan.model.size import head_forward_flops, layer_forward_flops
 from megalite.plan.pipeline import fullest_steps, placement, table_of
-from megalite.plan.size import head_forward_flops, layer_forward_flops
 from megalite.plan.split import split_of
 from megalite.schedule.file import complete, write
 from megalite.schedule.search import memory_of

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import InputError
 from megalite.config.convert import from_plain, keys, options, to_plain
-from megalite.config.errors import InputError
 from megalite.config.load import load
 from megalite.config.schema import SCHEDULES, Config
 from megalite.config.validate import check, validate
 from megalite.plan import pipeline
 from megalite.plan.batches import samples_after, sequence_length
-from megalite.plan.fit import fit_micro
-from megalite.plan.memory import memory_of_ranks
+from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import split_of
 from megalite.schedule.actions import Exchange

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Batch, Config, Model, Parallel, Pipeline, Rampup
 from megalite.config.validate import check, validate
-from megalite.plan import memory
-from megalite.plan.fit import GIB, check_memory, choices, fit_micro, peak_bytes
-from megalite.plan.memory import rank_memory
+from megalite.plan.memory import peak as memory
+from megalite.plan.memory.fit import GIB, check_memory, choices, fit_micro, peak_bytes
+from megalite.plan.memory.peak import rank_memory
 from megalite.plan.resolved import Plan
 
 

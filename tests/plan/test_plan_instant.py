@@ -3,8 +3,8 @@
 import pytest
 from memory_cases import CASES, SHARDED, Overrides, configured
 
-from megalite.plan.instant import Instant
-from megalite.plan.memory import rank_memory
+from megalite.plan.memory.moment_text import Instant
+from megalite.plan.memory.peak import rank_memory
 from megalite.schedule.actions import Action, Exchange, Kind
 
 

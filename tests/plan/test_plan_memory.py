@@ -1,4 +1,4 @@
-"""Predicted memory: what must hold of it in every configuration. How exact it is, tests/test_dryrun.py tells."""
+"""Predicted memory: what must hold of it in every configuration. tests/dry_run/test_dryrun.py tells how exact it is."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -10,19 +10,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_cases import CASES, PIPELINE, POST, SHARDED, Overrides, configured
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Batch, Config, Rampup
-from megalite.plan import condense, walk
-from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
-from megalite.plan.memory import KINDS, enough_micro_batches, rank_memory
+from megalite.plan.memory import repeated_layers, walk
+from megalite.plan.memory.activations import CLASSES, ROWS, Activations, chunk_tokens
+from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
+from megalite.plan.memory.units import Unit
+from megalite.plan.memory.walk import HOST
+from megalite.plan.model.size import model_parameters, stage_parameters
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
-from megalite.plan.size import model_parameters, stage_parameters
 from megalite.plan.split import split_of
-from megalite.plan.units import Unit
-from megalite.plan.walk import HOST
 from megalite.schedule.simulate import simulate
 
 
@@ -259,7 +259,7 @@ def test_many_layers_alike_are_walked_as_one(large: Overrides, layers: int, ever
     config = configured({**large, "model.layers": layers, "train.recompute_every": every, "batch.global": 24})
     pp = data.draw(st.integers(0, config.parallel.pp - 1))
     found = rank_memory(config, pp)
-    with patch.object(condense, "condensed", lambda modes: [(mode, 1) for mode in modes]):
+    with patch.object(repeated_layers, "condensed", lambda modes: [(mode, 1) for mode in modes]):
         assert rank_memory(config, pp) == found
 
 
@@ -275,8 +275,8 @@ def test_few_micro_batches_are_walked_for_many(large: Overrides, m: int, data: s
 
 
 def test_modes_that_repeat_are_condensed_and_none_is_lost() -> None:
-    assert condense.condensed([]) == []
-    assert condense.condensed(["none"] * 4) == [("none", 1)] * 4
-    assert condense.condensed(["none"] * 9) == [("none", 1)] * 2 + [("none", 5)] + [("none", 1)] * 2
-    assert len(condense.condensed(["full", "none", "none"] * 3000)) == 14
-    assert sum(times for _, times in condense.condensed([*["full"] * 31, *["none"] * 47])) == 78
+    assert repeated_layers.condensed([]) == []
+    assert repeated_layers.condensed(["none"] * 4) == [("none", 1)] * 4
+    assert repeated_layers.condensed(["none"] * 9) == [("none", 1)] * 2 + [("none", 5)] + [("none", 1)] * 2
+    assert len(repeated_layers.condensed(["full", "none", "none"] * 3000)) == 14
+    assert sum(times for _, times in repeated_layers.condensed([*["full"] * 31, *["none"] * 47])) == 78

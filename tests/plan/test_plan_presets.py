@@ -7,7 +7,7 @@ import pytest
 
 from megalite.config.load import load
 from megalite.config.validate import check
-from megalite.plan.fit import FOR_TENSORS, GIB, peak_bytes
+from megalite.plan.memory.fit import FOR_TENSORS, GIB, peak_bytes
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "run").glob("*gpu.yaml"))
 

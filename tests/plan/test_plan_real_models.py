@@ -14,10 +14,10 @@ from toy_jobs import CPU, one_rank
 
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters
-from megalite.plan.size import flops_per_token, model_parameters
+from megalite.plan.model.size import flops_per_token, model_parameters
 
 LAYERS = 4  # after which the kinds of layers repeat in every preset
 PRESETS = sorted((Path(__file__).parents[2] / "configs/model").glob("*.yaml"))

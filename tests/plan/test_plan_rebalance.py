@@ -10,9 +10,9 @@ from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.plan.automatic import least_of
-from megalite.plan.fit import peak_bytes
-from megalite.plan.memory import rank_memory
-from megalite.plan.rebalance import flatter_split
+from megalite.plan.memory.fit import peak_bytes
+from megalite.plan.memory.peak import rank_memory
+from megalite.plan.memory.rebalance import flatter_split
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config, Parallel, Pipeline, Train
 from megalite.plan.pipeline import as_full, table_of
 from megalite.plan.recompute_modes import (

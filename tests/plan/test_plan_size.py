@@ -9,7 +9,7 @@ from megalite.config.layers import LayerKind, Scores, layer_kinds
 from megalite.config.load import load
 from megalite.config.schema import Attention as Windows
 from megalite.config.schema import Model
-from megalite.plan.size import (
+from megalite.plan.model.size import (
     Attention,
     Parameters,
     flops_per_token,
@@ -19,7 +19,7 @@ from megalite.plan.size import (
     model_parameters,
     stage_parameters,
 )
-from megalite.plan.window import attended_pairs
+from megalite.plan.traffic.window import attended_pairs
 
 PRESETS = Path(__file__).parents[2] / "configs/model"
 COUNTS = {

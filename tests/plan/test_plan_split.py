@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import Config, Model
-from megalite.plan.size import by_stage, head_forward_flops
+from megalite.plan.model.size import by_stage, head_forward_flops
 from megalite.plan.split import _uneven, balance, layer_costs, layers_of, split_of
 
 

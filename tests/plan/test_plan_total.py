@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from megalite.config.load import load
 from megalite.config.validate import check
-from megalite.plan.memory import memory_of_ranks
+from megalite.plan.memory.peak import memory_of_ranks
+from megalite.plan.memory.total import Total, fullest
+from megalite.plan.memory.walk import Walk, on_device
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import resolve
-from megalite.plan.total import Total, fullest
-from megalite.plan.walk import Walk, on_device
 from megalite.schedule.generate import NAMES
 
 

@@ -1,4 +1,4 @@
-"""Predicted transfers: what must hold of them. How exact they are, tests/test_counted.py tells."""
+"""Predicted transfers: what must hold of them. How exact they are, tests/dry_run/test_counted.py tells."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,10 +11,10 @@ from traffic_cases import CASES, FULL, MUON, SELECTIVE, TP, Overrides, configure
 from megalite.plan.muon import working_bytes
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import resolve
-from megalite.plan.traffic import step_traffic
-from megalite.plan.transfers import Traffic, axis_sizes, stage_axis
-from megalite.plan.weight_traffic import Gathering, WeightTraffic
-from megalite.plan.window import halo, halo_messages
+from megalite.plan.traffic.step import step_traffic
+from megalite.plan.traffic.transfers import Traffic, axis_sizes, stage_axis
+from megalite.plan.traffic.weights import Gathering, WeightTraffic
+from megalite.plan.traffic.window import halo, halo_messages
 
 
 def traffic(overrides: Overrides, rank: int = 0, m: int | None = None) -> list[Traffic]:

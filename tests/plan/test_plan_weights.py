@@ -9,12 +9,12 @@ from toy_jobs import MODEL, one_rank
 
 from megalite.config.layout import Layout
 from megalite.config.schema import Model
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters
+from megalite.plan.model.size import model_parameters
+from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
-from megalite.plan.size import model_parameters
-from megalite.plan.weights import weights
 
 MODELS = (
     MODEL,

@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-from advice.page_cases import Page
+from page_cases import Page
 from synthetic_experiments import ladder, row, sweep, systems, write
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.commands.fit import fit
+from megalite.commands.report import report
 from megalite.report.axes import steps
-from megalite.report.command import report
 from megalite.report.picture import colours, in_legend
 from megalite.report.systems import _medians
-from megalite.scaling.command import fit
 
 SHAPES = ((64, 2), (80, 2), (96, 3), (128, 4), (160, 4), (192, 5), (256, 6))
 QUICK = {"bootstrap": 40}

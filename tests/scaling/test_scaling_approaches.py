@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from synthetic_experiments import TRUTH
 from test_scaling_solver import grid
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.scaling.approach1 import fit1
 from megalite.scaling.approach2 import fit2
 from megalite.scaling.bootstrap import draws

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_experiments import SMALL, counts, ladder, model, sweep
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.commands.fit import fit
 from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.scaling.budget import _distance
-from megalite.scaling.command import fit
 from megalite.scaling.shapes import Rule, size_of
 from megalite_tools.experiment.predict import main
 

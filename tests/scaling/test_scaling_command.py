@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from synthetic_experiments import SMALL, ladder, sweep, systems, write
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.commands.fit import fit
 from megalite.scaling.bootstrap import draws, interval
-from megalite.scaling.command import fit
 from megalite.scaling.points import choose
 from megalite.scaling.settings import DEFINITIONS, Settings, read_settings
 from megalite.scaling.table import read_results

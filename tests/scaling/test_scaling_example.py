@@ -11,7 +11,7 @@ import pytest
 import yaml
 from synthetic_experiments import write
 
-from megalite.scaling.command import fit
+from megalite.commands.fit import fit
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scaling_example.md").read_text()

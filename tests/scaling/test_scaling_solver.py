@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_experiments import TRUTH
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.scaling.approach3 import bounds, fit3, refit
 from megalite.scaling.forms import error_law, kaplan, sigmoid, sum_of_powers
 from megalite.scaling.law import NAMES, Law

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import randoms, sharded_tables, small_tables
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.schedule.actions import SHARDING, Action, Kind, Table
 from megalite.schedule.clock import clock_of
 from megalite.schedule.simulate import simulate

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import free_table, randoms, tables
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.rules.parallel import SCHEDULE_BYTES
 from megalite.config.yaml import parse
 from megalite.schedule.actions import Table

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from schedule_cases import micro_batches, names, tables
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
 from megalite.schedule.check import check
 from megalite.schedule.communication import communicate

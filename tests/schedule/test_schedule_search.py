@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.schedule import search as searching
 from megalite.schedule.actions import Kind, Orders, Table
 from megalite.schedule.check import check

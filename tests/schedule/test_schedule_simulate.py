@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import free_table, micro_batches, names, randoms, ranks
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.schedule.actions import COMPUTE, Action, Kind, Table
 from megalite.schedule.generate import NAMES, bubble_of, build
 from megalite.schedule.simulate import UNIT, Span, Time, simulate

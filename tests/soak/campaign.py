@@ -23,8 +23,8 @@ from supervised_job import Case
 from whole_checkpoints import check_complete, complete, largest_difference, tensors_of
 
 from megalite.data.store import StoreWriter
-from megalite.train.records import read_records
-from megalite_launch.layout import RunFolder
+from megalite.train.folder.records import read_records
+from megalite_launch.base.run_folder import RunFolder
 
 PATIENCE = 180.0  # seconds in which a run must have recovered
 GUARD = 6

@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 from corruptions import Case, cases
 
-from megalite.cli import main as megalite
-from megalite.config.files import write_whole
+from megalite.base.entry import exit_code
+from megalite.base.files import write_whole
+from megalite.base.late_import import import_for_good
+from megalite.commands.main import main as megalite
+from megalite.commands.train import WORKER
 from megalite.data.store import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
-from megalite.entry import exit_code
-from megalite.imports import import_for_good
-from megalite.train.command import WORKER
 from megalite_tools.bench.machine import cpu_name
 from megalite_tools.checkpoint.generate import main as generate
 from megalite_tools.checkpoint.inspect_checkpoint import main as inspect

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from tampering import DATA, MANIFESTS, tamper
 
-from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.index import Index, Stored
-from megalite.checkpoint.manifest import INDEX, MANIFEST
+from megalite.checkpoint.store.files import METADATA
+from megalite.checkpoint.store.index import Index, Stored
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST
 
 OLDEST, MIDDLE, NEWEST = (f"checkpoints/step-000000{step}" for step in (10, 20, 30))
 FILES = (MANIFEST, INDEX, METADATA, DATA, "__1_0.distcp")

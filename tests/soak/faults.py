@@ -24,8 +24,8 @@ from fault_kinds import STAND_INS, TRAINING, Fault, requeue_by_hand
 from slurm_cluster import Cluster, missing
 from watched_run import Follower
 
-from megalite.config.files import write_whole
-from megalite.stop import listen, stop
+from megalite.base.files import write_whole
+from megalite.base.stop_signals import listen, stop
 from megalite_tools.bench.machine import cpu_name
 
 OF_STAND_INS = f"""\

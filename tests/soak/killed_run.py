@@ -20,7 +20,7 @@ from violation import Violation
 
 from megalite.config.load import load
 from megalite.config.validate import check
-from megalite.train.records import read_records
+from megalite.train.folder.records import read_records
 
 CONFIG_FILE = "soak.yaml"
 BATCH = 12  # samples in a step: one, two, three or four data-parallel ranks can share them
@@ -340,7 +340,7 @@ def _curves(path: Path, steps: int, gaps: bool) -> dict[str, dict[int, float]]:
     read = [record["step"] for record in read_records(path)]
     # A report that was taken back by a resume, and could not be written again, is in `last` alone.
     if read != sorted(last) and not (gaps and read == sorted(set(read) & last.keys())):
-        raise Violation(f"{path}: megalite.train.records does not read steps {sorted(last)} from it, each once")
+        raise Violation(f"{path}: megalite.train.folder.records does not read steps {sorted(last)} from it, each once")
     return {name: {step: last[step][name] for step in sorted(last)} for name in COMPARED}
 
 

@@ -16,7 +16,7 @@ from campaign import Training
 from fault_kinds import freeze_a_node, requeue_by_hand
 from slurm_cluster import Cluster, missing
 
-from megalite.stop import listen, stop
+from megalite.base.stop_signals import listen, stop
 
 STEPS = 30  # that each part of the run makes, or more
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 from campaign import PATIENCE, Campaign, StandIns, Training
 from slurm_cluster import Cluster, missing
 
-from megalite.stop import listen, stop
+from megalite.base.stop_signals import listen, stop
 
 
 def preempted(run: Campaign, times: int) -> list[float]:

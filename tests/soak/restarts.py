@@ -26,10 +26,10 @@ import timed_train
 from campaign import write_inputs
 from slurm_cluster import Cluster, missing
 
-from megalite.stop import listen, stop
-from megalite_launch.events import Event, read_events
-from megalite_launch.layout import RunFolder
-from megalite_launch.outcome import read_failures
+from megalite.base.stop_signals import listen, stop
+from megalite_launch.base.events import Event, read_events
+from megalite_launch.base.outcome import read_failures
+from megalite_launch.base.run_folder import RunFolder
 
 PATIENCE = 120.0
 RANKS = 2

@@ -38,10 +38,10 @@ from rich.table import Column, Table
 from sample_count import LENGTH, VOCABULARY, WEIGHTS, write_sources
 from violation import Violation
 
-from megalite.config.errors import InputError
-from megalite.config.files import write_whole
-from megalite.entry import exit_code
-from megalite.stop import listen, stop
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
+from megalite.base.files import write_whole
+from megalite.base.stop_signals import listen, stop
 from megalite_tools.bench.machine import cpu_name
 
 COMMAND = "soak"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megalite.cli import main
-from megalite.dist.local import launch
-from megalite.dist.ranks import RankInfo, find_rank_info
+from megalite.commands.main import main
+from megalite.distributed.start.local import launch
+from megalite.distributed.start.ranks import RankInfo, find_rank_info
 
 NOTES = "SOAK_NOTES"  # environment: the folder for notes
 NODES = "SOAK_NODES"  # environment: the folder for nodes; each rank acts as if on one of its own
@@ -46,11 +46,11 @@ def spied(batches: Batches, rank_info: RankInfo) -> Batches:
 if __name__ == "__main__":
     rank_info = find_rank_info()
     if rank_info is None:  # the launcher, which needs no torch: its ranks come here too
-        patch: Any = mock.patch("megalite.train.command.launch", lambda _, *rest: launch("spied_train", *rest))
+        patch: Any = mock.patch("megalite.commands.train.launch", lambda _, *rest: launch("spied_train", *rest))
     else:
         loader = importlib.import_module("megalite.data.loader").Loader
         patch = mock.patch.object(loader, "batches", spied(loader.batches, rank_info))
-        tier, node = importlib.import_module("megalite.checkpoint.tier"), f"node-{rank_info.rank}"
+        tier, node = importlib.import_module("megalite.checkpoint.local.tier"), f"node-{rank_info.rank}"
         mock.patch.multiple(tier, node_name=lambda: node, root_of=lambda _: Path(os.environ[NODES]) / node).start()
     with patch:
         sys.exit(main())

@@ -44,7 +44,7 @@ def noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 def main() -> int:
     note("started", born())
-    imports = importlib.import_module("megalite.imports")
+    imports = importlib.import_module("megalite.base.late_import")
     import_for_good, seen = imports.import_for_good, set[str]()
 
     def noted(name: str) -> ModuleType:
@@ -57,7 +57,7 @@ def main() -> int:
         return module
 
     imports.import_for_good = noted
-    code: int = importlib.import_module("megalite.cli").main()
+    code: int = importlib.import_module("megalite.commands.main").main()
     return code
 
 

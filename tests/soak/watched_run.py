@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megalite_launch.layout import RunFolder
+from megalite_launch.base.run_folder import RunFolder
 
 STATUS = str(Path(sys.executable).with_name("megalite-status"))
 PATIENCE = 60.0

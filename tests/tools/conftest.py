@@ -64,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weight = dict(job.named_parameters())["layers.1.mlp.up.weight"]
         with torch.no_grad():
             weight.to_local()[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-        with patch("megalite.checkpoint.save.refuse_poisoned"):  # as an earlier version has saved it
+        with patch("megalite.checkpoint.run.save.refuse_poisoned"):  # as an earlier version has saved it
             save(job, folder / "checkpoints", 3)
     return folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import main
+from megalite.commands.main import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

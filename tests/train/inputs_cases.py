@@ -6,15 +6,15 @@ import torch
 import torch.distributed as dist
 from toy_jobs import MODEL, config_of
 
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Context, Data
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.parallel.sequence import Method, unsplit
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.inputs import inputs
 from megalite.train.step import evaluate
-from megalite.verify import random_batch
 
 CPU = torch.device("cpu")
 DOCUMENTS = Data(mask_documents=True, reset_positions=True)

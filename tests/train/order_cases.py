@@ -7,10 +7,10 @@ from unittest.mock import Mock, patch
 
 from toy_jobs import CPU, advance
 
-from megalite.checkpoint.host_group import HostGroup
+from megalite.checkpoint.store.host_group import HostGroup
 from megalite.config.schema import Config
+from megalite.cost.stages import Timer
 from megalite.plan.pipeline import micro_batches
-from megalite.planner.stages import Timer
 from megalite.schedule import search as searching
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.order_costs import cluster_of_run, schedule_text, shared_costing

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from toy_jobs import MODEL, advance, config_of, make, one_rank
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Data, Kernels
 from megalite.train.build import check_compiler, check_kernels

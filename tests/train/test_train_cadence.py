@@ -17,15 +17,15 @@ from toy_jobs import MODEL, config_of, make, one_rank, restorer, saver
 from toy_runs import Notebook, Notes
 from toy_runs import run as run_job
 
-from megalite.checkpoint.manifest import complete, step_of
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.store.manifest import complete, step_of
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config
 from megalite.train import cadence
 from megalite.train.cadence import FEWEST, WARM_UP, Automatic, decide
 from megalite.train.loop import Batches, train
 from megalite.train.report import Silent
-from megalite_launch.events import append_event
+from megalite_launch.base.events import append_event
 from megalite_launch.goodput.learned import failure_rate, learned_interval
 
 FIRST = WARM_UP + FEWEST  # the step after which there is a first interval

@@ -19,13 +19,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megalite.cli import main
+from megalite.commands import train as train_command
+from megalite.commands.main import main
 from megalite.config.load import load
 from megalite.data.store import StoreWriter
-from megalite.dist.ranks import RankInfo
+from megalite.distributed.start.ranks import RankInfo
 from megalite.schedule.file import read
-from megalite.train import command as train_command
-from megalite.train.lock import Lock
+from megalite.train.folder.lock import Lock
 
 VOCABULARY = 16
 CONFIG = """
@@ -48,7 +48,7 @@ BASE = [
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", *arguments]
+    return [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", *arguments]
 
 
 def train(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -222,7 +222,7 @@ def test_data_that_does_not_fit_is_refused_before_any_rank_starts(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("megalite.commands.train.launch", lambda *_: pytest.fail("ranks were started"))
     Path("junk.model").write_text("junk")
     write_store(Path("data/bare"), 2000, high=17)
     Path("data/bare.json").unlink()
@@ -279,14 +279,14 @@ def test_ranks_share_their_imports_where_they_have_no_gpu(
     device: str, driver: bool, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = device == "cpu" or (device == "auto" and not driver)
-    monkeypatch.setattr("megalite.dist.host.DRIVERS", ["/dev/no_such_device", *["/dev/null"] * driver])
+    monkeypatch.setattr("megalite.distributed.start.host.DRIVERS", ["/dev/no_such_device", *["/dev/null"] * driver])
     launched: list[object] = []
     monkeypatch.chdir(work)
-    monkeypatch.setattr("megalite.train.command.launch", lambda *given: launched.extend(given) or 0)
+    monkeypatch.setattr("megalite.commands.train.launch", lambda *given: launched.extend(given) or 0)
     arguments = ["train", "toy.yaml", f"run.name=on_{device}", f"run.device={device}", "parallel.pp=2"]
     assert main(arguments) == 0
     *ranks, shared, _ = launched
-    assert ranks == ["megalite.cli", arguments, 2, Path("runs") / f"on_{device}" / "logs"]
+    assert ranks == ["megalite.commands.main", arguments, 2, Path("runs") / f"on_{device}" / "logs"]
     assert shared == ("megalite.train.worker" if shares else None)
 
 
@@ -347,7 +347,7 @@ def test_what_was_read_of_the_data_is_kept_or_a_warning_given(
     monkeypatch.chdir(work)
     write_store(Path("data/unread"), 2000)
     Path("data/unread.json").unlink()
-    monkeypatch.setattr("megalite.train.command.launch", lambda *_: 0)
+    monkeypatch.setattr("megalite.commands.train.launch", lambda *_: 0)
     arguments = ["train", "toy.yaml", "run.name=scanning", "data.train=[{path: data/unread}]", "data.valid=[]"]
     remembered = Path("runs/scanning/data.json")
     assert main([*arguments, "--check"]) == 0
@@ -400,7 +400,7 @@ def test_a_check_tells_what_would_start_or_why_not(
     arguments: list[str], told: str, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr("megalite.commands.train.launch", lambda *_: pytest.fail("started ranks"))
     Path("data/torn.bin").write_bytes(bytes(100))
     Path("data/torn.idx").write_bytes(bytes(10))
     code = main(["train", "toy.yaml", "--check", "run.name=checked", *arguments])
@@ -412,7 +412,7 @@ def test_a_check_tells_what_would_start_or_why_not(
 
 def test_bad_data_is_told_before_ranks_start(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("megalite.train.command.launch", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr("megalite.commands.train.launch", lambda *_: pytest.fail("started ranks"))
     assert main(["train", "toy.yaml", "run.name=short", "model.sequence_length=2001"]) == 2
     assert not Path("runs/short").exists()
 

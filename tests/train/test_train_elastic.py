@@ -25,8 +25,8 @@ checkpoint: {keep: 0}
 LAUNCH = """
 import sys
 from pathlib import Path
-from megalite.dist.local import launch
-sys.exit(launch("megalite.cli", sys.argv[2:], int(sys.argv[1]), Path(), "megalite.train.worker"))
+from megalite.distributed.start.local import launch
+sys.exit(launch("megalite.commands.main", sys.argv[2:], int(sys.argv[1]), Path(), "megalite.train.worker"))
 """
 
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.config.errors import InputError, Unhealthy
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.train import folder
-from megalite.train.folder import FILES, FOLDERS, Folder
-from megalite.train.lock import Lock
-from megalite_launch.files import LINKS, foreign
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, Unhealthy
+from megalite.base.exit_codes import ExitCode
+from megalite.train.folder import paths
+from megalite.train.folder.lock import Lock
+from megalite.train.folder.paths import FILES, FOLDERS, Folder
+from megalite_launch.base.files import LINKS, foreign
 
 NEITHER = "neither a file nor a folder"
 
@@ -65,7 +65,7 @@ def test_everything_is_told_at_once(tmp_path: Path) -> None:
 def test_what_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system tells it: root may write everywhere but on a file system that is mounted for reading."""
     (tmp_path / "metrics.jsonl").touch()
-    monkeypatch.setattr(folder.os, "access", lambda path, _: Path(path) not in (tmp_path / "metrics.jsonl", tmp_path))
+    monkeypatch.setattr(paths.os, "access", lambda path, _: Path(path) not in (tmp_path / "metrics.jsonl", tmp_path))
     with pytest.raises(InputError) as caught:
         Folder(tmp_path).check(1)
     assert str(caught.value).count("cannot be written to") == 3

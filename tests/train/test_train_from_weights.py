@@ -10,11 +10,11 @@ from hf_families import CASES, transformers
 from ranks import Ranks
 from toy_jobs import Parts, advance, assemble, config_of, make, one_rank, parts, restorer
 
-from megalite.checkpoint.maps.families import read_config
+from megalite.checkpoint.weights.maps.families import read_config
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
-from megalite.plan.weights import weights
-from megalite.verify import random_batch
+from megalite.plan.model.weights import weights
 
 LAYOUTS = {
     "pipeline": (Layout(pp=2, dp_shard=2, tp=2), "1f1b"),

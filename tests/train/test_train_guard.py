@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from ranks import Ranks
 from toy_jobs import MODEL, Parts, config_of, one_rank
 
-from megalite.checkpoint.manifest import complete, step_of
-from megalite.checkpoint.progress import Progress
+from megalite.base.stop_signals import restore
+from megalite.checkpoint.store.manifest import complete, step_of
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config, Log, Train
 from megalite.plan.batches import GlobalBatch
-from megalite.stop import restore
 from megalite.train import guard
 from megalite.train.guard import FLOOR, Judged, Requests, advanced, is_spike, rolled_back
 from megalite.train.vital_signs import Reading

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
-from megalite.train import lock
-from megalite.train.lock import Lock, Owner
+from megalite.base.errors import InputError
+from megalite.train.folder import lock
+from megalite.train.folder.lock import Lock, Owner
 
 ROUNDS = 20
 TAKERS = """
 import os, signal, sys
 from pathlib import Path
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.train import lock
 
 lock.LOOK = 0.01

@@ -10,14 +10,14 @@ from toy_jobs import MODEL, config_of, make, one_rank
 from toy_runs import Notebook, Notes, curves
 from toy_runs import run as run_job
 
-from megalite.checkpoint.manifest import complete, step_of
-from megalite.checkpoint.progress import Progress
-from megalite.config.errors import Unhealthy
+from megalite.base.errors import Unhealthy
+from megalite.checkpoint.store.manifest import complete, step_of
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Checkpoint, Config, Curriculum, Eval, LearningRate, Log, Rampup
 from megalite.config.validate import validate
 from megalite.plan.batches import GlobalBatch
-from megalite.plan.size import flops_per_token
+from megalite.plan.model.size import flops_per_token
 from megalite.train.guard import Judged
 from megalite.train.loop import Meter
 from megalite.train.vital_signs import Reading
@@ -100,7 +100,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_no_run_ends_well_wi
     def full(path: Path) -> Path:
         raise OSError(f"{path}: no room")
 
-    monkeypatch.setattr("megalite.checkpoint.publish.new_partial", full)
+    monkeypatch.setattr("megalite.checkpoint.run.publish.new_partial", full)
     with pytest.raises(Unhealthy, match="the last checkpoint could not be written"):
         run(tmp_path)
     ((step, details),) = notes.named("save_failed")

@@ -6,17 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite import cli
-from megalite.train import command
+from megalite.commands import main, train
 
 
 def test_a_model_too_big_for_the_machine_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_first_step", lambda *_: 0)
-    monkeypatch.setattr(command, "check_files", lambda config: None)
+    monkeypatch.setattr(train, "_first_step", lambda *_: 0)
+    monkeypatch.setattr(train, "check_files", lambda config: None)
     run = [f"run.dir={tmp_path / 'runs'}", "run.device=cpu"]
-    assert cli.main(["train", *run, "model.width=65536", "model.layers=100"]) == 2
+    assert main.main(["train", *run, "model.width=65536", "model.layers=100"]) == 2
     told = capsys.readouterr().err
     assert "all ranks together would need" in told
     assert "of this machine's memory (of the fullest rank: host memory" in told
@@ -50,18 +49,18 @@ def test_a_check_minds_the_launcher_around_it(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["train", "--check", *arguments]) == 2
+    assert main.main(["train", "--check", *arguments]) == 2
     assert told in capsys.readouterr().err
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
     """Of a configuration with a doubt, and no memory to hold it."""
     for name in ("check_files", "_first_step", "check_start", "die_with_launcher", "end_when_stopped"):
-        monkeypatch.setattr(command, name, lambda *_: 0)
-    monkeypatch.setattr(command, "host_memory", lambda: 1)
-    monkeypatch.setattr(command, "import_for_good", lambda name: SimpleNamespace(run=lambda *_: 0))
+        monkeypatch.setattr(train, name, lambda *_: 0)
+    monkeypatch.setattr(train, "host_memory", lambda: 1)
+    monkeypatch.setattr(train, "import_for_good", lambda name: SimpleNamespace(run=lambda *_: 0))
     settings = [f"run.dir={tmp_path / 'runs'}", "run.device=cpu", "train.steps=10", "schedule.warmup=10"]
-    return cli.main(["train", *settings, "batch.global=4", *arguments])
+    return main.main(["train", *settings, "batch.global=4", *arguments])
 
 
 @pytest.mark.parametrize(

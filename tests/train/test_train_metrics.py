@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_jobs import MODEL, config_of, make, one_rank
 
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.data.order import mixture, mixture_counts
 from megalite.plan.batches import GlobalBatch

@@ -9,14 +9,14 @@ from order_cases import train_with_clusters
 from ranks import Ranks
 from toy_jobs import CPU, MODEL, config_of, make, one_rank
 
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import Batch, Config
 from megalite.plan.pipeline import micro_batches
 from megalite.schedule.file import read
+from megalite.train.folder.starts import record_start
 from megalite.train.order_costs import cluster_of_run, searched_order
-from megalite.train.starts import record_start
 
 
 def configured(schedule: str) -> Config:

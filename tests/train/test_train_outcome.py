@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megalite.data.store import StoreWriter
-from megalite_launch.layout import ATTEMPT, node_name
-from megalite_launch.outcome import Failure, read_failures, read_outcome
+from megalite_launch.base.outcome import Failure, read_failures, read_outcome
+from megalite_launch.base.run_folder import ATTEMPT, node_name
 
 CONFIG = """
 run: {dir: runs, device: cpu}
@@ -28,13 +28,13 @@ log: {tensorboard: false}
 LAUNCH = """
 import sys
 from pathlib import Path
-from megalite.dist.local import launch
+from megalite.distributed.start.local import launch
 sys.exit(launch("faulty", sys.argv[1:], 2, Path()))
 """
 FAULTY = """
 import os, signal, sys
 from itertools import count
-from megalite.cli import main
+from megalite.commands.main import main
 from megalite.model.decoder import Decoder
 
 calls, work = count(), Decoder.forward

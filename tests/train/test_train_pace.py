@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from toy_jobs import MODEL, config_of, make, one_rank, restorer, saver
 from toy_runs import Notebook, Notes
 
-from megalite.checkpoint.progress import Progress
-from megalite.cli import main
-from megalite.config.files import write_whole
+from megalite.base.files import write_whole
+from megalite.checkpoint.store.progress import Progress
+from megalite.commands.main import main
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import Checkpoint, Config, Eval, Train
 from megalite.config.validate import check
+from megalite.cost.cluster import known_clusters, load_cluster
+from megalite.cost.gpu_names import DEVICES, cluster_of
+from megalite.cost.predict import Prediction, predict
 from megalite.plan.batches import GlobalBatch
-from megalite.planner.devices import DEVICES, cluster_of
-from megalite.planner.hardware import known_clusters, load_cluster
-from megalite.planner.predict import Prediction, predict
+from megalite.train.folder.records import WARM_UP
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import Meter
 from megalite.train.pace import STEPS, Measured, Pace, judged
-from megalite.train.records import WARM_UP
 
 CLUSTER = """
 gpu: {{name: a CPU, peak: {{bf16: {rate}, fp32: {rate}, fp64: {rate}}}, multiprocessors: 1, memory: 16,
@@ -221,7 +221,7 @@ def test_a_cluster_that_is_none_is_refused_before_the_start(capsys: pytest.Captu
     (tmp_path / "bad.yaml").write_text("gpu: {}")
     arguments = ["train", "--check", f"run.dir={tmp_path}", "run.device=cpu"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalite.train.command.check_files", lambda config: None)
+        patch.setattr("megalite.commands.train.check_files", lambda config: None)
         assert main([*arguments, "run.cluster=h99"]) == 2
         assert "run.cluster = h99: is not known" in capsys.readouterr().err
         assert main([*arguments, f"run.cluster={tmp_path}/bad.yaml"]) == 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from toy_jobs import MODEL, advance, config_of, load_and_train, make, one_rank, train_and_save
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Base, Config, Model, Muon
 from megalite.optim.interface import rate_of

@@ -12,9 +12,9 @@ import pytest
 from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config, Log, Parallel, Run, Train
-from megalite.train.records import mend, read_lines, read_records
+from megalite.train.folder.records import mend, read_lines, read_records
 from megalite.train.report import SHOWN, Report, duration
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))

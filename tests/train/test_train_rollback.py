@@ -12,9 +12,9 @@ import torch
 from toy_jobs import MODEL, config_of, make, one_rank, restorer
 from toy_runs import Notes, run
 
-from megalite.checkpoint.manifest import complete, step_of
-from megalite.checkpoint.retain import damaged
-from megalite.config.errors import Unhealthy
+from megalite.base.errors import Unhealthy
+from megalite.checkpoint.store.manifest import complete, step_of
+from megalite.checkpoint.store.retain import damaged
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config
 from megalite.data.loader import Micros

@@ -9,8 +9,8 @@ from types import FrameType
 from memory_cases import configured
 from toy_jobs import make, one_rank
 
+from megalite.commands.verify import random_batch
 from megalite.train.step import train_step
-from megalite.verify import random_batch
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {ROOT / "megalite": "", ROOT / "kernels": "megalite_kernels/"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.train.secrecy import command_without_secrets, relevant, without_secrets
+from megalite.train.folder.secrets import command_without_secrets, relevant, without_secrets
 
 
 def test_names_that_tell_of_secrets_are_left_out() -> None:

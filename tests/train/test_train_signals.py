@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.base.stop_signals import STOP
 from megalite.data.store import StoreWriter
-from megalite.stop import STOP
 
 CONFIG = """
 run: {dir: runs, device: cpu}
@@ -28,17 +28,17 @@ train: {steps: 1000000, precision: fp32, timeout: 100}
 data: {train: [{path: data/train}]}
 log: {tensorboard: false}
 """
-TRAIN = ["-m", "megalite.cli", "train", "toy.yaml"]
+TRAIN = ["-m", "megalite.commands.main", "train", "toy.yaml"]
 LAUNCH = """
 import sys
 from pathlib import Path
-from megalite.dist.local import launch
+from megalite.distributed.start.local import launch
 sys.exit(launch("hindered", sys.argv[1:], 2, Path()))
 """
 HINDERED = """
 import os, sys, time
 from itertools import count
-from megalite.cli import main
+from megalite.commands.main import main
 from megalite.data.loader import Loader
 from megalite.model.decoder import Decoder
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import megalite
-from megalite.checkpoint.formats.tokenizer import kept_tokenizer
-from megalite.checkpoint.progress import Progress
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.config.load import load
 from megalite.config.schema import Config, Data, Parallel, Source, Train
-from megalite.train import starts
-from megalite.train.starts import keep_tokenizer, record_start
+from megalite.train.folder import starts
+from megalite.train.folder.starts import keep_tokenizer, record_start
 
 CONFIG = Config(parallel=Parallel(pp=2, dp_shard=3), data=Data(train=[Source("a${b}", 2.0)]))
 DEVICES = [("east", "H100"), ("east", "H100"), ("west", "A100")]

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from toy_jobs import config_of, make, one_rank
 
+from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch
 from megalite.train.inputs import inputs
 from megalite.train.step import evaluate
-from megalite.verify import random_batch
 
 
 def test_an_evaluation_is_the_mean_over_the_tokens_of_several_batches() -> None:

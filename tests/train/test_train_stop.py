@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.base.stop_signals import STOP
 from megalite.data.store import StoreWriter
-from megalite.stop import STOP
 
 CONFIG = """
 run: {dir: runs, device: cpu}
@@ -36,7 +36,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     """A run in its second step, at least."""
-    command = [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", f"run.name={name}", *arguments]
+    command = [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", f"run.name={name}", *arguments]
     pipe = subprocess.PIPE
     job = subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
     metrics = work / "runs" / name / "metrics.jsonl"
@@ -80,7 +80,7 @@ def test_a_second_interrupt_saves_nothing(work: Path) -> None:
 def test_numbers_that_are_not_finite_end_the_run_with_one_message(work: Path) -> None:
     arguments = ["run.name=bad", "parallel.dp_shard=2", "train.steps=5", "optim.lr=10", "optim.weight_decay=1e38"]
     done = subprocess.run(
-        [sys.executable, "-m", "megalite.cli", "train", "toy.yaml", *arguments],
+        [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", *arguments],
         cwd=work,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from ranks import Ranks
 from stop_cases import phase_run
 from toy_jobs import Parts, config_of
 
-from megalite.checkpoint.manifest import complete, step_of
+from megalite.checkpoint.store.manifest import complete, step_of
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config, Eval
 

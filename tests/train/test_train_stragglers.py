@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.data.store import StoreWriter
-from megalite.dist.clock import Clock
+from megalite.distributed.health.clock import Clock
 from megalite.train.stragglers import SECTIONS, STEPS, WINDOWS, Rule, Straggler, slow
-from megalite_launch.events import read_events
-from megalite_launch.layout import node_name
+from megalite_launch.base.events import read_events
+from megalite_launch.base.run_folder import node_name
 
 CONFIG = """
 run: {dir: runs, device: cpu}
@@ -34,12 +34,12 @@ checkpoint: {interval: 0}
 LAUNCH = """
 import sys
 from pathlib import Path
-from megalite.dist.local import launch
+from megalite.distributed.start.local import launch
 sys.exit(launch("slowed", sys.argv[1:], 4, Path()))
 """
 SLOWED = """
 import os, sys, time
-from megalite.cli import main
+from megalite.commands.main import main
 from megalite.parallel.pipeline import Pipeline
 from megalite.train import stragglers
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megalite.config.errors import InputError, Unhealthy
+from megalite.base.errors import InputError, Unhealthy
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
 from megalite.config.schema import Config, Log, Run, Train
 from megalite.config.validate import validate
-from megalite.train.records import read_records
+from megalite.train.folder.records import read_records
 from megalite.train.report import Report
 from megalite.train.wandb_run import run_id
 

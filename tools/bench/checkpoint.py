@@ -31,17 +31,17 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor
 
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.outcomes import Failed
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError
-from megalite.config.files import is_folder, write_object
+from megalite.base.errors import InputError
+from megalite.base.files import is_folder, write_object
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.save_events import Failed
+from megalite.checkpoint.store.state import State
 from megalite.config.schema import Checkpoint, Config, Model, Parallel, Train
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import RankInfo
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.ranks import RankInfo
 from megalite.optim.build import build_optimizer
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage

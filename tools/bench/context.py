@@ -21,18 +21,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megalite.config.errors import InputError
-from megalite.config.files import write_object
+from megalite.base.errors import InputError
+from megalite.base.files import write_object
 from megalite.config.layers import Scores
 from megalite.config.schema import Batch, Config, Context, Model, Parallel, Train
-from megalite.dist import collectives
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import RankInfo
-from megalite.live_bytes import LiveBytes
+from megalite.distributed import collectives
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.ranks import RankInfo
+from megalite.dry_run.live_bytes import LiveBytes
 from megalite.parallel.context import FULL, attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
-from megalite.plan.context import bytes_sent
+from megalite.plan.traffic.context import bytes_sent
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-context"

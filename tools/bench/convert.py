@@ -20,17 +20,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megalite.checkpoint.formats.safetensors import ONE_FILE, header
-from megalite.checkpoint.maps.families import CONFIG, FAMILIES, family_of
-from megalite.config.errors import InputError
-from megalite.config.files import as_json, is_folder, write_object
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import as_json, is_folder, write_object
+from megalite.base.terminal import memory
+from megalite.checkpoint.weights.formats.safetensors import ONE_FILE, header
+from megalite.checkpoint.weights.maps.families import CONFIG, FAMILIES, family_of
 from megalite.config.load import load
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.plan.size import model_parameters
-from megalite.plan.weights import weights
-from megalite.terminal import memory
-from megalite_launch.words import scaled
+from megalite.plan.model.size import model_parameters
+from megalite.plan.model.weights import weights
+from megalite_launch.base.texts import scaled
 
 COMMAND = "megalite-bench-convert"
 SHARD = "1GB"

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megalite.config.errors import InputError, counted
-from megalite.config.files import check_writable, exists, write_object
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.planner.devices import cluster_of
-from megalite.planner.hardware import PRECISIONS, cluster_path, read_cluster
-from megalite.planner.measured import write_measured
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, counted
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import check_writable, exists, write_object
+from megalite.cost.cluster import PRECISIONS, cluster_path, read_cluster
+from megalite.cost.gpu_names import cluster_of
+from megalite.cost.measured_cluster import write_measured
 from megalite_tools.bench.training.probe import SECONDS, probe
 from megalite_tools.bench.training.probe_device import device_name
 from megalite_tools.bench.training.probe_figures import ERROR, NOT_MEASURED

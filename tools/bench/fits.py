@@ -6,12 +6,12 @@ from math import isqrt
 
 import numpy as np
 
-from megalite.entry import exit_code
+from megalite.base.entry import exit_code
+from megalite.base.terminal import console, sections, table
 from megalite.scaling.approach3 import FEWEST, fit3, refit
 from megalite.scaling.bootstrap import draws, interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS, Law
-from megalite.terminal import console, sections, table
 
 COMMAND = "python -m megalite_tools.bench.fits"
 TRUTH = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)  # Besiroglu et al. 2024, arXiv 2404.10102

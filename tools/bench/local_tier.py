@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.load import Restorer
-from megalite.checkpoint.outcomes import Saved, SavedLocally
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.save import Saver
-from megalite.checkpoint.state import State
-from megalite.checkpoint.tier import Tier
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.local.tier import Tier
+from megalite.checkpoint.run.load import Restorer
+from megalite.checkpoint.run.save import Saver
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.save_events import Saved, SavedLocally
+from megalite.checkpoint.store.state import State
 from megalite.config.schema import Checkpoint, Config, LocalCheckpoint
 
 Seconds = dict[str, list[float]]

@@ -22,20 +22,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megalite.config.errors import InputError
-from megalite.config.files import write_object
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import write_object
+from megalite.commands.verify import random_batch
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.dryrun import count_step
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.plan.memory import KINDS, rank_memory
-from megalite.plan.size import model_parameters
-from megalite.plan.walk import HOST
+from megalite.dry_run.run import count_step
+from megalite.plan.memory.peak import KINDS, rank_memory
+from megalite.plan.memory.walk import HOST
+from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
-from megalite.verify import random_batch
 from megalite_tools.bench.machine import cpu_name
 
 COMMAND = "megalite-bench-memory"

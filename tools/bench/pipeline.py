@@ -31,13 +31,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from megalite.config.errors import InputError
-from megalite.config.files import write_object
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import write_object
 from megalite.config.layout import Layout
-from megalite.dist.activity import Activity
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import RankInfo
-from megalite.exit_codes import ExitCode
+from megalite.distributed.health.activity import Activity
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.ranks import RankInfo
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.pipeline import Activation, Pipeline, Step
 from megalite.schedule.actions import Kind, Table

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from megalite.dist.local import launch
-from megalite.dist.ranks import RankInfo, find_rank_info
-from megalite.dist.signals import end_when_stopped
-from megalite.dist.start import run_rank, start
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.stop import listen, restore, stop
+from megalite.base.entry import exit_code
+from megalite.base.exit_codes import ExitCode
+from megalite.base.stop_signals import listen, restore, stop
+from megalite.distributed.start.local import launch
+from megalite.distributed.start.ranks import RankInfo, find_rank_info
+from megalite.distributed.start.signals import end_when_stopped
+from megalite.distributed.start.start import run_rank, start
 from megalite_tools.bench.machine import cpu_name
 
 CPU = torch.device("cpu")

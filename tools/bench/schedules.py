@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Shown
 
-from megalite.config.errors import InputError
-from megalite.config.files import write_object
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import write_object
 from megalite.config.layout import Layout
-from megalite.dist.mesh import Mesh
-from megalite.dist.ranks import RankInfo
-from megalite.exit_codes import ExitCode
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.ranks import RankInfo
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, build, placement_of

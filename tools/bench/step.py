@@ -27,20 +27,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megalite.config.errors import InputError
-from megalite.config.files import write_object
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import write_object
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
 from megalite.config.parametrization import Multipliers, multipliers
 from megalite.config.schema import Attention, Config
 from megalite.config.validate import check
+from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
-from megalite.dist.mesh import Mesh
-from megalite.dist.start import start_alone
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.plan.fit import fit_micro
-from megalite.planner.ordering import costing_of
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.start import start_alone
+from megalite.plan.memory.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step

@@ -1,0 +1,1 @@
+"""Programs that inspect, compare and convert checkpoints, and let a model speak."""

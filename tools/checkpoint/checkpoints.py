@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megalite.checkpoint.disk import DamagedError, check_hashes, check_size
-from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.manifest import MANIFEST, NAME, Manifest, check_sizes, complete
-from megalite.checkpoint.retain import DAMAGED, DELETED, PARTIAL, check_folder
-from megalite.checkpoint.tensors import Checkpoint
-from megalite.config.errors import InputError
-from megalite.config.files import exists, is_folder
+from megalite.base.errors import InputError
+from megalite.base.files import exists, is_folder
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.store.disk import DamagedError, check_hashes, check_size
+from megalite.checkpoint.store.files import METADATA
+from megalite.checkpoint.store.manifest import MANIFEST, NAME, Manifest, check_sizes, complete
+from megalite.checkpoint.store.retain import DAMAGED, DELETED, PARTIAL, check_folder
 from megalite.config.layout import Layout
 
 STATES = {  # by the end of a folder's name: state, reason

@@ -7,18 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.convert import blocks
-from megalite.checkpoint.formats.opened import Weights
-from megalite.checkpoint.maps.strips import PREFIX, stacked
-from megalite.checkpoint.read import reader_of
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.state import State
+from megalite.checkpoint.weights.convert import blocks
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.strips import PREFIX, stacked
+from megalite.checkpoint.weights.read import reader_of
 from megalite.config.layout import Layout
-from megalite.dist.host import host_memory
-from megalite.dist.mesh import Mesh
-from megalite.dist.start import start_alone
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.host import host_memory
+from megalite.distributed.start.start import start_alone
 from megalite.model.decoder import Decoder
-from megalite.plan.weights import weights
+from megalite.plan.model.weights import weights
 
 TOKENS = 64  # that logits are computed of
 ROOM = 3  # bytes of memory asked for, per byte of what is held of a model in float32

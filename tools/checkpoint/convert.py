@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.disk import total_bytes
-from megalite.checkpoint.formats import huggingface
-from megalite.checkpoint.formats.tokenizer import doubts
-from megalite.checkpoint.sources import WITH_STATES, open_weights
-from megalite.checkpoint.targets import PLANS, Wanted, plan_of
-from megalite.config.errors import InputError, listing
-from megalite.config.files import as_json, check_output, is_folder, write_object
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, listing
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import as_json, check_output, is_folder, write_object
+from megalite.base.output import warn
+from megalite.checkpoint.store.disk import total_bytes
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import huggingface
+from megalite.checkpoint.weights.formats.tokenizer import doubts
+from megalite.checkpoint.weights.sources import WITH_STATES, open_weights
+from megalite.checkpoint.weights.targets import PLANS, Wanted, plan_of
 from megalite.config.load import load
 from megalite.config.sources import KINDS, split_kind
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.output import warn
-from megalite_launch.words import scaled
+from megalite_launch.base.texts import scaled
 from megalite_tools.checkpoint.compare_weights import TOKENS, difference_of_logits, unequal_tensors
 from megalite_tools.terminal import Terminal, bar
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megalite.checkpoint.tensors import Checkpoint
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.tensors import Checkpoint
 from megalite_tools.checkpoint.checkpoints import choose, find, layout_of
 from megalite_tools.checkpoint.values import Difference, difference
 from megalite_tools.terminal import Terminal, bar

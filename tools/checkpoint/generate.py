@@ -7,12 +7,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError, printable
-from megalite.config.files import check_output, write_whole
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, printable
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import check_output, write_whole
+from megalite.checkpoint.store.state import State
 from megalite.data.tokenizer import Tokenizer
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine, check_layout
 from megalite.inference.generate import Request, Timing, generate

@@ -8,11 +8,12 @@ from typing import Any
 
 import xxhash
 
-from megalite.checkpoint.disk import DamagedError, File, check_hashes, damage_of, measure, read_whole, synchronize
-from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.formats.dcp_index import dcp_index
-from megalite.checkpoint.index import LIMIT, Index
-from megalite.checkpoint.manifest import (
+from megalite.base.errors import InputError
+from megalite.base.files import exists, write_whole
+from megalite.checkpoint.store.disk import DamagedError, File, check_hashes, damage_of, measure, read_whole, synchronize
+from megalite.checkpoint.store.files import METADATA
+from megalite.checkpoint.store.index import LIMIT, Index
+from megalite.checkpoint.store.manifest import (
     INDEX,
     MANIFEST,
     NAME,
@@ -22,12 +23,11 @@ from megalite.checkpoint.manifest import (
     config_problems,
     step_of,
 )
-from megalite.checkpoint.manifest import LIMIT as MANIFEST_LIMIT
-from megalite.checkpoint.read import Reader
-from megalite.checkpoint.wanted import differences_from
+from megalite.checkpoint.store.manifest import LIMIT as MANIFEST_LIMIT
+from megalite.checkpoint.weights.formats.dcp_index import dcp_index
+from megalite.checkpoint.weights.missing_tensors import differences_from
+from megalite.checkpoint.weights.read import Reader
 from megalite.config.convert import to_plain
-from megalite.config.errors import InputError
-from megalite.config.files import exists, write_whole
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite_tools.checkpoint.checkpoints import find

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.disk import DamagedError, total_bytes
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.retain import check_folder
-from megalite.config.files import as_json, write_object
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode, table
-from megalite_launch.words import scaled
+from megalite.base.entry import exit_code
+from megalite.base.exit_codes import ExitCode, table
+from megalite.base.files import as_json, write_object
+from megalite.checkpoint.store.disk import DamagedError, total_bytes
+from megalite.checkpoint.store.manifest import Manifest
+from megalite.checkpoint.store.retain import check_folder
+from megalite_launch.base.texts import scaled
 from megalite_tools.checkpoint.checkpoints import Entry, damage, find, layout_of, saved_at, survey
 from megalite_tools.checkpoint.diff_checkpoints import diff
 from megalite_tools.checkpoint.index_checkpoint import index

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from megalite.checkpoint.disk import total_bytes
-from megalite.checkpoint.tensors import Checkpoint
-from megalite_launch.words import scaled
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.store.disk import total_bytes
+from megalite_launch.base.texts import scaled
 from megalite_tools.checkpoint.checkpoints import choose, find, layout_of, saved_at
 from megalite_tools.checkpoint.values import Statistics, statistics
 from megalite_tools.terminal import Terminal, bar

@@ -1,0 +1,1 @@
+"""Programs that make tokenizers and token stores, and look into them."""

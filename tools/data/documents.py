@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.config.errors import InputError
-from megalite.config.files import exists, is_file, is_folder
+from megalite.base.errors import InputError
+from megalite.base.files import exists, is_file, is_folder
 from megalite_tools.data.opened import FORMATS, Format, UnknownFormatError, check_encoding, format_of, open_utf8
 
 try:

@@ -15,11 +15,11 @@ from threading import Thread
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.stop_signals import STOP, held_up, listen
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.exit_codes import ExitCode
-from megalite.stop import STOP, held_up, listen
 from megalite_tools.data.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20

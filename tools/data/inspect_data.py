@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.config.errors import InputError, counted
-from megalite.config.files import write_whole
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, counted
+from megalite.base.files import write_whole
 from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
 from megalite.data.store import Scan, TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
-from megalite.entry import exit_code
 from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-data"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megalite.config.errors import InputError, listing
+from megalite.base.errors import InputError, listing
 
 try:
     import zstandard

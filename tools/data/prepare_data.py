@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column
 
-from megalite.config.errors import InputError, counted, listing, printable
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, counted, listing, printable
+from megalite.base.stop_signals import listen, restore
 from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, sweep, token_dtype
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
-from megalite.entry import exit_code
-from megalite.stop import listen, restore
 from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 from megalite_tools.data.encode import Encoding, encode_texts
 from megalite_tools.data.opened import format_of

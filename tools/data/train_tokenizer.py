@@ -15,12 +15,12 @@ import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from megalite.config.errors import InputError, counted, printable
-from megalite.config.files import exists
-from megalite.data.claim import claim
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, counted, printable
+from megalite.base.files import exists
+from megalite.base.stop_signals import STOP, Handler, listen, restore
+from megalite.data.exclusive_file import claim
 from megalite.data.sentence_piece import with_short_scores
-from megalite.entry import exit_code
-from megalite.stop import STOP, Handler, listen, restore
 from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
 
 COMMAND = "megalite-train-tokenizer"

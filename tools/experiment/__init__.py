@@ -1,0 +1,1 @@
+"""Programs for experiments: sweeps, evaluation, laws and pictures."""

@@ -20,24 +20,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from megalite.config.errors import InputError
-from megalite.config.files import check_output, write_object
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.base.exit_codes import table as exit_codes
+from megalite.base.files import check_output, write_object
+from megalite.base.stop_signals import ended_at_once
+from megalite.base.terminal import console, sections
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config, LearningRate, Model
 from megalite.config.validate import check
-from megalite.dist.host import on_cpus
-from megalite.dist.local import launch
-from megalite.dist.ranks import RankInfo, find_rank_info
-from megalite.dist.signals import end_when_stopped
-from megalite.dist.start import run_rank, start
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.exit_codes import table as exit_codes
-from megalite.plan.fit import planned
-from megalite.planner.ordering import costing_of
+from megalite.cost.order_costs import costing_of
+from megalite.distributed.start.host import on_cpus
+from megalite.distributed.start.local import launch
+from megalite.distributed.start.ranks import RankInfo, find_rank_info
+from megalite.distributed.start.signals import end_when_stopped
+from megalite.distributed.start.start import run_rank, start
+from megalite.plan.memory.fit import planned
 from megalite.report.pictures import need_matplotlib, save
-from megalite.stop import ended_at_once
-from megalite.terminal import console, sections
 from megalite.train.build import build_mesh
 from megalite_tools.experiment.coordinate_report import TOLERANCE, Line, picture
 from megalite_tools.experiment.coordinates import MODULES, Sizes, sizes_in_training

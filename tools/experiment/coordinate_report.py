@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from megalite.config.errors import listing
+from megalite.base.errors import listing
+from megalite.base.terminal import table
 from megalite.report.pictures import pyplot
-from megalite.terminal import table
 from megalite_tools.experiment.coordinates import MODULES
 
 TOLERANCE = 0.25  # of slopes

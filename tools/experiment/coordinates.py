@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.commands.verify import micros_of
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Config
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder, Head, Layer
 from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
-from megalite.verify import micros_of
 
 MODULES = ("embedding", "attention logits", "attention", "mlp", "residual", "logits")
 SKEW = 3  # token number i is as frequent as i^(1/3 − 1)

@@ -8,19 +8,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError, printable
-from megalite.config.files import as_json, check_output, is_folder, write_whole
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, printable
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import as_json, check_output, is_folder, write_whole
+from megalite.base.terminal import console, sections, table
+from megalite.checkpoint.store.state import State
 from megalite.data.tokenizer import Tokenizer
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
 from megalite.inference.crew import Crew
 from megalite.inference.engine import Engine, check_layout
 from megalite.inference.perplexity import Perplexity, measure
 from megalite.inference.ranks import Place, add_options, run
 from megalite.inference.record import add_record
 from megalite.inference.source import Opened, open_newest, open_tokenizer
-from megalite.terminal import console, sections, table
 
 COMMAND, MODULE = "megalite-evaluate", "megalite_tools.experiment.evaluate"
 HARNESS = "megalite.inference.harness"  # imported only for tasks: it needs lm-eval

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from megalite.config.errors import InputError, listing, printable
-from megalite.config.files import check_output, write_object
-from megalite.entry import exit_code
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, listing, printable
+from megalite.base.files import check_output, write_object
+from megalite.base.terminal import console, sections
 from megalite.experiment.fitting import MOST_SAMPLES
 from megalite.scaling.approach3 import fit3
 from megalite.scaling.law import FLOPS
@@ -18,7 +19,6 @@ from megalite.scaling.record import record
 from megalite.scaling.settings import Settings
 from megalite.scaling.show import parts
 from megalite.scaling.table import Results, Run, number_in, read_csv
-from megalite.terminal import console, sections
 
 COMMAND = "megalite-fit-law"
 SECTIONS = ("Runs", "Law", "Best size", "Predictions", "Approach 3", "Mind")

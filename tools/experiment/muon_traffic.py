@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.errors import InputError
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
 from megalite.config.load import files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
+from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
-from megalite.dryrun import dry_job
-from megalite.entry import exit_code
+from megalite.dry_run.run import dry_job
 from megalite.plan.muon import MuonPlan, stage_matrices, working_bytes
 from megalite.plan.resolved import resolve
-from megalite.planner.ordering import costing_of
 from megalite.train.step import train_step
 
 COMMAND = "python -m megalite_tools.experiment.muon_traffic"

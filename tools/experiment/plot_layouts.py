@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.config.errors import InputError
-from megalite.entry import exit_code
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
 from megalite.report.pictures import need_matplotlib, plain, pyplot, save
-from megalite.train.records import read_records
+from megalite.train.folder.records import read_records
 
 COMMAND = "python -m megalite_tools.experiment.plot_layouts"
 Losses = dict[int, float]  # by step

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy
 
-from megalite.config.errors import printable
-from megalite.entry import exit_code
+from megalite.base.entry import exit_code
+from megalite.base.errors import printable
 from megalite.report.pictures import need_matplotlib, plain, pyplot, save, ticker
-from megalite.train.records import read_lines, read_records
+from megalite.train.folder.records import read_lines, read_records
 
 COMMAND = "megalite-plot-metrics"
 CURVES = ("loss", "valid_loss", "grad_norm", "learning_rate", "tokens")

@@ -6,22 +6,22 @@ from pathlib import Path
 
 from rich.text import Text
 
-from megalite.advice.amounts import USUAL, amount, gpu_counts
-from megalite.advice.rows import layout_text
-from megalite.config.errors import InputError, printable
-from megalite.config.files import check_output, exists, write_new
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, printable
+from megalite.base.files import check_output, exists, write_new
+from megalite.base.terminal import console, sections, table
+from megalite.commands.plan.amounts import USUAL, amount, gpu_counts
+from megalite.commands.plan.tables import layout_text
 from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
-from megalite.entry import exit_code
-from megalite.planner.choice import choice_of
-from megalite.planner.hardware import load_cluster
-from megalite.planner.texts import money, step_text
+from megalite.cost.cluster import load_cluster
+from megalite.cost.layout_choice import choice_of
+from megalite.cost.texts import money, step_text
 from megalite.scaling.budget import Bought, Machine, buy
 from megalite.scaling.settings import read_settings
 from megalite.scaling.show import interval_text, number, significant
 from megalite.scaling.stored import Stored, read_fit
 from megalite.scaling.table import read_results
-from megalite.terminal import console, sections, table
 
 COMMAND = "megalite-predict"
 

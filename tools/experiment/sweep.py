@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from megalite.config.errors import InputError, counted, printable
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.exit_codes import table as codes
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, counted, printable
+from megalite.base.exit_codes import ExitCode
+from megalite.base.exit_codes import table as codes
+from megalite.base.terminal import console, scaled, table
 from megalite.experiment import launching
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Costs, check_budget, estimate
@@ -21,10 +22,9 @@ from megalite.experiment.expand import Expanded
 from megalite.experiment.folder import ENDED, STATES, ExperimentFolder, State
 from megalite.experiment.read import read_experiment
 from megalite.experiment.results import Row, collect, measured, runs_are_elsewhere
-from megalite.terminal import console, scaled, table
-from megalite_launch.checked import find_megalite
-from megalite_launch.errors import UserError
-from megalite_launch.layout import RunFolder
+from megalite_launch.base.errors import UserError
+from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.submit.check_first import find_megalite
 
 COMMAND = launching.COMMAND
 LONGEST = 40  # runs that a table of a launch shows
@@ -285,11 +285,11 @@ def _collect(options: argparse.Namespace) -> None:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    import_module("megalite.scaling.command").fit(_collected(options))  # NumPy is not waited for by other ways
+    import_module("megalite.commands.fit").fit(_collected(options))  # NumPy is not waited for by other ways
 
 
 def _report(options: argparse.Namespace) -> None:
-    import_module("megalite.report.command").report(_collected(options))
+    import_module("megalite.commands.report").report(_collected(options))
 
 
 def _collected(options: argparse.Namespace) -> Path:

@@ -1,0 +1,1 @@
+"""Programs that check and calibrate the planner."""

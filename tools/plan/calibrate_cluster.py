@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from megalite.config.errors import InputError, listing
-from megalite.config.files import check_output, exists, write_new
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError, listing
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import check_output, exists, write_new
 from megalite.config.yaml import read_mapping
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.planner.constants import FITTED
-from megalite.planner.hardware import Cluster, cluster_path, read_cluster
-from megalite.planner.texts import seconds_text
+from megalite.cost.cluster import Cluster, cluster_path, read_cluster
+from megalite.cost.constants import FITTED
+from megalite.cost.texts import seconds_text
 from megalite_tools.plan.calibration import FIGURES, Fit, Runs, fit
 from megalite_tools.plan.measured_runs import Run, read_run
 from megalite_tools.terminal import Terminal

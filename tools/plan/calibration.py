@@ -11,14 +11,14 @@ from math import exp, log
 
 import numpy
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.cost.cluster import Cluster
+from megalite.cost.kernels import BEST
+from megalite.cost.order_costs import costing_of
+from megalite.cost.predict import Trial
+from megalite.cost.slowest_gpu import waiting
+from megalite.cost.stages import Timer
 from megalite.plan.resolved import Plan, resolve
-from megalite.planner.hardware import Cluster
-from megalite.planner.kernels import BEST
-from megalite.planner.ordering import costing_of
-from megalite.planner.predict import Trial
-from megalite.planner.slowest import waiting
-from megalite.planner.stages import Timer
 from megalite_tools.plan.measured_runs import Run
 
 FIGURES = ("gpu.measured", "gpu.bandwidth", "node.bandwidth", "network.bandwidth")

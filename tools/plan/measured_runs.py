@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from megalite.config.errors import InputError
-from megalite.config.files import is_file, is_folder
+from megalite.base.errors import InputError
+from megalite.base.files import is_file, is_folder
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.train.records import WARM_UP, read_lines
+from megalite.train.folder.records import WARM_UP, read_lines
 
 FEWEST = 3  # records that a median is taken of
 WAITING = 0.05  # share of a step that it may wait for data; more of that is not the cluster's speed

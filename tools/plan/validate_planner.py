@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from megalite.config.errors import counted
-from megalite.config.files import check_output, write_object
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
-from megalite.planner.constants import FITTED, Constants
+from megalite.base.entry import exit_code
+from megalite.base.errors import counted
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import check_output, write_object
+from megalite.cost.constants import FITTED, Constants
 from megalite_tools.plan.published.fit import BOUNDS, fit
 from megalite_tools.plan.published.other_planners import Peer, read_peers
 from megalite_tools.plan.published.rows import Row, read_rows
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fitted(terminal: Terminal, rows: Sequence[Row]) -> Constants:
-    """Constants for all rows together, told beside those in `megalite/planner/constants.py`."""
+    """Constants for all rows together, told beside those in `megalite/cost/constants.py`."""
     found = fit(rows, FITTED)
     terminal.table(
         ("constant:", "now", "fitted"),

@@ -1,0 +1,1 @@
+"""Rules between configuration values, a module for each section."""

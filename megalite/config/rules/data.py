@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.errors import Problem
+from megalite.base.errors import Problem
 from megalite.config.schema import Data, Source
 
 MOST_SOURCES = 1000

@@ -5,8 +5,8 @@ A value that is the default may not have been asked for; it is never told.
 
 from collections.abc import Iterator
 
+from megalite.base.errors import Problem
 from megalite.config.convert import leaves, to_plain
-from megalite.config.errors import Problem
 from megalite.config.schema import Config
 
 DEFAULTS = dict(leaves(to_plain(Config())))

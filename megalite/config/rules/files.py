@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from megalite.config.errors import Problem, listing
-from megalite.config.files import UnreachableError, exists, is_file
+from megalite.base.errors import Problem, listing
+from megalite.base.files import UnreachableError, exists, is_file
 from megalite.config.schema import SCHEDULES, Config, Source
 from megalite.config.sources import split_kind
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.errors import Problem, listing
+from megalite.base.errors import Problem, listing
 from megalite.config.rules.numbers import divisible
 from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 from math import isqrt
 
-from megalite.config.errors import Problem, listing
+from megalite.base.errors import Problem, listing
 from megalite.config.rules.ranges import most
 
 SEARCHED = 1 << 17  # divisors beyond this are not suggested

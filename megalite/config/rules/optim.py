@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.errors import Problem
+from megalite.base.errors import Problem
 from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Config, LearningRate
 

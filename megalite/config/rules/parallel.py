@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.config.errors import InputError, Problem, counted, listing
+from megalite.base.errors import InputError, Problem, counted, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
 from megalite.config.rules.ranges import RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline

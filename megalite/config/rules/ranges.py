@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from megalite.base.errors import Problem
 from megalite.config.convert import keys, options
-from megalite.config.errors import Problem
 
 RANKS = 1 << 24
 ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"

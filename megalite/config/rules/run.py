@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.config.errors import Problem
+from megalite.base.errors import Problem
 from megalite.config.schema import Log, Run
 
 LONGEST = 255

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from megalite.config.errors import Problem
+from megalite.base.errors import Problem
 from megalite.config.schema import Config, Train
 
 TOKENS = (1 << 63) - 1

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from math import prod
 
 from megalite.config.layers import GroupedQuery, Heads
-from megalite.plan import roles
-from megalite.plan.attention import AttentionMemory
-from megalite.plan.context import ContextTraffic
+from megalite.plan.memory.attention import AttentionMemory
+from megalite.plan.model import roles
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.transfers import Transfers, over
+from megalite.plan.traffic.context import ContextTraffic
+from megalite.plan.traffic.transfers import Transfers, over
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Transfers of a part that tensor parallelism splits by columns, then by rows."""
 
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.transfers import Transfers
+from megalite.plan.traffic.transfers import Transfers
 
 
 class Gathered:

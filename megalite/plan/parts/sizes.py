@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
-from megalite.plan.transfers import Transfers, over
+from megalite.plan.traffic.transfers import Transfers, over
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megalite.config.layers import SwiGLU
-from megalite.plan import roles
+from megalite.plan.model import roles
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint.formats.inert_pickle import Made, Named, read_pickle
+from megalite.checkpoint.weights.formats.inert_pickle import Made, Named, read_pickle
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=9),

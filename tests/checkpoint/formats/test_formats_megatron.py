@@ -7,9 +7,9 @@ import pytest
 import torch
 from megatron_files import MODELS, arguments, random_weights, read, same, write_legacy
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.formats import megatron
-from megalite.checkpoint.maps.megatron import Split
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import megatron
+from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.config.schema import Model
 
 SPLITS = [(tp, pp, virtual) for tp in (1, 2, 4) for pp, virtual in ((1, 1), (2, 1), (2, 2))]

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megatron_files import MODELS, Ours, dist_tensors, random_weights, read, same, stage, write_dist
 from torch import Tensor
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.formats import megatron, torch_dist
-from megalite.checkpoint.maps.megatron import Split
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import megatron, torch_dist
+from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.config.layout import Layout
 from megalite.config.schema import Model
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 
 pytest.importorskip("megatron.core")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from megatron_files import MODELS, SMALL, arguments, random_weights, read, same, write_dist, write_legacy
 
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats import megatron, torch_dist
-from megalite.checkpoint.maps.megatron import Split
-from megalite.checkpoint.maps.megatron_arguments import model_of
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.weights.formats import megatron, torch_dist
+from megalite.checkpoint.weights.maps.megatron import Split
+from megalite.checkpoint.weights.maps.megatron_arguments import model_of
 from megalite.config.schema import Attention, RopeScaling
 
 FILE = "iter_0000010/mp_rank_01_001/model_optim_rng.pt"

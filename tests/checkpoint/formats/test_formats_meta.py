@@ -9,10 +9,10 @@ import torch
 from megatron_files import Ours, random_weights, read, same
 from torch import Tensor
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats import meta
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import meta
 from megalite.config.schema import Model, RopeScaling
 
 LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=256, vocab_size=64, sequence_length=4096, norm_eps=1e-6)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megalite.checkpoint.formats.safetensors import DTYPES, INDEX, METADATA, ONE_FILE, find, header
-from megalite.checkpoint.read import Reader
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.weights.formats.safetensors import DTYPES, INDEX, METADATA, ONE_FILE, find, header
+from megalite.checkpoint.weights.read import Reader
 
 library = pytest.importorskip("safetensors.torch")
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from megatron_files import SMALL, Ours, random_weights, read, same
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.formats import megatron, meta, torch_dist
-from megalite.checkpoint.formats.opened import Weights
-from megalite.checkpoint.formats.output import Plan
-from megalite.checkpoint.maps.families import family_of
-from megalite.checkpoint.maps.megatron import Split
-from megalite.checkpoint.sources import kind_of, open_weights
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import megatron, meta, torch_dist
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.formats.output import Plan
+from megalite.checkpoint.weights.maps.families import family_of
+from megalite.checkpoint.weights.maps.megatron import Split
+from megalite.checkpoint.weights.sources import kind_of, open_weights
 from megalite.config.schema import Model, RopeScaling
 
 save_file = pytest.importorskip("safetensors.torch").save_file

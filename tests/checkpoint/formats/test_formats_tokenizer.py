@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tokenizer_cases import DOCS, EXACT, odd_texts, piece_model, write_tokenizer
 
-from megalite.checkpoint.formats import tokenizer as exported
-from megalite.checkpoint.formats.sentence_piece import tokenizer_json
-from megalite.checkpoint.formats.tokenizer import doubts, tokenizer_files
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.weights.formats import tokenizer as exported
+from megalite.checkpoint.weights.formats.sentence_piece import tokenizer_json
+from megalite.checkpoint.weights.formats.tokenizer import doubts, tokenizer_files
 from megalite.data.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -8,10 +8,10 @@ import torch.distributed.checkpoint as dcp
 from megatron_files import MODELS, SMALL, dist_tensors, random_weights, read, same, write_dist
 from torch.distributed.checkpoint import FileSystemReader
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.formats import torch_dist
-from megalite.checkpoint.maps.megatron import Split
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import torch_dist
+from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.config.schema import Model
 
 

@@ -13,21 +13,21 @@ from hypothesis import strategies as some
 from torch import Tensor
 from toy_jobs import one_rank
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.formats import huggingface
-from megalite.checkpoint.formats.tokenizer import ends_in
-from megalite.checkpoint.maps.families import FAMILIES, LACKING, family_of, read_config
-from megalite.checkpoint.maps.fields import Fields
-from megalite.checkpoint.maps.models import plain_model
-from megalite.checkpoint.maps.rope import rope, rope_fields
-from megalite.checkpoint.read import reader_of
-from megalite.checkpoint.sources import open_weights
-from megalite.checkpoint.state import State
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.state import State
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import huggingface
+from megalite.checkpoint.weights.formats.tokenizer import ends_in
+from megalite.checkpoint.weights.maps.families import FAMILIES, LACKING, family_of, read_config
+from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.models import plain_model
+from megalite.checkpoint.weights.maps.rope import rope, rope_fields
+from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.sources import open_weights
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import SCALING_KEYS, Attention, Model, RopeScaling
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 
 TOLERANCE = 1e-5  # relative, in float32

@@ -10,15 +10,15 @@ from oracle import LLAMA, OLMO2, Float64Everywhere
 from torch import Tensor
 from toy_jobs import config_of, make, save
 
-from megalite.checkpoint.convert import convert
-from megalite.checkpoint.formats import huggingface
-from megalite.checkpoint.maps.folded import folded
-from megalite.checkpoint.resume import check_export, check_start
-from megalite.checkpoint.sources import open_checkpoint
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.resume import check_export, check_start
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.formats import huggingface
+from megalite.checkpoint.weights.maps.folded import folded
+from megalite.checkpoint.weights.sources import open_checkpoint
 from megalite.config.layout import Layout
 from megalite.config.schema import Attention, Base, Checkpoint, Config, Model
-from megalite.dist.mesh import Mesh
+from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 
 transformers = pytest.importorskip("transformers")

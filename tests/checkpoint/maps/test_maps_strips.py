@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.checkpoint.convert import blocks
-from megalite.checkpoint.index import Chunk, Index
-from megalite.checkpoint.maps.strips import PREFIX, Strip, Theirs, under_our_names
-from megalite.checkpoint.read import Reader
-from megalite.plan import roles
+from megalite.checkpoint.store.index import Chunk, Index
+from megalite.checkpoint.weights.convert import blocks
+from megalite.checkpoint.weights.maps.strips import PREFIX, Strip, Theirs, under_our_names
+from megalite.checkpoint.weights.read import Reader
+from megalite.plan.model import roles
 from megalite.plan.parts.part import Weight
 
 sizes = st.integers(1, 6)

@@ -17,10 +17,10 @@ from commands import Result, in_process
 from fake_smi import FakeSmi
 
 import megalite_launch
-from megalite.planner.hardware import load_cluster
+from megalite.cost.cluster import load_cluster
 from megalite_launch.commands import run as run_program
 from megalite_launch.preflight import kernel_log
-from megalite_launch.preflight.main import CODES
+from megalite_launch.preflight.preflight_command import CODES
 
 Preflight = Callable[..., Result]
 ANSWER = {
@@ -308,7 +308,7 @@ def test_nothing_but_the_standard_library_is_imported() -> None:
     code = """
 import sys
 before = set(sys.modules)  # an editable installation has its own finder
-import megalite_launch.preflight.main, megalite_launch.preflight.versions
+import megalite_launch.preflight.preflight_command, megalite_launch.preflight.versions
 found = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(found - sys.stdlib_module_names - {"megalite_launch"}))
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalite_launch.errors import UserError
+from megalite_launch.base.errors import UserError
 from megalite_launch.preflight.cluster import figures
 from megalite_launch.preflight.compare import Verdict, compare, compare_folder
 from megalite_launch.preflight.findings import Finding, Sheet, as_json, read_sheet, write_sheet

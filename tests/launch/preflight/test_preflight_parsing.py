@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.planner.hardware import known_clusters
-from megalite_launch.errors import UserError
+from megalite.cost.cluster import known_clusters
+from megalite_launch.base.errors import UserError
 from megalite_launch.preflight.smi import Broken, SmiError, count, flag, link_errors, links, table
 from megalite_launch.preflight.thresholds import OURS, Limits, load_thresholds, parse_sections, read_sections
 

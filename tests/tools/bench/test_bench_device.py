@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.planner.hardware import load_cluster, read_cluster
+from megalite.cost.cluster import load_cluster, read_cluster
 from megalite_launch.preflight.smi import SmiError
 from megalite_tools.bench import device as bench_device
 from megalite_tools.bench.device import COMMAND, cluster_figures, main

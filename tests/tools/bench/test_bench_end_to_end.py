@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config
-from megalite.train.records import WARM_UP
+from megalite.train.folder.records import WARM_UP
 from megalite_tools.bench.training import end_to_end
 from megalite_tools.bench.training.end_to_end import MORE, Start, measure
 

@@ -14,11 +14,11 @@ import torch
 from hf_families import CASES
 from toy_jobs import config_of, one_rank, train_and_save
 
-from megalite.checkpoint.sources import open_weights, read_model
+from megalite.checkpoint.weights.sources import open_weights, read_model
 from megalite.config.layout import Layout
 from megalite.config.load import dump_model
 from megalite.model.decoder import Decoder
-from megalite.plan.weights import weights
+from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint import compare_weights, convert
 from megalite_tools.checkpoint.compare_weights import difference_of_logits
 from megalite_tools.checkpoint.convert import main

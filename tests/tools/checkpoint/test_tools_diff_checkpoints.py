@@ -9,7 +9,7 @@ import pytest
 from ranks import Ranks
 from toy_jobs import MODEL, config_of, make, one_rank, restorer, save
 
-from megalite.checkpoint.tensors import Checkpoint
+from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 

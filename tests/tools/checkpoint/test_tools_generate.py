@@ -17,18 +17,18 @@ from commands import in_process
 from tampering import tamper
 from toy_jobs import make, one_rank, save
 
-from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.host_group import HostGroup
-from megalite.checkpoint.manifest import MANIFEST
-from megalite.checkpoint.state import State
+from megalite.base.output import Lost
+from megalite.checkpoint.store.files import METADATA
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.manifest import MANIFEST
+from megalite.checkpoint.store.state import State
 from megalite.config.convert import to_plain
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.inference.generate import Drawn, Request
 from megalite.inference.prompts import CHARACTERS
 from megalite.inference.source import sources
-from megalite.output import Lost
-from megalite.train.starts import keep_tokenizer
+from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.checkpoint.generate import main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.

@@ -12,17 +12,17 @@ import torch.distributed.checkpoint as dcp
 from tampering import DATA, tamper
 from toy_jobs import MODEL, config_of, make, one_rank, save
 
-from megalite.checkpoint.compare import refuse_other_data
-from megalite.checkpoint.disk import DamagedError
-from megalite.checkpoint.files import METADATA
-from megalite.checkpoint.formats.dcp_index import dcp_index
-from megalite.checkpoint.index import Index
-from megalite.checkpoint.manifest import INDEX, MANIFEST, Manifest, OldFormatError, check_sizes
-from megalite.checkpoint.tensors import Checkpoint
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.same_run import refuse_other_data
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.store.disk import DamagedError
+from megalite.checkpoint.store.files import METADATA
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, OldFormatError, check_sizes
+from megalite.checkpoint.weights.formats.dcp_index import dcp_index
 from megalite.config.layout import Layout
 from megalite.config.load import dump
-from megalite.plan.weights import weights
+from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint.inspect_checkpoint import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tampering import DATA, tamper
 
-from megalite.checkpoint.index import Index
-from megalite.checkpoint.manifest import INDEX, MANIFEST
-from megalite.checkpoint.tensors import Checkpoint
-from megalite.output import Outlet, give_up, stream
+from megalite.base.output import Outlet, give_up, stream
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST
 from megalite_tools.checkpoint import checkpoints, inspect_checkpoint
 from megalite_tools.checkpoint.inspect_checkpoint import main
 from megalite_tools.terminal import Terminal

@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite_tools.data.documents import (
     Document,
     Reading,

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from test_tools_prepare_data import names
 
+from megalite.base.stop_signals import STOP
 from megalite.data.store import StoreWriter, TokenStore
-from megalite.stop import STOP
 from megalite_tools import commands
 from megalite_tools.data import encode, prepare_data
 from megalite_tools.data.prepare_data import main

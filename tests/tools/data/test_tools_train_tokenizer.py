@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite_tools.data.train_tokenizer import main, train_model
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
+from megalite.base.exit_codes import ExitCode
 from megalite.config.layout import Layout
 from megalite.config.schema import (
     Base,
@@ -29,8 +30,7 @@ from megalite.config.schema import (
     Train,
 )  # fmt: skip
 from megalite.config.validate import check
-from megalite.dist.mesh import Mesh
-from megalite.exit_codes import ExitCode
+from megalite.distributed.mesh import Mesh
 from megalite.train.build import build_mesh
 from megalite_tools.experiment import coordinate_check
 from megalite_tools.experiment.coordinate_check import _lines, _parser, _runs, main

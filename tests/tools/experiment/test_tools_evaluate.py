@@ -17,9 +17,9 @@ from toy_jobs import make, one_rank, save
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.store import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
-from megalite.train.lock import Lock
-from megalite.train.records import read_records
-from megalite.train.starts import keep_tokenizer
+from megalite.train.folder.lock import Lock
+from megalite.train.folder.records import read_records
+from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.experiment.evaluate import MODULE, main
 
 MODEL = Model(layers=2, width=16, heads=2, kv_heads=2, ffn=24, vocab_size=512, sequence_length=24, init_std=0.5)

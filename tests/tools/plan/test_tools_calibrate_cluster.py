@@ -10,9 +10,9 @@ from commands import in_process
 
 from megalite.config.load import dump, load
 from megalite.config.validate import check
-from megalite.planner.hardware import Cluster, load_cluster, read_cluster
-from megalite.planner.predict import predict
-from megalite.train.records import WARM_UP, line_of
+from megalite.cost.cluster import Cluster, load_cluster, read_cluster
+from megalite.cost.predict import predict
+from megalite.train.folder.records import WARM_UP, line_of
 from megalite_tools.plan.calibrate_cluster import main
 from megalite_tools.plan.calibration import FIGURES, scaled
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from commands import in_process
 
-from megalite.planner.constants import FITTED
+from megalite.cost.constants import FITTED
 from megalite_tools.plan.published.fit import BOUNDS
 from megalite_tools.plan.validate_planner import main
 

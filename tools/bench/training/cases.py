@@ -29,10 +29,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.config.errors import InputError, counted, listing
+from megalite.base.errors import InputError, counted, listing
+from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config
-from megalite.config.shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.validate import check
 from megalite.config.yaml import read_mapping
 from megalite.plan.pipeline import micro_batches

@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megalite.config.errors import InputError
-from megalite.entry import exit_code
-from megalite.exit_codes import ExitCode
+from megalite.base.entry import exit_code
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
 from megalite_tools.bench.training.cases import Case, Target, read_plan
 from megalite_tools.bench.training.keeping import Keeper
 from megalite_tools.bench.training.parent import Machine, Runner

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.base.stop_signals import held_up, listen, restore, stop
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config, Source
 from megalite.data.store import StoreWriter, token_dtype
-from megalite.plan.size import model_parameters
-from megalite.stop import held_up, listen, restore, stop
-from megalite.train.records import WARM_UP, read_lines
-from megalite_launch.words import scaled
+from megalite.plan.model.size import model_parameters
+from megalite.train.folder.records import WARM_UP, read_lines
+from megalite_launch.base.texts import scaled
 from megalite_tools.bench.training.cases import Device
 
 MORE = WARM_UP + 5  # steps of the second start
@@ -175,7 +175,7 @@ def _tokens_per_step(config: Config) -> int:
 
 def _train(arguments: Sequence[str], folder: Path) -> Start:
     """Run `megalite train` to its end. Raises RuntimeError if it fails. Never leaves a process behind."""
-    command = [sys.executable, "-m", "megalite.cli", "train", *arguments]
+    command = [sys.executable, "-m", "megalite.commands.main", "train", *arguments]
     errors, child, began = folder / "stderr.txt", None, time.time()
     try:
         with (folder / "stdout.txt").open("wb") as out, errors.open("wb") as err, held_up():

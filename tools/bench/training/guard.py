@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.errors import InputError
-from megalite.config.files import read_object, write_object
+from megalite.base.errors import InputError
+from megalite.base.files import read_object, write_object
 
 TAIL = 16_384  # bytes of output that are kept of its end
 LOGGED = 4 << 20  # bytes of output that are kept of its beginning, while it runs

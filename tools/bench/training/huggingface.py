@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megalite.checkpoint.maps.llama import LLAMA
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
+from megalite.checkpoint.weights.maps.llama import LLAMA
 from megalite.config.schema import Config, Model
 from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.peers import PeerStep, Runner, check_comparable, shard, uses_autocast

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 NEEDED = (
-    "torch", "numpy", "omegaconf", "yaml", "rich", "xxhash", "sentencepiece", "tensorboard", "megalite.cli",
+    "torch", "numpy", "omegaconf", "yaml", "rich", "xxhash", "sentencepiece", "tensorboard", "megalite.commands.main",
     "megalite_kernels", "megalite_tools.bench.training.single", "megalite_tools.bench.device",
 )  # fmt: skip
 WANTED = (

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from megalite.config.files import is_file
+from megalite.base.files import is_file
 
 SHOWN = 20  # tests that failed, by name
 LARGEST = 64 << 20  # bytes of a report

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError
-from megalite.config.files import is_file, read_object, write_object, write_whole
+from megalite.base.errors import InputError
+from megalite.base.files import is_file, read_object, write_object, write_whole
 from megalite_launch.preflight.smi import SmiError, ask, table
 from megalite_tools.bench.machine import cpu_name
 from megalite_tools.bench.training import junit

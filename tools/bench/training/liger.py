@@ -7,7 +7,7 @@ import torch
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config
 from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.huggingface import with_loss

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megalite.config.errors import InputError, counted, printable
+from megalite.base.errors import InputError, counted, printable
 from megalite_launch.preflight.smi import SmiError, ask, table
 from megalite_tools.bench.training.agreement import judged
 from megalite_tools.bench.training.cases import Case, Target

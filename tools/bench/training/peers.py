@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.parametrization import Multipliers, multipliers
 from megalite.config.schema import Attention, Config, Optim
 from megalite.parallel.fsdp import compute_dtype

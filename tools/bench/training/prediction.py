@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config
-from megalite.plan.size import flops_per_token
-from megalite.planner.devices import cluster_of
-from megalite.planner.hardware import Cluster, load_cluster
-from megalite.planner.predict import predict
-from megalite.planner.stages import Timer
+from megalite.cost.cluster import Cluster, load_cluster
+from megalite.cost.gpu_names import cluster_of
+from megalite.cost.predict import predict
+from megalite.cost.stages import Timer
+from megalite.plan.model.size import flops_per_token
 from megalite_launch.preflight.smi import SmiError, ask
 from megalite_tools.bench.training.cases import OURS, Case, Target
 from megalite_tools.plan.published.profiles import PROFILES, UNKNOWN_SPREAD

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megalite.config.errors import counted, printable
+from megalite.base.errors import counted, printable
 from megalite_tools.bench.training.cases import OURS, Case
 from megalite_tools.bench.training.rows import DISAGREES, OK, Row
 

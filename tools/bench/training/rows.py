@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import InputError
-from megalite.config.files import read_object, write_object
+from megalite.base.errors import InputError
+from megalite.base.files import read_object, write_object
 from megalite_tools.bench.training.guard import Ended
 
 OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED = "ok", "failed", "oom", "timeout", "crash", "disagrees", "refused"

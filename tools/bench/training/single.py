@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalite.config.errors import InputError
-from megalite.dist.local import launch
-from megalite.dist.ranks import find_rank_info
-from megalite.dist.start import run_rank
-from megalite.exit_codes import ExitCode
+from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
+from megalite.distributed.start.local import launch
+from megalite.distributed.start.ranks import find_rank_info
+from megalite.distributed.start.start import run_rank
 from megalite_tools.bench.training.cases import COMMON, Case, Target
 from megalite_tools.bench.training.end_to_end import measure as measure_train
 from megalite_tools.bench.training.rows import CRASH, OK, Rows

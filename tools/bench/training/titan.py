@@ -13,7 +13,7 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from megalite.checkpoint.maps.meta import params_of, table_of
+from megalite.checkpoint.weights.maps.meta import params_of, table_of
 from megalite.config.schema import Config, Model
 from megalite.parallel.fsdp import compute_dtype
 from megalite_tools.bench.training.cases import Case

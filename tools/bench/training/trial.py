@@ -24,15 +24,15 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
-from megalite.dist.ranks import RankInfo
-from megalite.dist.start import start, start_alone
-from megalite.plan.size import flops_per_token
+from megalite.distributed.start.ranks import RankInfo
+from megalite.distributed.start.start import start, start_alone
+from megalite.plan.model.size import flops_per_token
 from megalite.train.build import build, build_mesh
+from megalite.train.folder.secrets import command_without_secrets
 from megalite.train.recompute_costs import plan_for
-from megalite.train.secrecy import command_without_secrets
 from megalite.train.step import train_step
 from megalite_tools.bench.training.cases import OURS, Case, Target
 from megalite_tools.bench.training.kernel_kinds import Kernel, of_trace, summary

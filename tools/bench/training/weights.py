@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.maps.strips import Table, Theirs
+from megalite.checkpoint.weights.maps.strips import Table, Theirs
 from megalite.config.schema import Model
 from megalite.model.init import fill_normal
-from megalite.plan.parametrization import standard_deviation
-from megalite.plan.roles import Kind
-from megalite.plan.weights import weights
+from megalite.plan.model.parametrization import standard_deviation
+from megalite.plan.model.roles import Kind
+from megalite.plan.model.weights import weights
 
 Weights = Mapping[str, Tensor]  # by name
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megalite.config.schema import Batch, Config, DataParallel, Model, Parallel, Pipeline, Run, Train
 from megalite.config.validate import validate
-from megalite.planner.hardware import Cluster
+from megalite.cost.cluster import Cluster
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.step import StepModel

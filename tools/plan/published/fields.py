@@ -7,7 +7,7 @@ is known.
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from megalite.config.errors import listing
+from megalite.base.errors import listing
 
 SMALLEST_NUMBER = 1e-9  # lower bound of a speed, a time or a memory
 LARGEST_COUNTS = {  # upper bounds of numbers in a row

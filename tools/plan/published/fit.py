@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import log
 from statistics import fmean
 
-from megalite.planner.constants import FITTED, Constants
+from megalite.cost.constants import FITTED, Constants
 from megalite_tools.plan.published.rows import Row
 from megalite_tools.plan.published.score import chosen
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite_tools.plan.published.rows import Row, lines_of
 from megalite_tools.plan.published.score import Compared, timed
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from megalite.planner.program import Program
+from megalite.cost.program import Program
 from megalite_tools.plan.published import kept_memory as keeps
 
 UNKNOWN_SPREAD = 0.35  # half the width of the interval of a step of a program that has no profile, relative to it

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megalite.config.errors import listing
-from megalite.planner.program import Attention
+from megalite.base.errors import listing
+from megalite.cost.program import Attention
 from megalite_tools.plan.published.fields import word
 from megalite_tools.plan.published.kept_memory import DEEPSPEED_FLOAT32_SUM
 from megalite_tools.plan.published.profiles import (

@@ -6,10 +6,10 @@ from math import ceil, log, sqrt
 from statistics import fmean
 from typing import TypeVar
 
-from megalite.planner.constants import FITTED, Constants
-from megalite.planner.predict import predict
-from megalite.planner.slowest import slowest
-from megalite.planner.stages import Timer
+from megalite.cost.constants import FITTED, Constants
+from megalite.cost.predict import predict
+from megalite.cost.slowest_gpu import slowest
+from megalite.cost.stages import Timer
 from megalite_tools.plan.published.as_configuration import expressed
 from megalite_tools.plan.published.memory import SPREADS, UNKNOWN_MEMORY_SPREAD, counted, fits
 from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD

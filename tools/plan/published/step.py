@@ -8,11 +8,11 @@ of layers; of other modes it follows the last micro-batch.
 from dataclasses import dataclass
 from math import ceil
 
-from megalite.planner.constants import FITTED, Constants
-from megalite.planner.hardware import Cluster
-from megalite.planner.layer import LayerModel, LayerTime
-from megalite.planner.network import Group
-from megalite.planner.stages import beside
+from megalite.cost.cluster import Cluster
+from megalite.cost.constants import FITTED, Constants
+from megalite.cost.layer import LayerModel, LayerTime
+from megalite.cost.network import Group
+from megalite.cost.stages import beside
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.work import Work

@@ -5,11 +5,11 @@ from functools import cached_property
 from typing import Literal
 
 from megalite.config.layers import GroupedQuery, Heads, Scores, SwiGLU
+from megalite.cost.layout_choice import DataMode
+from megalite.cost.share import Computed, Share
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Passed, Product
 from megalite.plan.parts.swiglu import SwiGLUPart
-from megalite.planner.choice import DataMode
-from megalite.planner.share import Computed, Share
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.config.errors import InputError
-from megalite.planner.hardware import load_cluster
+from megalite.base.errors import InputError
+from megalite.cost.cluster import load_cluster
 from megalite_tools.bench.training import prediction
 from megalite_tools.bench.training.cases import RANKS_OF_REHEARSAL, Case, Target, read_plan
 from megalite_tools.bench.training.parent import ENDING

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite.model.init import fill_normal
 from megalite_tools.bench.training import trial, weights
 from megalite_tools.bench.training.agreement import apart

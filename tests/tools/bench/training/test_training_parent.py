@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite_tools.bench.training.cases import Case, Target
 from megalite_tools.bench.training.guard import Ended, Limits
 from megalite_tools.bench.training.parent import ENDING, Machine, Runner, locked

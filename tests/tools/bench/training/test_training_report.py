@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite_tools.bench.training import junit
 from megalite_tools.bench.training.agreement import apart, judged
 from megalite_tools.bench.training.cases import Case

@@ -6,11 +6,11 @@ import pytest
 
 from megalite.config.layers import layer_kinds
 from megalite.config.validate import validate
-from megalite.planner.hardware import load_cluster
-from megalite.planner.predict import predict
-from megalite.planner.program import MEGALITE
-from megalite.planner.share import share_of
-from megalite.planner.stages import Timer
+from megalite.cost.cluster import load_cluster
+from megalite.cost.predict import predict
+from megalite.cost.program import MEGALITE
+from megalite.cost.share import share_of
+from megalite.cost.stages import Timer
 from megalite_tools.plan.published.as_configuration import expressed
 from megalite_tools.plan.published.profiles import PROFILES, Profile
 from megalite_tools.plan.published.score import Compared, by_formula, planned, score

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megalite.planner.constants import FITTED
+from megalite.cost.constants import FITTED
 from megalite_tools.plan.published.fit import BOUNDS, fit, loss
 from megalite_tools.plan.published.rows import Row
 

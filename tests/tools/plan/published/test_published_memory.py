@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megalite.planner.choice import DataMode
+from megalite.cost.layout_choice import DataMode
 from megalite_tools.plan.published.memory import OUTSIDE, RESERVED, counted, fits, layer_kept, memory
 from megalite_tools.plan.published.profiles import PROFILES, Profile
 from megalite_tools.plan.published.work import Recompute, Work

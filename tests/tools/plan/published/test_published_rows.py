@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_cases import write
 
-from megalite.config.errors import InputError
+from megalite.base.errors import InputError
 from megalite_tools.plan.published.rows import COLUMNS, MAX_FILE_BYTES, Row, read_rows, works_of
 from megalite_tools.plan.published.score import (
     judged,

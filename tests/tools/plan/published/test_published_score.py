@@ -9,9 +9,9 @@ from statistics import fmean, median
 import pytest
 from published_cases import write
 
-from megalite.advice.alike import CLOSE
-from megalite.planner.constants import FITTED
-from megalite.planner.slowest import PUBLISHED, slowest
+from megalite.commands.plan.near_ties import CLOSE
+from megalite.cost.constants import FITTED
+from megalite.cost.slowest_gpu import PUBLISHED, slowest
 from megalite_tools.plan.published.memory import UNKNOWN_MEMORY_SPREAD, fits
 from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD
 from megalite_tools.plan.published.rows import Row, read_rows, works_of

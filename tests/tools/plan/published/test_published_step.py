@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.planner.hardware import load_cluster
-from megalite.planner.layer import LayerModel
-from megalite.planner.network import Group
+from megalite.cost.cluster import load_cluster
+from megalite.cost.layer import LayerModel
+from megalite.cost.network import Group
 from megalite_tools.plan.published.profiles import PROFILES
 from megalite_tools.plan.published.step import StepModel, StepTime
 from megalite_tools.plan.published.work import Work

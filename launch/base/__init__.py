@@ -1,0 +1,1 @@
+"""What the programs of this package share: files, events, paths of a run folder, processes, texts."""

@@ -1,0 +1,17 @@
+"""What a user has to mend."""
+
+from __future__ import annotations
+
+from .texts import escaped
+
+LONGEST = 8000  # characters
+
+
+class UserError(Exception):
+    """Bad input: the message names the option or file, the value, the rule and a fix. The exit code is 2.
+
+    It may have texts of files as they are: characters that could disturb a terminal are escaped here.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(escaped(text[:LONGEST]))

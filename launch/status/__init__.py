@@ -1,0 +1,1 @@
+"""Telling how a run does, in a terminal and as a page."""

@@ -1,0 +1,1 @@
+"""Starting a run: on this machine, by Slurm, on Kubernetes."""

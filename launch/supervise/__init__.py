@@ -1,0 +1,1 @@
+"""Looking after the ranks of a job: starting them again, and why."""

@@ -1,0 +1,1 @@
+"""The local tier: checkpoints on the nodes' own disks, with copies on neighbours."""

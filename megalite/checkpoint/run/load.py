@@ -1,0 +1,195 @@
+"""Loading: every rank reads its part of a checkpoint of any layout; together they check every file's hash."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.local.rescue import Rescue
+from megalite.checkpoint.local.tier import Tier
+from megalite.checkpoint.run.same_run import refuse_other_model, refuse_other_run
+from megalite.checkpoint.store.disk import DamagedError, check_hashes, damage_of, share_of
+from megalite.checkpoint.store.finite import refuse_negative_squares, refuse_poisoned
+from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
+from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.store.retain import check_own, refuse_only_damaged, set_aside
+from megalite.checkpoint.store.state import State, empty_progress, progress_from
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.missing_tensors import FLOATS, differences
+from megalite.checkpoint.weights.read import Reader, reader_of
+from megalite.checkpoint.weights.sources import newest, open_weights, resolved
+from megalite.config.schema import Config
+from megalite.parallel.fsdp import parameter_dtype
+
+Say = Callable[[str], None]
+
+
+class Restorer:
+    """Fills `state` from checkpoints. Its methods are collective.
+
+    data: the sources that the run reads. advanced: called as reading proceeds. check_owner: called on the first rank
+    before a checkpoint is set aside; does not return if the folder has become another job's. tier: has the run's local
+    checkpoints.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        config: Config,
+        data: tuple[Source, ...],
+        group: HostGroup,
+        advanced: Callable[[], None] = lambda: None,
+        check_owner: Callable[[], None] = lambda: None,
+        tier: Tier | None = None,
+    ) -> None:
+        self.state, self.config, self.data = state, config, data
+        self._group, self._advanced, self._check_owner, self._tier = group, advanced, check_owner, tier
+
+    def newest(self, folder: Path, warn: Say, before: int | None = None) -> Progress | None:
+        """Continue from the newest intact checkpoint in `folder`. Returns its progress, or None if there never was one.
+
+        One that is newer, and whole on the nodes of the job together, is copied to `folder` first. Damaged checkpoints
+        are set aside; `warn` is told of them on the first rank. Raises InputError if only damaged ones are left, and
+        for a checkpoint of another model or other data.
+
+        before: continue from one of an earlier step than this. The others are set aside, unless there is no such
+        checkpoint: then they stay, and None is returned.
+        """
+        passed_over: set[Path] = set()  # known on the first rank
+        rescue = Rescue(self._tier, warn) if self._tier is not None else None
+
+        def pass_over(error: DamagedError) -> None:
+            self._check_owner()
+            _pass_over(error, passed_over, warn)
+
+        def pass_over_later() -> None:
+            for path in complete(folder):
+                if before is not None and step_of(path) >= before:
+                    pass_over(DamagedError(path, "training that continued from it failed again"))
+
+        def next_path() -> Path | None:
+            if rescue is not None:
+                rescue.newest(before)
+            return self._group.once(lambda: _newest(folder, passed_over, pass_over, before))
+
+        progress = None
+        while progress is None and (path := next_path()):
+            try:
+                progress = self.all(path)
+            except DamagedError as error:  # the same on all ranks
+                self._group.once(partial(pass_over, error))
+            else:
+                self._group.once(pass_over_later)
+        if self._tier is not None:
+            self._tier.begin()
+        return progress
+
+    def all(self, path: Path) -> Progress:
+        """Continue from the checkpoint `path`. Raises DamagedError, and InputError if it is of another run."""
+        manifest = self._group.once(lambda: check_sizes(path))
+        self._group.everywhere(lambda: refuse_other_run(path, manifest, self.config, self.data))
+        tensors = self.state.tensors()
+        self._fill(path, manifest, tensors, progress=True)
+        progress = checked_progress(path, manifest, tensors)
+        self.state.loaded(progress.updates)
+        return progress
+
+    def weights(self, source: str) -> None:
+        """Load only the weights, from `KIND:PATH`. Raises DamagedError, and InputError if they are of another model."""
+        kind, path = self._group.once(lambda: resolved(source))
+        if kind == "megalite":
+            path = self._group.once(partial(newest, path))
+            manifest = self._group.once(lambda: check_sizes(path))
+            refuse_other_model(path, manifest.configuration.model, self.config)
+            self._fill(path, manifest, self.state.weights(), progress=False)
+        else:
+            found = self._group.once(lambda: open_weights(f"{kind}:{path}"))
+            refuse_other_model(path, found.model, self.config)
+            self._group.everywhere(lambda: _fill_from(found, self.state.weights()))
+        self.state.loaded_weights()
+
+    def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
+        """Read into `tensors`. With `progress`, tensors of the progress are added and read too."""
+        mine = share_of(manifest.files, self._group.rank, self._group.ranks)
+        with ThreadPoolExecutor(1, "hash") as beside:
+            hashing = beside.submit(check_hashes, path, mine if self.config.checkpoint.verify else {}, self._hashed)
+            problem: InputError | None = None
+            try:
+                self._group.everywhere(lambda: self._read(path, manifest, tensors, progress))
+            except InputError as error:
+                problem = error
+            self._group.everywhere(hashing.result)  # damage explains why reading failed, so it comes first
+            if problem is not None:
+                raise problem
+
+    def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
+        reader = Reader.of_checkpoint(path, manifest)
+        own = str(parameter_dtype(manifest.configuration.train.precision)).removeprefix("torch.")
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if differ := differences(reader.index, shapes, {own} if progress else FLOATS):
+            raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
+        if progress:
+            with damage_of(path, INDEX):
+                tensors |= empty_progress(reader.index)
+        reader.fill(tensors)
+        try:
+            refuse_poisoned(tensors)
+            refuse_negative_squares(tensors)
+        except ValueError as error:
+            raise DamagedError(path, str(error)) from None
+
+    def _hashed(self, _: int) -> None:
+        self._advanced()
+
+
+def _fill_from(found: Weights, tensors: dict[str, Tensor]) -> None:
+    """Fill this rank's part of the weights from files of another format. Raises DamagedError."""
+    reader = reader_of(found)
+    if differ := differences(reader.index, {name: tensor.shape for name, tensor in tensors.items()}, FLOATS):
+        raise DamagedError(found.path, f"{found.source} does not have the tensors of its model: {differ}")
+    reader.fill(tensors)
+    try:
+        refuse_poisoned(tensors)
+    except ValueError as error:
+        raise DamagedError(found.path, str(error)) from None
+
+
+def _newest(
+    folder: Path, passed_over: set[Path], pass_over: Callable[[DamagedError], None], before: int | None
+) -> Path | None:
+    """The newest checkpoint in `folder` of a step below `before` all of whose files are there. Sets others aside."""
+    for path in reversed(complete(folder)):
+        if path in passed_over or (before is not None and step_of(path) >= before):
+            continue
+        try:
+            check_own(path)
+        except DamagedError as error:
+            pass_over(error)
+        else:
+            return path
+    if before is None:
+        refuse_only_damaged(folder, passed_over)
+    return None
+
+
+def _pass_over(error: DamagedError, passed_over: set[Path], warn: Say) -> None:
+    """Set a damaged checkpoint aside, or remember it if its name cannot be changed."""
+    try:
+        done = f"it is set aside as {set_aside(error.path).name}"
+    except OSError as refused:
+        done = f"it cannot be set aside ({refused.strerror})"
+        passed_over.add(error.path)
+    warn(f"{error}; {done}, and the one before is used")
+
+
+def checked_progress(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> Progress:
+    """The progress in `tensors`, as read of a checkpoint. Raises DamagedError if its step is not the manifest's."""
+    with damage_of(path, INDEX):
+        progress = progress_from(tensors)
+        if (progress.step, progress.tokens) != (manifest.step, manifest.tokens):
+            raise ValueError(f"is of step {progress.step}, {progress.tokens} tokens; {MANIFEST} is of another")
+    return progress

@@ -1,0 +1,99 @@
+"""Publishing a checkpoint in the folder of a run: it is complete by one rename. Only the first rank does so."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from megalite.base.errors import InputError
+from megalite.base.files import exists
+from megalite.checkpoint.store.disk import File, synchronize, total_bytes, write_durably
+from megalite.checkpoint.store.manifest import MANIFEST, Manifest
+from megalite.checkpoint.store.retain import new_partial, retain, sweep
+from megalite.checkpoint.weights.export import export, export_of, is_due
+from megalite.config.schema import Config
+
+
+class Publisher:
+    """Publishes the checkpoints of a run in `folder`, one at a time.
+
+    advanced: called as an export proceeds. check_owner: called before anything in `folder` is renamed or deleted; does
+    not return if the folder has become another job's.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, advanced: Callable[[], None], check_owner: Callable[[], None]
+    ) -> None:
+        self.folder, self.config, self.check_owner = folder, config, check_owner
+        self._advanced = advanced
+        self._told: set[str] = set()  # problems that were told
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step lies once it is complete."""
+        return self.folder / f"step-{step:08d}"
+
+    def make_way(self, final: Path) -> Path:
+        """Make room for a checkpoint. Returns the new folder in which it is to be written."""
+        self.check_owner()
+        if os.path.lexists(final):
+            raise FileExistsError(f"{final} is there already")
+        sweep(self.folder)  # what cannot be deleted is told when the checkpoint is published
+        partial = new_partial(final)
+        synchronize(self.folder.parent)
+        return partial
+
+    def discard(self, partial: Path) -> None:
+        """Delete what was written of a checkpoint. The next save tries again what could not be deleted."""
+        with suppress(OSError):
+            self.check_owner()
+            shutil.rmtree(partial)
+
+    def publish(self, partial: Path, final: Path, manifest: Manifest) -> tuple[int, tuple[str, ...]]:
+        """Publish a checkpoint when all ranks have written. Returns its bytes and what has failed later."""
+        for name, file in manifest.files.items():
+            _check_whole(partial / name, file)
+        write_durably(partial / MANIFEST, manifest.render())
+        synchronize(partial)
+        self.check_owner()
+        partial.rename(final)
+        problems = [problem for problem in self._after(final, manifest.step) if problem not in self._told]
+        self._told.update(problems)
+        return total_bytes(manifest.files.values()), tuple(problems)
+
+    def _after(self, final: Path, step: int) -> list[str]:
+        """Flush the name of a checkpoint, which is complete by now, export it, and delete older ones.
+
+        Returns what has failed.
+        """
+        try:
+            synchronize(self.folder)
+        except OSError as error:
+            return [f"{final} may not survive a crash of this machine, so nothing older is deleted: {error}"]
+        problems = self._export(final, step)
+        try:
+            self.check_owner()
+            checkpoint = self.config.checkpoint
+            return problems + retain(self.folder, step, checkpoint.keep, checkpoint.keep_every, checkpoint.at)
+        except (OSError, InputError) as error:
+            return [*problems, f"{self.folder}: old checkpoints cannot be deleted: {error}"]
+
+    def export_missing(self, step: int) -> list[str]:
+        """Export the checkpoint of `step`, if that is due and not done. Returns what has failed."""
+        final = self.path_of(step)
+        return self._export(final, step) if exists(final) and not exists(export_of(final)) else []
+
+    def _export(self, final: Path, step: int) -> list[str]:
+        """Export the checkpoint `final` if that is due. Returns what has failed, or is not as it should be."""
+        if not is_due(self.config.checkpoint, step, self.config.train.steps):
+            return []
+        try:
+            self.check_owner()
+            return list(export(final, self.config, self._advanced))
+        except (OSError, InputError) as error:
+            return [f"{final} cannot be exported: {error}; megalite-convert can do it later"]
+
+
+def _check_whole(path: Path, file: File) -> None:
+    if not path.is_file() or path.stat().st_size != file.bytes:
+        raise OSError(f"{path} is not whole here; do all nodes share this file system?")

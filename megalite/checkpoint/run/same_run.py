@@ -1,0 +1,94 @@
+"""Compares a checkpoint with the run that loads it: what must be the same in both. Imports no torch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalite.base.errors import InputError, Problem
+from megalite.checkpoint.store.manifest import Manifest, Source
+from megalite.config.convert import to_plain
+from megalite.config.schema import Config, Model
+from megalite.data.order import integer_weights
+
+FREE = {"model.sequence_length", "model.init_std"}  # no tensor's shape or meaning depends on them
+
+
+def refuse_other_model(path: Path, there: Model, here: Config) -> None:
+    """Raises InputError with every key in which the models differ."""
+    old, new = (to_plain(Config(model=model))["model"] for model in (there, here.model))
+    if there.head_size == here.model.head_size:  # where it is width / heads, it may be left out
+        old["head_width"] = new["head_width"]
+    problems = [
+        Problem(key, f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a run with new weights", value)
+        for key, had, value in _differences(old, new, "model")
+        if key not in FREE
+    ]
+    if problems:
+        raise InputError(problems)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], section: str) -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys of a section whose values differ, with both values; a section that one of them lacks is one."""
+    for name, value in new.items():
+        key, had = f"{section}.{name}", old[name]
+        if isinstance(had, dict) and isinstance(value, dict):
+            yield from _differences(had, value, key)
+        elif had != value:
+            yield key, had, value
+
+
+def refuse_other_run(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
+    """Raises InputError unless the run `here`, which reads `data`, can go on from the checkpoint `path`."""
+    refuse_other_model(path, manifest.configuration.model, here)
+    refuse_other_data(path, manifest, here, data)
+    refuse_other_optimizer(path, manifest.configuration, here)
+
+
+def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:
+    """Raises InputError where the states of the optimizers have other names."""
+    old, new = there.optim.name, here.optim.name
+    if old != new:
+        rule = f"the checkpoint {path} has the states of {old}"
+        fix = f"use {old}, or begin a new run from its weights with checkpoint.weights={path}"
+        raise InputError([Problem("optim.name", rule, fix, new)])
+
+
+def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
+    """Raises InputError unless sample i is the same for both: else a position in the data would mean other samples.
+
+    Batch sizes, ramp-up, curriculum and layout may differ: the position counts samples. The data of another program is
+    unknown, so that only the length of its samples is compared.
+    """
+    if not manifest.resumable:
+        raise InputError(
+            f"{path}: another program has saved it, without the state of a run; "
+            f"begin a new run from its weights with checkpoint.weights={path}"
+        )
+    there = manifest.configuration
+    pairs: dict[str, tuple[Any, Any]] = {
+        "model.sequence_length": (there.model.sequence_length, here.model.sequence_length)
+    }
+    if not manifest.foreign:
+        pairs["run.seed"] = there.run.seed, here.run.seed
+        pairs["data.train"] = _mixture(manifest.data), _mixture(data)
+    remedy = "or begin a new run from its weights with checkpoint.weights"
+    problems = [
+        Problem(key, f"the checkpoint {path} was trained with {old}; samples would repeat or be left out", remedy, new)
+        for key, (old, new) in pairs.items()
+        if old != new
+    ]
+    if not problems and not manifest.foreign:
+        problems = [
+            Problem(f"data.train[{number}].path", f"holds other tokens than when {path} was saved", remedy, new.path)
+            for number, (old, new) in enumerate(zip(manifest.data, data, strict=True))
+            if old.fingerprint != new.fingerprint
+        ]
+    if problems:
+        raise InputError(problems)
+
+
+def _mixture(data: tuple[Source, ...]) -> str:
+    """The weights of the sources, in the order in which they are listed, as smallest whole numbers."""
+    weights = integer_weights([source.weight for source in data]) if data else ()
+    return f"{len(data)} sources weighted {' : '.join(map(str, weights))}"

@@ -1,0 +1,125 @@
+"""What a checkpoint holds: the global tensors of a run under global names, and its progress as tensors among them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.store.progress import Progress, impossible
+from megalite.optim.interface import Optimizer
+from megalite.parallel.parameter import Parameter, cut, extra_state, parameters
+
+COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
+FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
+    **dict.fromkeys(COUNTS, ("int64", 0, ())),
+    "left_out": ("int64", 2, (2,)),
+    "losses": ("float64", 1, ()),
+}
+LONGEST = 1 << 24  # elements of such a tensor
+CPU = torch.device("cpu")
+COUNT = "step"  # of updates, among an optimizer's states: it is a part of the progress
+
+
+@dataclass(frozen=True)
+class State:
+    """The tensors that one rank trains."""
+
+    stages: Mapping[int, nn.Module]  # by their number in the whole model
+    optimizer: Optimizer | None = None  # None: only the weights matter
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights by global name, without gradients and padding."""
+        return {f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As `weights`, with optimizer states, which are made as zeros where there are none yet, and extra state."""
+        assert self.optimizer is not None
+        extra = (each for stage in self.stages.values() for each in extra_state(stage))
+        tensors = self.weights() | {f"state.{each.name}": cut(each.value, each.shape) for each in extra}
+        for name, (first, *_) in self._named().items():
+            if first.value.requires_grad:
+                states = self.optimizer.states_of(first.value).items()
+                tensors |= {
+                    f"optimizer.{state}.{name}": cut(held, first.shape) for state, held in states if state != COUNT
+                }
+        return tensors
+
+    @torch.no_grad()
+    def loaded_weights(self) -> None:
+        """Make whole what `weights()` does not reach, once they are filled."""
+        for first, *copies in self._named().values():
+            for copy in copies:
+                copy.value.copy_(first.value)
+
+    def loaded(self, updates: int) -> None:
+        """Make whole what `tensors()` does not reach, once they are filled; `updates` were taken before."""
+        assert self.optimizer is not None
+        self.loaded_weights()
+        for first, *copies in self._named().values():
+            if not first.value.requires_grad:
+                continue
+            states = self.optimizer.states_of(first.value)
+            if COUNT in states:
+                states[COUNT].fill_(updates)
+            for copy in copies:
+                others = self.optimizer.states_of(copy.value)
+                for name, tensor in states.items():
+                    others[name].copy_(tensor)
+
+    def _named(self) -> dict[str, list[Parameter]]:
+        """Parameters by global name: one of each, but for a tied embedding whose two copies are on this rank."""
+        found: dict[str, list[Parameter]] = {}
+        for stage in self.stages.values():
+            for parameter in parameters(stage):
+                found.setdefault(parameter.name, []).append(parameter)
+        return found
+
+
+def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dict[str, Tensor]:
+    """`progress` as tensors.
+
+    The learning-rate schedule and all random numbers are pure functions of the step and the seed. The rate, of the
+    latest step, is there for other programs.
+    """
+    return {
+        **{f"progress.{name}": torch.tensor(getattr(progress, name)) for name in COUNTS},
+        "progress.left_out": torch.tensor(progress.left_out, dtype=torch.int64).reshape(-1, 2),
+        "progress.losses": torch.tensor(progress.losses, dtype=torch.float64),
+        "schedule.learning_rate": torch.tensor(learning_rate, dtype=torch.float64),
+        "rng.seed": torch.tensor(seed),
+    }
+
+
+def empty_progress(index: Index) -> dict[str, Tensor]:
+    """Tensors to load the progress of a checkpoint into. Raises ValueError where it holds none."""
+    found = {}
+    for name, form in FORMS.items():
+        stored = index.tensors.get(f"progress.{name}")
+        if stored is None or (stored.dtype, len(stored.shape), stored.shape[1:]) != form or stored.elements > LONGEST:
+            raise ValueError(f"holds no progress.{name} of {form[0]}")
+        found[f"progress.{name}"] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    return found
+
+
+def progress_from(tensors: Mapping[str, Tensor]) -> Progress:
+    """The inverse of `progress_tensors`. Raises ValueError for what no run can have come to."""
+    counts = {name: int(tensors[f"progress.{name}"]) for name in COUNTS}
+    left_out = tuple((first, end) for first, end in tensors["progress.left_out"].tolist())
+    losses = tuple(tensors["progress.losses"].tolist())
+    progress = Progress(**counts, left_out=left_out, losses=losses)
+    if problem := impossible(progress):
+        raise ValueError(problem)
+    return progress
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current one of this thread, which for a new thread is the first of all."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

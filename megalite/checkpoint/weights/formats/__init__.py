@@ -1,0 +1,1 @@
+"""File formats of weights and tokenizers, each read without running code from a file."""

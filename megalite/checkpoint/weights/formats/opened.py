@@ -1,0 +1,90 @@
+"""Weights in files of any format, under our names. Imports no torch."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.disk import DamagedError, File
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.store.manifest import Manifest
+from megalite.checkpoint.store.progress import Training
+from megalite.checkpoint.weights.maps.folded import folded
+from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.config.schema import Model
+
+SHOWN = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model, and where they lie.
+
+    index: of the files in `path`, by our names. sizes: of the files, in bytes. source: the file that the index is from.
+    links: whether files may be links. family: the Hugging Face family that the folder told of, if any. companions:
+    other files that belong to the model, such as its tokenizer, to be taken along. tokenizer: that of a run, where
+    there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
+    trained: whether the files hold states of an optimizer too. training: the run that saved these, where the index has
+    them. manifest: of megalite's checkpoint. factors: what tensors are multiplied by when they are read, by our names.
+    """
+
+    kind: str
+    path: Path
+    model: Model
+    index: Index
+    sizes: Mapping[str, int]
+    source: str
+    links: bool = True
+    family: str | None = None
+    companions: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    tokenizer_name: str | None = None  # as the run was given it
+    end: int | None = None
+    trained: bool = False
+    training: Training | None = None
+    manifest: Manifest | None = None
+    hashes: Mapping[str, File] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors in the index."""
+        return sum(tensor.bytes for tensor in self.index.tensors.values())
+
+    def without_states(self) -> "Weights":
+        """The same, but for an optimizer's states."""
+        kept = {name: tensor for name, tensor in self.index.tensors.items() if name.startswith(PREFIX)}
+        return replace(self, index=Index(self.index.files, kept), training=None)
+
+    def folded(self) -> "Weights":
+        """The same function as a model without multipliers, as other programs know it; see `maps.folded`.
+
+        Raises InputError if there are states of an optimizer, which belong to the weights as they are.
+        """
+        plain, factors = folded(self.model)
+        if factors and self.training is not None:
+            rule = "has factors that other programs lack; they go into the weights, which the optimizer's states then"
+            name = self.model.parametrization
+            raise InputError(
+                f"{self.path}: model.parametrization = {name}: {rule} do not belong to; leave --optimizer out"
+            )
+        return replace(self, model=plain, factors={PREFIX + name: factor for name, factor in factors.items()})
+
+    @property
+    def dtype(self) -> str:
+        """The data type of most of the elements of weights."""
+        elements: dict[str, int] = {}
+        for name, tensor in self.index.tensors.items():
+            if not name.startswith(PREFIX):
+                continue
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
+        return max(elements, key=lambda dtype: elements[dtype])
+
+
+def refuse_differences(path: Path, file: str, found: Collection[str], wanted: Collection[str]) -> None:
+    """Raises DamagedError where tensors are missing, or are there that the model does not have."""
+    names = set(found), set(wanted)
+    for odd, what in ((names[1] - names[0], "lacks"), (names[0] - names[1], "has what its model has not:")):
+        if odd:
+            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+            raise DamagedError(path, f"{file} {what} {', '.join(sorted(odd)[:SHOWN])}{more}")

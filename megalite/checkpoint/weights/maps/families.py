@@ -1,0 +1,117 @@
+"""The families that are known, and which one a folder or a model belongs to. Imports no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.base.errors import InputError, listing
+from megalite.base.files import read_object
+from megalite.checkpoint.weights.maps.family import Family
+from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.llama import LLAMA
+from megalite.checkpoint.weights.maps.mistral import MISTRAL
+from megalite.checkpoint.weights.maps.models import checked, lost
+from megalite.checkpoint.weights.maps.olmo2 import OLMO2
+from megalite.checkpoint.weights.maps.phi3 import PHI3
+from megalite.checkpoint.weights.maps.qwen2 import QWEN2
+from megalite.checkpoint.weights.maps.qwen3 import QWEN3
+from megalite.checkpoint.weights.maps.smollm3 import SMOLLM3
+from megalite.config.schema import Model
+
+CONFIG = "config.json"
+LARGEST = 1 << 24  # bytes of a config.json
+FAMILIES = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3)
+}  # the first that fits is taken
+LACKING = {  # families that people may try, and what of theirs megalite's layers do not have
+    "arcee": "squared ReLU without a gate",
+    "bitnet": "squared ReLU, norms inside of attention and feed-forward, and weights of three values",
+    "bloom": "ALiBi, layer norms with biases, and GELU",
+    "cohere": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
+    "cohere2": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
+    "deepseek_v2": "experts and latent attention",
+    "deepseek_v3": "experts and latent attention",
+    "ernie4_5": "RoPE of neighbouring features",
+    "falcon": "parallel attention and feed-forward, layer norms with biases, and GELU",
+    "falcon_h1": "state-space layers",
+    "gemma": "GELU, scaled embeddings and norms of 1 + weight",
+    "gemma2": "norms after attention and feed-forward, GELU, scaled embeddings, capped logits and norms of 1 + weight",
+    "gemma3": "images, norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
+    "gemma3_text": "norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
+    "gemma3n": "images, sound, an embedding for every layer, and GELU",
+    "glm": "RoPE of neighbouring features",
+    "glm4": "norms before and after attention and feed-forward, and RoPE of neighbouring features",
+    "glm4_moe": "experts",
+    "gpt2": "learned positions, layer norms with biases, and GELU",
+    "gpt_neox": "parallel attention and feed-forward, layer norms with biases, and GELU",
+    "gpt_oss": "experts and attention sinks",
+    "gptj": "parallel attention and feed-forward, layer norms with biases, GELU, and RoPE of neighbouring features",
+    "granite": "multipliers of embeddings, residuals and logits",
+    "granitemoe": "experts, and multipliers of embeddings, residuals and logits",
+    "helium": "RoPE of neighbouring features",
+    "jamba": "experts and state-space layers",
+    "llama4": "images, experts, attention in chunks, and queries that are scaled by their positions",
+    "llama4_text": "experts, attention in chunks, and queries that are scaled by their positions",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "ministral3": "queries that are scaled by their positions",
+    "mistral3": "images",
+    "mixtral": "experts",
+    "mpt": "ALiBi, layer norms, and GELU",
+    "nemotron": "squared ReLU without a gate, and layer norms of 1 + weight",
+    "olmo": "layer norms, which have no weights",
+    "olmo3": "RoPE whose scaling differs between layers with windows and without",
+    "olmoe": "experts",
+    "opt": "learned positions, layer norms with biases, and ReLU",
+    "phi": "parallel attention and feed-forward, layer norms with biases, and GELU",
+    "phi4_multimodal": "images, sound and low-rank adapters",
+    "phimoe": "experts, and layer norms with biases",
+    "qwen2_5_vl": "images",
+    "qwen2_moe": "experts",
+    "qwen2_vl": "images",
+    "qwen3_5": "images and linear attention",
+    "qwen3_moe": "experts",
+    "qwen3_next": "experts and linear attention",
+    "qwen3_vl": "images",
+    "stablelm": "layer norms with biases",
+    "starcoder2": "layer norms with biases, biases of all projections, and GELU without a gate",
+}
+
+
+def read_config(path: Path) -> tuple[Family, Model]:
+    """The family and the model of the Hugging Face folder `path`. Raises InputError, also for what megalite lacks."""
+    file = path / CONFIG
+    values = read_object(file, LARGEST)
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        lacks = LACKING.get(kind) if isinstance(kind, str) else None
+        why = f"needs {lacks}, which megalite's layers lack" if lacks else "is a family that megalite does not know"
+        raise InputError(f"{file}: model_type = {kind!r:.100}: {why}; known are {listing(list(FAMILIES), 'and')}")
+    return family, checked(family.model(Fields(str(file), values)), str(file))
+
+
+def family_of(model: Model, preferred: str | None = None) -> Family:
+    """A family that can express `model`: the preferred one, if it can. Raises InputError with what none can."""
+    found: list[tuple[list[str], Family]] = []
+    first = [FAMILIES[preferred]] if preferred in FAMILIES else []
+    for family in [*first, *FAMILIES.values()]:
+        missing = _lost(family, model)
+        if not missing:
+            return family
+        found.append((missing, family))
+    missing, family = min(found, key=lambda pair: len(pair[0]))
+    raise InputError(
+        f"no family of Hugging Face transformers that megalite knows has this model: {family.model_type}, the nearest, "
+        f"cannot express {listing(missing, 'and')}"
+    )
+
+
+def _lost(family: Family, model: Model) -> list[str]:
+    """The keys of `model`, with their values, that are not the same after a way through the family's config.json."""
+    try:
+        again = family.model(Fields(CONFIG, family.config(model, "float32")))
+    except InputError as error:
+        return [str(error)]
+    if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+        again = replace(again, sequence_length=model.sequence_length)  # the file tells original_length in its place
+    return lost(model, again)

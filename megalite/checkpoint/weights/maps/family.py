@@ -1,0 +1,193 @@
+"""A family of models as Hugging Face transformers knows it: what its config.json means, and what its tensors hold.
+
+A family is one file of this package. It says which of our weights every tensor is made of, and which sizes and
+features its configuration tells; both are used in both directions. Imports no torch.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.rope import PART, rope, rope_fields, rows_of_heads
+from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
+from megalite.config.layers import layer_kinds
+from megalite.config.schema import SCALING_KEYS, Attention, Model
+from megalite.plan.model.weights import weights
+from megalite.plan.parts.part import Weight
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+ATTENTION = {
+    f"self_attn.{name}_proj.{kind}": (f"attention.{name}.{kind}",) for name in "qkv" for kind in ("weight", "bias")
+}
+LAYER = {  # of a Llama: their tensors of a layer, in transformers' order, and those of ours that they hold
+    **ATTENTION,
+    "self_attn.o_proj.weight": ("attention.o.weight",),
+    "self_attn.q_norm.weight": ("attention.q_norm.weight",),
+    "self_attn.k_norm.weight": ("attention.k_norm.weight",),
+    "mlp.gate_proj.weight": ("mlp.gate.weight",),
+    "mlp.up_proj.weight": ("mlp.up.weight",),
+    "mlp.down_proj.weight": ("mlp.down.weight",),
+    "input_layernorm.weight": ("attention_norm.weight",),
+    "post_attention_layernorm.weight": ("mlp_norm.weight",),
+}
+SIZES = {  # keys of config.json that every family has, and ours
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "sequence_length",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    layer: their tensors of a layer, without `model.layers.N.`, and our weights that each holds, one upon another.
+    Weights that a model does not have, such as biases, are left out. defaults: what transformers takes for keys that a
+    config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
+    inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part of
+    every head.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    features: Callable[[Fields, Model], Mapping[str, Any]]
+    fields: Callable[[Model], Mapping[str, Any]]
+    layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
+    scalings: Collection[str] = tuple(SCALING_KEYS)
+    partial: bool = False
+
+    def table(self, model: Model) -> Table:
+        """What their tensors are made of, in transformers' order."""
+        ours = weights(model)
+        table = {"model.embed_tokens.weight": stacked([("embed.weight", ours["embed.weight"])])}
+        for number in range(model.layers):
+            for name, parts in self.layer.items():
+                there = [f"layers.{number}.{each}" for each in parts if f"layers.{number}.{each}" in ours]
+                if there:
+                    table[f"model.layers.{number}.{name}"] = _stacked(model, {each: ours[each] for each in there})
+        table["model.norm.weight"] = stacked([("head.norm.weight", ours["head.norm.weight"])])
+        if not model.tie_embeddings:
+            table["lm_head.weight"] = stacked([("head.output.weight", ours["head.output.weight"])])
+        return table
+
+    def model(self, fields: Fields) -> Model:
+        """The model that a config.json means. Raises InputError for what megalite's layers do not have."""
+        fields = Fields(fields.file, {**self.defaults, **fields.values})
+        if fields.get("hidden_act") == "swish":  # another name of it
+            fields.values = {**fields.values, "hidden_act": "silu"}
+        for key, (value, why) in NEUTRAL.items():
+            fields.refuse(key, value, why)
+        heads = fields.whole("num_attention_heads")
+        sizes: dict[str, Any] = {
+            ours: fields.whole(key, heads if ours == "kv_heads" else None) for key, ours in SIZES.items()
+        }
+        theta, scaling, share = rope(fields)
+        if scaling is not None and scaling.kind not in self.scalings:
+            raise fields.wrong("rope_type", f"is no RoPE scaling of {self.model_type} in transformers", scaling.kind)
+        if share != 1 and not self.partial:
+            raise fields.wrong(PART, f"turns a part of every head, which {self.model_type} does not", share)
+        model = Model(
+            **sizes,
+            head_width=self._head_width(fields),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=fields.number("rms_norm_eps"),
+            tie_embeddings=fields.flag("tie_word_embeddings"),
+            init_std=fields.number("initializer_range", 0.02),
+        )
+        if (rotary_width := int(model.head_size * share)) != model.head_size:
+            model = replace(model, rotary_width=rotary_width)
+        return replace(model, **self.features(fields, model))
+
+    def config(self, model: Model, dtype: str) -> dict[str, Any]:
+        """The config.json of a model; `dtype` is that of its tensors. Keys are what transformers 4 and 5 both read."""
+        sizes = {key: getattr(model, ours) for key, ours in SIZES.items()}
+        if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+            sizes["max_position_embeddings"] = model.rope_scaling.original_length  # longer sequences are stretched
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **sizes,
+            "head_dim": model.head_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": model.norm_eps,
+            **rope_fields(model),
+            "initializer_range": model.init_std,
+            "tie_word_embeddings": model.tie_embeddings,
+            **self.fields(model),
+            "bos_token_id": None,  # generation_config.json tells which tokens begin and end texts
+            "eos_token_id": None,
+            "torch_dtype": dtype,
+            "use_cache": True,
+        }
+
+    @staticmethod
+    def _head_width(fields: Fields) -> int | None:
+        """The width of a head where it is not width / heads."""
+        if fields.get("head_dim") is None:
+            return None
+        width, heads, found = (fields.whole(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+        return None if found * heads == width else found
+
+
+def _stacked(model: Model, parts: Mapping[str, Weight]) -> Theirs:
+    """Our weights one upon another, as transformers orders their rows."""
+    theirs = stacked(parts.items())
+    if model.rotary_width is None:
+        return theirs
+    turned = {name for name in parts if name.split(".")[-2] in ("q", "k", "q_norm", "k_norm")}
+    strips = (
+        rows_of_heads(name, weight, model) if name in turned else (whole(name, weight),)
+        for name, weight in parts.items()
+    )
+    return replace(theirs, strips=tuple(chain.from_iterable(strips)))
+
+
+NEUTRAL = {  # keys of any family: the value without effect, and what another means
+    "hidden_act": ("silu", "is another activation than SwiGLU's"),
+    "attention_bias": (False, "means a bias of attention's output too"),
+    "mlp_bias": (False, "means biases of the feed-forward"),
+    "attn_logit_softcapping": (None, "caps scores"),
+    "final_logit_softcapping": (None, "caps logits"),
+    "quantization_config": (None, "means quantized weights; turn them into bf16 first"),
+}
+
+
+def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attention:
+    """Sliding windows of layers whose kinds are `types`, as transformers names them; None: all have the window."""
+    window = fields.get("sliding_window")
+    if window is None or (types is not None and SLIDING not in types):
+        return Attention()
+    window = fields.whole("sliding_window")
+    if types is None or all(kind == SLIDING for kind in types):
+        return Attention(window)
+    for every in range(2, model.layers + 1):
+        attention = Attention(window, every)
+        if layer_types(replace(model, attention=attention)) == list(types):
+            return attention
+    raise fields.wrong("layer_types", "megalite has windows in all layers, or in all but every n-th")
+
+
+def layer_types(model: Model) -> list[str]:
+    """Which layers have windows, as transformers says it."""
+    return [SLIDING if kind.attention.heads.scores.window is not None else FULL for kind in layer_kinds(model)]
+
+
+def listed_types(fields: Fields, model: Model) -> list[str]:
+    """The kinds of layers in `layer_types`, or else as `max_window_layers` says; full where windows are not in use."""
+    if not fields.flag("use_sliding_window"):
+        return [FULL] * model.layers
+    found = fields.get("layer_types")
+    if found is None:
+        first = fields.whole("max_window_layers", 0) if fields.get("max_window_layers") else 0
+        return [FULL if number < first else SLIDING for number in range(model.layers)]
+    if not isinstance(found, list) or len(found) != model.layers or not set(found) <= {FULL, SLIDING}:
+        raise fields.wrong("layer_types", f"must be a list of {FULL} or {SLIDING}, one for each of the layers")
+    return found

@@ -1,0 +1,65 @@
+"""Reads the keys of another program's description of a model. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from reprlib import Repr
+from typing import Any
+
+from megalite.base.errors import InputError
+
+LARGEST = 1e300  # number; whole ones beyond are more than a float can be
+SHOWN = Repr()  # for values, which may be nested deep
+SHOWN.maxstring = SHOWN.maxother = 200
+
+
+@dataclass
+class Fields:
+    """The keys of a config.json. Methods raise InputError where a value is not what it must be."""
+
+    file: str
+    values: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = self.values.get(key)
+        return default if found is None else found
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        found = self.get(key, default)
+        if type(found) is not int or not 1 <= found < 1 << 31:
+            raise self.wrong(key, "must be a whole number of at least 1")
+        return found
+
+    def number(self, key: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
+        found = (self.values if within is None else within).get(key, default)
+        if type(found) not in (int, float) or not abs(found) <= LARGEST:  # not so of NaN
+            raise self.wrong(key, f"must be a number of at most {LARGEST:g}", found)
+        return float(found)
+
+    def numbers(self, key: str, within: Mapping[str, Any]) -> list[float]:
+        found = within.get(key)
+        if not isinstance(found, list):
+            raise self.wrong(key, "must be a list of numbers", found)
+        return [self.number(key, within={key: each}) for each in found]
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        found = self.get(key, default)
+        if type(found) is not bool:
+            raise self.wrong(key, "must be true or false")
+        return found
+
+    def section(self, key: str) -> Mapping[str, Any] | None:
+        found = self.get(key)
+        if found is not None and not isinstance(found, dict):
+            raise self.wrong(key, "must be an object or null")
+        return found
+
+    def refuse(self, key: str, expected: Any, why: str) -> None:
+        """Raises InputError unless the key is left out, null, or has the only value that can be converted."""
+        found = self.get(key, expected)
+        if found != expected:
+            raise self.wrong(key, f"{why}, which megalite does not convert")
+
+    def wrong(self, key: str, rule: str, value: Any = None) -> InputError:
+        return InputError(
+            f"{self.file}: {key} = {SHOWN.repr(self.values.get(key) if value is None else value)}: {rule}"
+        )

@@ -1,0 +1,189 @@
+"""What the tensors of Megatron-LM's GPT are made of, whole or divided among ranks. Imports no torch.
+
+Names are those of Megatron-Core with Transformer Engine; `known_as` turns other spellings into these. Queries, keys and
+values are one tensor, group by group: the group's queries, its key and its value. So are gate and up: of every
+tensor-parallel rank the gate's part, then the up's.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, stacked
+from megalite.config.schema import Model
+from megalite.plan.parts.part import Weight
+
+VOCABULARY_STEP = 128  # a vocabulary is padded to a multiple of this times the tensor-parallel size
+EMBEDDING, FINAL_NORM, OUTPUT = (
+    "embedding.word_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+)
+LAYERS = "decoder.layers."
+QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+WHOLE = {  # tensors of a layer that every tensor-parallel rank has, and ours
+    f"{QKV}.layer_norm_weight": "attention_norm.weight",
+    "self_attention.q_layernorm.weight": "attention.q_norm.weight",
+    "self_attention.k_layernorm.weight": "attention.k_norm.weight",
+    f"{FC1}.layer_norm_weight": "mlp_norm.weight",
+}
+SPELLINGS = {  # of tensors of a layer: in Megatron-Core without Transformer Engine, then before Megatron-Core
+    "input_layernorm.weight": f"{QKV}.layer_norm_weight",
+    "pre_mlp_layernorm.weight": f"{FC1}.layer_norm_weight",
+    "input_norm.weight": f"{QKV}.layer_norm_weight",
+    "post_attention_norm.weight": f"{FC1}.layer_norm_weight",
+    "post_attention_layernorm.weight": f"{FC1}.layer_norm_weight",
+    "self_attention.query_key_value.weight": f"{QKV}.weight",
+    "self_attention.query_key_value.bias": f"{QKV}.bias",
+    "self_attention.dense.weight": "self_attention.linear_proj.weight",
+    "mlp.dense_h_to_4h.weight": f"{FC1}.weight",
+    "mlp.dense_4h_to_h.weight": "mlp.linear_fc2.weight",
+}
+OUTSIDE = {  # the same of tensors outside of layers
+    "decoder.final_norm.weight": FINAL_NORM,
+    "word_embeddings_for_head.weight": OUTPUT,
+}
+LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?)(.+)")
+WITHOUT_MEANING = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # of Transformer Engine, and of RoPE
+
+
+@dataclass(frozen=True)
+class Split:
+    """How Megatron divides a model: tensor-parallel size, pipeline-parallel size, and virtual stages of each rank."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+
+
+WHOLE_MODEL = Split()
+
+
+def known_as(name: str) -> str | None:
+    """The name of a tensor as in this file; None for one that holds no weight."""
+    if WITHOUT_MEANING.fullmatch(name):
+        return None
+    name = name.removeprefix("language_model.")
+    name = f"decoder.{name.removeprefix('encoder.')}" if name.startswith("encoder.") else name
+    if found := LAYER.fullmatch(name):
+        return found[1] + SPELLINGS.get(found[2], found[2])
+    return OUTSIDE.get(name, name)
+
+
+def padded(vocabulary: int, tp: int) -> int:
+    """The size of a vocabulary with its padding."""
+    step = VOCABULARY_STEP * tp
+    return -(-vocabulary // step) * step
+
+
+def check_split(model: Model, split: Split) -> None:
+    """Raises InputError where the model cannot be divided so."""
+    for size, what in ((model.heads, "heads"), (model.kv_heads, "kv_heads"), (model.ffn, "ffn")):
+        if size % split.tp:
+            raise InputError(f"tensor-parallel size {split.tp}: does not divide model.{what} = {size}")
+    if split.virtual > 1 and split.pp == 1:
+        raise InputError(f"{split.virtual} virtual stages: Megatron has none without pipeline parallelism")
+    if model.layers % (split.pp * split.virtual):
+        stages = f"{split.pp} pipeline ranks with {split.virtual} virtual stages"
+        raise InputError(f"{stages}: do not divide model.layers = {model.layers}")
+
+
+def layer_table(model: Model, ours: Mapping[str, Weight], number: int, rank: int = 0, tp: int = 1) -> Table:
+    """What the tensors of a layer are made of on a tensor-parallel rank, by their names inside of the layer."""
+    e, group = model.head_size, model.heads // model.kv_heads
+    own = f"layers.{number}."
+
+    def share(size: int) -> tuple[int, int]:
+        return size * rank // tp, size * (rank + 1) // tp
+
+    def rows(name: str, first: int, end: int) -> Strip:
+        return part(own + name, ours[own + name], rows=(first, end))
+
+    def columns(name: str) -> Theirs:
+        weight = ours[own + name]
+        strip = part(own + name, weight, columns=share(weight.shape[1]))
+        return Theirs((strip.height, strip.width), (strip,))
+
+    def fused(kind: str) -> Theirs:
+        strips = []
+        for number in range(*share(model.kv_heads)):
+            strips.append(rows(f"attention.q.{kind}", number * group * e, (number + 1) * group * e))
+            strips += [rows(f"attention.{name}.{kind}", number * e, (number + 1) * e) for name in "kv"]
+        height = sum(strip.height for strip in strips)
+        return Theirs((height, *ours[f"{own}attention.q.{kind}"].shape[1:]), tuple(strips))
+
+    halves = tuple(rows(f"mlp.{name}.weight", *share(model.ffn)) for name in ("gate", "up"))
+    table = {
+        f"{QKV}.weight": fused("weight"),
+        **({f"{QKV}.bias": fused("bias")} if model.qkv_bias else {}),
+        "self_attention.linear_proj.weight": columns("attention.o.weight"),
+        f"{FC1}.weight": Theirs((2 * halves[0].height, model.width), halves),
+        "mlp.linear_fc2.weight": columns("mlp.down.weight"),
+    }
+    present = {name: own + inside for name, inside in WHOLE.items() if own + inside in ours}
+    return table | {name: stacked([(there, ours[there])]) for name, there in present.items()}
+
+
+def vocabulary(name: str, weight: Weight, size: int, rank: int = 0, tp: int = 1) -> Theirs:
+    """The rows of an embedding or an output layer on a tensor-parallel rank; `size` is that with padding."""
+    first, end = size * rank // tp, size * (rank + 1) // tp
+    here = min(first, weight.shape[0]), min(end, weight.shape[0])
+    strips = (part(name, weight, rows=here),) if here[0] < here[1] else ()
+    last = part(name, weight, rows=(weight.shape[0] - 1, weight.shape[0]))
+    return Theirs((end - first, weight.shape[1]), strips, last)
+
+
+def chunk_table(
+    model: Model, ours: Mapping[str, Weight], layers: range, size: int, rank: int = 0, tp: int = 1, copy: bool = True
+) -> Table:
+    """What the tensors of neighbouring layers are made of, with what is before the first and behind the last.
+
+    Layers are numbered from 0. size: of the vocabulary, with padding. copy: whether the last layers have a copy of a
+    tied embedding, unless the first are with them.
+    """
+    table: dict[str, Theirs] = {}
+    if layers.start == 0:
+        table[EMBEDDING] = vocabulary("embed.weight", ours["embed.weight"], size, rank, tp)
+    for local, number in enumerate(layers):
+        own = layer_table(model, ours, number, rank, tp)
+        table |= {f"{LAYERS}{local}.{name}": theirs for name, theirs in own.items()}
+    if layers.stop == model.layers:
+        table[FINAL_NORM] = stacked([("head.norm.weight", ours["head.norm.weight"])])
+        name = "embed.weight" if model.tie_embeddings else "head.output.weight"
+        if not model.tie_embeddings or (copy and layers.start > 0):
+            table[OUTPUT] = vocabulary(name, ours[name], size, rank, tp)
+    return table
+
+
+def stacked_table(model: Model, ours: Mapping[str, Weight], size: int) -> Table:
+    """What whole tensors are made of, those of all layers one upon another: `torch_dist`."""
+    table: dict[str, Theirs] = {}
+    layers: dict[str, list[Theirs]] = {}
+    for name, theirs in chunk_table(model, ours, range(model.layers), size).items():
+        if found := LAYER.fullmatch(name):
+            layers.setdefault(LAYERS + found[2], []).append(theirs)
+        else:
+            table[name] = theirs
+    for name, each in layers.items():
+        table[name] = Theirs((model.layers, *each[0].shape), tuple(strip for theirs in each for strip in theirs.strips))
+    return table
+
+
+def uniform(layers: int, split: Split) -> dict[tuple[int, int], range]:
+    """The layers of every pipeline rank's every chunk, equally many in each."""
+    count = layers // (split.pp * split.virtual)
+    return {(rank, chunk): range(at * count, (at + 1) * count) for rank, chunk, at in places(split)}
+
+
+def places(split: Split) -> Iterator[tuple[int, int, int]]:
+    """Rank, chunk, and the place in the model of every chunk, in the model's order."""
+    for chunk in range(split.virtual):
+        for rank in range(split.pp):
+            yield rank, chunk, chunk * split.pp + rank
+
+
+def replicated(name: str) -> bool:
+    """Whether every tensor-parallel rank has the whole of this tensor."""
+    found = LAYER.fullmatch(name)
+    return name == FINAL_NORM or (found is not None and found[2] in WHOLE)

@@ -1,0 +1,110 @@
+"""Rotary positions as a config.json of transformers tells them, and what of heads their tensors hold.
+
+Imports no torch.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megalite.base.errors import listing
+from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.strips import Strip, part
+from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
+from megalite.plan.parts.part import Weight
+
+ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
+KEYS = {  # theirs of RoPE scaling, beside rope_type and factor, and ours
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    ORIGINAL: "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
+}
+WITHOUT_EFFECT = {"mscale": None, "mscale_all_dim": None, "truncate": True}  # only so
+
+
+def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
+    """Base and scaling of rotary positions, and the share of a head that they turn.
+
+    Read are the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
+    """
+    found = fields.section("rope_parameters") or fields.section("rope_scaling") or {}
+    section = {key: value for key, value in found.items() if value is not None}
+    for key, value in section.items():
+        if isinstance(value, dict):
+            raise fields.wrong(key, "gives some layers a RoPE of their own, which megalite lacks", value)
+    around = {key: fields.get(key) for key in ("rope_theta", PART) if fields.get(key) is not None}
+    told = {PART: 1.0, **around, **section}
+    theta, share = (fields.number(key, within=told) for key in ("rope_theta", PART))
+    if not 0 < share <= 1:
+        raise fields.wrong(PART, "must be above 0 and at most 1", share)
+    for key, value in WITHOUT_EFFECT.items():
+        if section.get(key, value) != value:
+            raise fields.wrong(key, f"changes RoPE in a way that megalite lacks; it must be {value}", section[key])
+    kind = section.get("rope_type", section.get("type", "default"))
+    if kind == "default":
+        return theta, None, share
+    if kind == "su" or (kind == "yarn" and "short_factor" in section):
+        kind = "longrope"  # as the first Phi-3 called it
+    if not isinstance(kind, str) or kind not in SCALING_KEYS:
+        rule = f"is a kind of RoPE scaling that megalite does not know; it knows {listing(list(SCALING_KEYS), 'and')}"
+        raise fields.wrong("rope_type", rule, kind)
+    return theta, _scaling(fields, kind, section), share
+
+
+def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScaling:
+    length, outside = fields.whole("max_position_embeddings"), fields.get(ORIGINAL)
+    # transformers takes the key outside of the section first, and no other length than the largest for kind dynamic.
+    told = {ORIGINAL: length, **section}
+    if kind == "dynamic" or outside is not None:
+        told[ORIGINAL] = length if kind == "dynamic" else outside
+    found: dict[str, Any] = {"kind": kind}
+    for key, ours in KEYS.items():
+        if ours in SCALING_KEYS[kind] and key in told:
+            found[ours] = (fields.numbers if ours.endswith("factors") else fields.number)(key, within=told)
+    if "original_length" in found:
+        original = found["original_length"]
+        if original < 1 or original % 1:
+            raise fields.wrong(ORIGINAL, "must be a whole number of at least 1", original)
+        found["original_length"] = int(original)
+        if kind == "longrope":
+            told.setdefault("factor", max(length / original, 1.0))  # less sharpens attention no further
+    return RopeScaling(**found, factor=fields.number("factor", within=told))
+
+
+def rope_fields(model: Model) -> dict[str, Any]:
+    """The inverse of `rope`."""
+    scaling, share = model.rope_scaling, {}
+    if model.rotary_width is not None:
+        share = {PART: _share(model)}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling and _section(scaling), **share}
+
+
+def _section(scaling: RopeScaling) -> dict[str, Any]:
+    used = {key: getattr(scaling, ours) for key, ours in KEYS.items() if ours in SCALING_KEYS[scaling.kind]}
+    if scaling.kind == "dynamic":
+        del used[ORIGINAL]  # it is max_position_embeddings
+    told = {key: value for key, value in used.items() if value is not None}
+    return {"rope_type": scaling.kind, "factor": scaling.factor, **told}
+
+
+def _share(model: Model) -> float:
+    """The share of a head from which transformers computes `rotary_width`, rounding down."""
+    share = model.rotary_size / model.head_size
+    return share if int(model.head_size * share) == model.rotary_size else math.nextafter(share, 1)
+
+
+def rows_of_heads(name: str, weight: Weight, model: Model) -> Iterator[Strip]:
+    """The rows of a projection of queries or keys in their order.
+
+    The features of a head that turn come first there. Here those that pair up are half a head apart, whether they turn
+    or not, and the pairs that turn come first.
+    """
+    half, turning = model.head_size // 2, model.rotary_size // 2
+    for head in range(0, weight.shape[0], model.head_size):
+        for first, end in ((0, turning), (half, half + turning), (turning, half), (half + turning, 2 * half)):
+            yield part(name, weight, rows=(head + first, head + end))

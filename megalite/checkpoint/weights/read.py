@@ -1,0 +1,162 @@
+"""Reading tensors: bytes from where the index says, into whatever part of a tensor is wanted."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
+from megalite.checkpoint.store.index import LIMIT, Index, Stored
+from megalite.checkpoint.store.manifest import INDEX, Manifest
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.parallel.parameter import box
+
+NO_FACTORS: Mapping[str, float] = MappingProxyType({})
+BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
+
+
+class Reader:
+    """The tensors in the files of the folder `path`, which lie where `index` says.
+
+    sizes: of the files, in bytes. source: the file that the index is from. links: whether files may be links, as in the
+    cache of a hub. factors: what tensors are multiplied by when they are read, by name; others stay. Methods raise
+    DamagedError where files are not as the index says.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        index: Index,
+        sizes: Mapping[str, int],
+        source: str = INDEX,
+        links: bool = False,
+        factors: Mapping[str, float] = NO_FACTORS,
+    ) -> None:
+        self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
+        self.factors = factors
+
+    @staticmethod
+    def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
+        """For the checkpoint `path` of megalite, whose index alone is compared with its hash. Raises DamagedError."""
+        with damage_of(path, INDEX):
+            index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
+        return Reader(path, index, {name: file.bytes for name, file in manifest.files.items()})
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that the positions of the tensors `names` are possible."""
+        with damage_of(self.path, self.source):
+            self.index.check(self.sizes, names)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill `tensors`, after a check of their positions and shapes; of a DTensor, this rank's part."""
+        self.check(tensors)
+        for name, tensor in tensors.items():
+            if (there := self.index.tensors[name].shape) != tuple(tensor.shape):
+                raise DamagedError(self.path, f"{self.source} has {name} {list(there)} instead of {list(tensor.shape)}")
+        self.fill_parts((name, *_part(tensor)) for name, tensor in tensors.items())
+
+    def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
+        """Fill parts of tensors that were checked, each given by name, target, and its first element's place."""
+        stored = self.index.tensors
+        pieces = [
+            piece
+            for name, part, offset in parts
+            for piece in _pieces(stored[name], part, offset, self.factors.get(name, 1.0))
+        ]
+        pieces.sort(key=lambda piece: (piece.file, piece.position))
+        longest = max([min(BLOCK, sum(piece.bytes for piece in pieces)), *(piece.row_bytes for piece in pieces)])
+        scratch = allocated(self.path, (longest,), torch.uint8)
+        for number, group in groupby(pieces, key=lambda piece: piece.file):
+            name = self.index.files[number]
+            with opened(self.path, name, self.links) as descriptor:
+                read = partial(read_at, self.path, name, descriptor)
+                for piece in group:
+                    piece.read(scratch, read)
+
+
+def reader_of(found: Weights) -> Reader:
+    """For weights of any format, all of which positions have been checked. Raises DamagedError if one is impossible."""
+    reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors)
+    reader.check(found.index.tensors)
+    return reader
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a chunk that is wanted."""
+
+    file: int
+    position: int  # of the chunk's first byte
+    dtype: torch.dtype
+    sizes: tuple[int, ...]  # of the chunk
+    first: tuple[int, ...]  # element of the chunk that is wanted
+    target: Tensor
+    factor: float = 1.0
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of all elements with the same position in the first dimension."""
+        return math.prod(self.sizes[1:]) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are read for `target`."""
+        return len(self.target) * self.row_bytes
+
+    @torch.no_grad()
+    def read(self, scratch: Tensor, read: Callable[[memoryview, int], None]) -> None:
+        """Fill `target`, one or more whole rows at a time."""
+        inner = tuple(
+            slice(first, first + size) for first, size in zip(self.first[1:], self.target.shape[1:], strict=True)
+        )
+        step = max(1, len(scratch) // self.row_bytes)
+        for start in range(0, len(self.target), step):
+            target = self.target[start : start + step]
+            block = scratch[: len(target) * self.row_bytes]
+            read(block.numpy().data, self.position + (self.first[0] + start) * self.row_bytes)
+            values = block.view(self.dtype).view(-1, *self.sizes[1:])[:, *inner]
+            # In float64, so that a product is rounded once, to the data type of the target.
+            target.copy_(values if self.factor == 1 else values.double() * self.factor)
+
+
+def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU, to read into from `path`. Raises InputError if there is no memory for it."""
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError:
+        asked = math.prod(shape) * dtype.itemsize
+        raise InputError(f"{path}: takes {asked:,} bytes of memory at a time, more than there is") from None
+
+
+def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """This rank's part of a tensor, and the place of its first element."""
+    if not isinstance(tensor, DTensor):
+        return tensor, [0] * tensor.ndim
+    return tensor.to_local(), box(tensor)[1]
+
+
+def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) -> Iterator[Piece]:
+    """The pieces of the chunks of `stored` that make up `part`, whose first element is at `offset`."""
+    low = np.array(offset, np.int64)
+    first = np.maximum(stored.offsets, low)
+    last = np.minimum(stored.offsets + stored.sizes, low + np.array(part.shape, np.int64))
+    for row in np.flatnonzero((first < last).all(axis=1)):
+        target = part[tuple(slice(a, b) for a, b in zip(first[row] - low, last[row] - low, strict=True))]
+        yield Piece(
+            file=int(stored.rows[row, 0]),
+            position=int(stored.rows[row, 1]),
+            dtype=getattr(torch, stored.dtype),
+            sizes=tuple(stored.sizes[row].tolist()) or (1,),
+            first=tuple((first[row] - stored.offsets[row]).tolist()) or (0,),
+            target=target if target.ndim else target.reshape(1),
+            factor=factor,
+        )

@@ -1,0 +1,71 @@
+"""What a folder of any kind will hold, for weights of any kind."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.base.errors import InputError, listing
+from megalite.checkpoint.weights.formats import dcp, huggingface, megatron, meta, torch_dist
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.formats.output import Plan
+from megalite.checkpoint.weights.maps.megatron import Split
+from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.sources import NO_STATES, WITH_STATES
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How weights are to be written. None and 1 stand for what the kind does by itself.
+
+    dtype: of all tensors, a name in torch; None: each keeps its own. shard: bytes of a safetensors file at most. files:
+    into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual stages of Megatron; tp also files
+    of Meta.
+    """
+
+    dtype: str | None = None
+    shard: int | None = None
+    files: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tp, self.pp, self.virtual)
+
+
+def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
+    """The plan of a folder of `kind`. Raises InputError for what the kind cannot express or has no use for."""
+    used = USED[kind]
+    for name, default in (("shard", None), ("tp", 1), ("pp", 1), ("virtual", 1)):
+        if name not in used and getattr(wanted, name) != default:
+            kinds = listing([kind for kind, uses in USED.items() if name in uses])
+            raise InputError(f"--{OPTIONS[name]} {getattr(wanted, name)}: has no meaning for {kind}, only for {kinds}")
+    if found.training is not None and kind not in WITH_STATES:
+        raise InputError(f"--to {kind}:{target}: {NO_STATES[kind]}; leave --optimizer out")
+    tensors = found.index.tensors.items()
+    kinds_of_data = sorted({tensor.dtype for name, tensor in tensors if name.startswith(PREFIX)})
+    if wanted.dtype is None and kind in ONE_TYPE and len(kinds_of_data) > 1:
+        there = listing(kinds_of_data, "and")
+        raise InputError(f"{found.path}: has tensors of {there}, but {kind} has one data type; choose it with --dtype")
+    return PLANS[kind](found, target, wanted)
+
+
+ONE_TYPE = ("megatron", "megatron-dist", "meta")  # all tensors are of one data type
+
+
+OPTIONS = {"shard": "shard-size", "tp": "tp", "pp": "pp", "virtual": "virtual-stages"}
+USED: Mapping[str, set[str]] = {
+    "megalite": set(),
+    "hf": {"shard"},
+    "megatron": {"tp", "pp", "virtual"},
+    "megatron-dist": {"tp", "pp", "virtual"},
+    "meta": {"tp"},
+}
+PLANS: Mapping[str, Callable[[Weights, Path, Wanted], Plan]] = {
+    "megalite": lambda found, target, wanted: dcp.plan(found, target, wanted.dtype, wanted.files),
+    "hf": lambda found, target, wanted: huggingface.plan(found, wanted.dtype, wanted.shard),
+    "megatron": lambda found, target, wanted: megatron.plan(found, wanted.split, wanted.dtype),
+    "megatron-dist": lambda found, target, wanted: torch_dist.plan(found, wanted.split, wanted.dtype),
+    "meta": lambda found, target, wanted: meta.plan(found, wanted.tp, wanted.dtype),
+}

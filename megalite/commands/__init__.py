@@ -1,0 +1,1 @@
+"""The commands of `megalite`, a module or a package for each; `main` reads the arguments and calls one."""

@@ -1,0 +1,1 @@
+"""`megalite plan`: the request, ranked layouts, explanations, comparisons and the page."""

@@ -1,0 +1,1 @@
+"""The HTML page of `megalite plan`, a module for each kind of picture."""

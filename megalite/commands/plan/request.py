@@ -1,0 +1,127 @@
+"""What `megalite plan` was asked: the model and batch, the cluster, and the limits."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Literal
+
+from megalite.base.errors import InputError
+from megalite.commands.plan.amounts import USUAL
+from megalite.commands.plan.global_batch import usual_batch
+from megalite.config.load import is_set, load
+from megalite.config.schema import Config
+from megalite.config.validate import check, check_without_layout
+from megalite.cost.cluster import Cluster, load_cluster
+from megalite.cost.layout_choice import SEARCHED, Choice
+from megalite.cost.predict import Prediction, predict
+from megalite.cost.stages import Timer
+from megalite.layout_search.search import Found, fullest_rank, search
+from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.peak import Memory
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question. limit: bytes that tensors may take on a GPU. pins: keys that keep the values of the configuration.
+
+    tokens, days, budget: of the run, where they were given. device: the configuration's own `run.device`; a plan is
+    for CUDA where that is auto. chosen_batch: `batch.global` follows from the tokens, as nobody has given it.
+    """
+
+    config: Config
+    cluster: Cluster
+    limit: float
+    pins: Mapping[str, Any]
+    tokens: float | None
+    days: float | None
+    budget: float | None
+    offload: bool
+    device: Literal["auto", "cpu", "cuda"]
+    chosen_batch: bool = False
+
+    @cached_property
+    def timer(self) -> Timer:
+        return Timer(self.cluster)
+
+    def search(
+        self, gpus: int, wanted: int, exhaustive: bool = False, tell: Callable[[Found], object] = lambda _: None
+    ) -> Found:
+        """The best layouts on `gpus` GPUs. tell: is called now and then with those that are found so far."""
+        found = search(
+            self.config,
+            gpus,
+            self.timer,
+            self.limit,
+            self.pins,
+            wanted=wanted,
+            offload=self.offload,
+            exhaustive=exhaustive,
+            tell=tell,
+        )
+        del found.results[wanted:]  # an exhaustive search has all that fit
+        return found
+
+    def predict(self, config: Config) -> tuple[Prediction, Memory]:
+        """Time and memory of a checked configuration."""
+        return predict(config, self.cluster, self.timer), fullest_rank(config, self.timer)
+
+    def applied(self, choice: Choice) -> Config:
+        return choice.applied(self.config, self.pins)
+
+
+def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool = True) -> Asked:
+    """The question that the command line asks. Raises InputError for a bad one.
+
+    files: in place of its own. searches: a layout is looked for, so a batch may be chosen as well.
+    """
+    files = args.files if files is None else files
+    config = load(files, args.overrides)
+    device = config.run.device
+    if config.run.device == "auto":  # a cluster's, whatever this machine has
+        config = replace(config, run=replace(config.run, device="cuda"))
+    pinned = {override.partition("=")[0] for override in args.overrides}
+    chosen = bool(args.tokens) and searches and "batch.global" not in pinned and not is_set(files, "batch.global")
+    if chosen:
+        batch = usual_batch(args.tokens, config.model.sequence_length)
+        config = replace(config, batch=replace(config.batch, global_=batch))
+    whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
+    if whole:
+        raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
+    open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
+    pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
+    check_without_layout(config, pins)
+    cluster = _cluster(args, config)
+    limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
+    if args.max_memory and config.parallel.pipeline.searched:
+        config = replace(config, batch=replace(config.batch, memory=args.max_memory))
+    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, chosen)
+
+
+def _cluster(args: argparse.Namespace, config: Config) -> Cluster:
+    """By the option, or else by `run.cluster`, or else the usual one."""
+    if args.cluster is None and config.run.cluster is not None:
+        return load_cluster(config.run.cluster, "run.cluster = ")
+    return load_cluster(args.cluster or USUAL)
+
+
+def as_is(asked: Asked, gpus: int | None) -> Config:
+    """The configuration with its own layout, checked. Raises InputError for one that cannot be."""
+    if asked.config.batch.micro == "auto":
+        rule = "is looked for by a search; megalite plan --as-is needs a number"
+        raise InputError(f"batch.micro = auto: {rule}: batch.micro=1, for example")
+    return check(asked.config, gpus)
+
+
+def layout_keys(config: Config) -> dict[str, Any]:
+    """The keys that a search decides, with their values in `config`."""
+    return {key: attrgetter(key)(config) for key in SEARCHED}
+
+
+def as_overrides(config: Config) -> list[str]:
+    """The layout of `config` as arguments of a command line."""
+    kept = ("train.recompute_every", "train.recompute_budget", "batch.memory")
+    keys = layout_keys(config) | {key: attrgetter(key)(config) for key in kept}
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]

@@ -1,0 +1,1 @@
+"""`megalite show`, a module for each of its sections."""

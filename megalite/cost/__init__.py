@@ -1,0 +1,1 @@
+"""Seconds: clusters, networks, kernels, and the time of a step that follows from a plan. It imports no torch."""

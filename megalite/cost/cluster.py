@@ -1,0 +1,199 @@
+"""Clusters: what their GPUs, nodes and network can do, read from a YAML file. Imports no torch.
+
+The files in configs/cluster hold the figures of datasheets, each with its source. Rates are per GPU and, for links, in
+one direction.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.base.errors import InputError, listing
+from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
+from megalite.config.presets import preset_or_file, presets
+from megalite.config.yaml import read_mapping
+from megalite.cost.slowest_gpu import MOST
+
+BEYOND = 1.5  # times the peak: no product that is measured is as fast
+USUAL = 0.8  # share of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
+USUAL_OF = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
+PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    peak: dense FLOP/s by precision. measured: the best that a matrix product has reached, where somebody measured it.
+    multiprocessors: units that share the tiles of a matrix product. memory: bytes. bandwidth: of memory, bytes/s.
+    power: its limit in watts. host: bytes/s to host memory, and as many from there. spread: relative standard deviation
+    of the speeds of a cluster's GPUs; None where nobody has measured it.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    measured: Mapping[str, float]
+    multiprocessors: int
+    memory: float
+    bandwidth: float
+    power: float
+    host: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects GPUs.
+
+    bandwidth: bytes/s that each can send. latency: seconds that a collective takes to start. measured: bytes/s that
+    large all-gathers and reductions have reached; without one, USUAL of the bandwidth is taken.
+    """
+
+    bandwidth: float
+    latency: float
+    measured: float | None = None
+
+    @property
+    def reached(self) -> float:
+        """Bytes/s of each GPU in large collectives."""
+        return self.measured or USUAL * self.bandwidth
+
+    def faster(self, factor: float) -> "Link":
+        """A link with `factor` times the rates."""
+        measured = self.measured and self.measured * factor
+        return replace(self, bandwidth=self.bandwidth * factor, measured=measured)
+
+
+@dataclass(frozen=True)
+class Level:
+    """GPUs that lie together: groups of `gpus`, in which each reaches all others through `link`."""
+
+    gpus: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs.
+
+    levels: from those that are nearest to each other (boards or pairs, where a node has any) to the node. network:
+    between nodes. price: US dollars for a GPU and an hour. sources: of the figures, by key.
+    """
+
+    name: str
+    gpu: Gpu
+    levels: tuple[Level, ...]
+    network: Link
+    price: float
+    sources: Mapping[str, str]
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.levels[-1].gpus
+
+
+def _at_most(most: float, unit: str) -> Kind:
+    """A number above 0 in a unit in which no more than `most` is likely: others are in another unit."""
+    return Kind(
+        f"a number of {unit}, above 0 and at most {most:,}",
+        lambda value: type(value) in (int, float) and 0 < value <= most,
+    )
+
+
+SPEED, BANDWIDTH, MEMORY = _at_most(1_000_000, "TFLOP/s"), _at_most(1_000_000, "GB/s"), _at_most(10_000, "GiB")
+SPREAD = Kind(f"a number from 0 to {MOST}", lambda value: type(value) in (int, float) and 0 <= value <= MOST)
+COUNT = Kind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
+LINK = {"bandwidth": BANDWIDTH, "latency": _at_most(1_000_000, "microseconds")}
+FILE = {
+    "gpu": {
+        "name": TEXT,
+        "peak": Each(SPEED),
+        "measured": Each(SPEED),
+        "multiprocessors": COUNT,
+        "memory": MEMORY,
+        "bandwidth": BANDWIDTH,
+        "power": _at_most(10_000, "watts"),
+        "host": BANDWIDTH,
+        "spread": OrNull(SPREAD),
+    },
+    "island": OrNull({"gpus": COUNT, **LINK}),
+    "node": {"gpus": COUNT, **LINK, "measured": OrNull(BANDWIDTH)},
+    "network": LINK,
+    "price": _at_most(1_000_000, "US dollars"),
+    "sources": Each(TEXT),
+}
+
+
+def known_clusters() -> tuple[str, ...]:
+    """The names of the clusters that megalite comes with."""
+    return tuple(presets("cluster"))
+
+
+def load_cluster(name: str, asked_by: str = "--cluster ") -> Cluster:
+    """The cluster of that name, or in the YAML file of that path. Raises InputError for a file that is none.
+
+    asked_by: what stands before the name in a message.
+    """
+    return read_cluster(cluster_path(name, asked_by))
+
+
+def cluster_path(name: str, asked_by: str = "--cluster ") -> Path:
+    """The file at the path `name`, or of the cluster of that name. Raises InputError if it can be neither."""
+    return preset_or_file(USUAL_OF.get(name.lower(), name), ("cluster",), asked_by=asked_by)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a file; units in files are TFLOP/s, GB/s, GiB, watts and microseconds."""
+    fields = read_mapping(path)
+    fields.setdefault("island", None)
+    gpu = fields.get("gpu")
+    if isinstance(gpu, dict):
+        gpu.setdefault("measured", {})
+        gpu.setdefault("spread", None)
+    if isinstance(fields.get("node"), dict):
+        fields["node"].setdefault("measured", None)
+    if problem := next(misfits(fields, FILE, str(path)), None):
+        raise InputError(problem)
+    gpu = fields["gpu"]
+    for key in ("peak", "measured"):
+        if unknown := [name for name in gpu[key] if name not in PRECISIONS]:
+            raise InputError(
+                f"{path}: gpu: {key}: {unknown[0]!r:.100} is no precision; known are {listing(PRECISIONS)}"
+            )
+    if "bf16" not in gpu["peak"]:
+        raise InputError(f"{path}: gpu: peak: bf16 is missing")
+    peak, measured = gpu["peak"]["bf16"], gpu["measured"].get("bf16", 0)
+    if measured > BEYOND * peak:
+        rule = f"is more than {BEYOND} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
+        raise InputError(f"{path}: gpu: measured: bf16 = {measured:g}: {rule}")
+    island, node = fields["island"], fields["node"]["gpus"]
+    if island and (node % island["gpus"] or node == island["gpus"]):
+        raise InputError(f"{path}: island: gpus = {island['gpus']}: must be a part of the {node} GPUs of a node")
+    return Cluster(
+        path.stem,
+        Gpu(
+            gpu["name"],
+            _scaled(gpu["peak"], 1e12),
+            _scaled(gpu["measured"], 1e12),
+            gpu["multiprocessors"],
+            gpu["memory"] * 2**30,
+            gpu["bandwidth"] * 1e9,
+            float(gpu["power"]),
+            gpu["host"] * 1e9,
+            gpu["spread"],
+        ),
+        tuple(Level(level["gpus"], _link(level)) for level in (fields["island"], fields["node"]) if level),
+        _link(fields["network"]),
+        float(fields["price"]),
+        fields["sources"],
+    )
+
+
+def _scaled(values: Mapping[str, float], unit: float) -> dict[str, float]:
+    return {name: value * unit for name, value in values.items()}
+
+
+def _link(fields: Mapping[str, Any]) -> Link:
+    measured = fields.get("measured")
+    return Link(fields["bandwidth"] * 1e9, fields["latency"] * 1e-6, measured and measured * 1e9)

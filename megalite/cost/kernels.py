@@ -1,0 +1,87 @@
+"""The time of kernels on one GPU: matrix products, attention, and passes over memory. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil
+
+from megalite.cost.cluster import Gpu
+from megalite.cost.constants import FITTED, Constants
+
+TILES = (  # of the result that one multiprocessor makes at a time: rows, columns, share of the best rate
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.93),
+    (256, 64, 0.85),
+    (64, 256, 0.85),
+    (128, 64, 0.78),
+    (64, 128, 0.78),
+    (64, 64, 0.62),
+)
+DEPTH = 32  # elements of the sum that a tile takes at a time
+SPLITS = (1, 2, 4)  # into how many parts a long sum may be divided, so that more tiles run at once
+LEAST_SPLIT = 512  # elements that such a part takes the time of at least
+SPLIT_COST = 0.02  # for every further part, to add up the parts
+ALIGNED = 8  # elements: rows of other lengths cannot be loaded in whole vectors
+UNALIGNED = 2.0  # how much longer such products take
+# Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
+# as NVIDIA's runs on H100, B200, GB200 and GB300 tell.
+POWER = {"fp8": 0.375}
+BEST = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Times on a GPU, in seconds. fp8: share of an fp8 product's rate that is left beside the casts of its inputs."""
+
+    gpu: Gpu
+    constants: Constants = FITTED
+    fp8: float = 1.0
+
+    def matmul(self, m: float, n: float, k: float, batch: int = 1, precision: str = "bf16") -> float:
+        """A product of [m, k] and [k, n], or `batch` of them at once."""
+        work = _tiled(ceil(m), ceil(n), ceil(k), batch, self.gpu.multiprocessors)
+        if any(round(size) % ALIGNED for size in (m, n, k)):
+            work *= UNALIGNED
+        return max(work / self.rate(precision), self.passes(2 * batch * (m * k + k * n + m * n)))
+
+    def passes(self, moved: float) -> float:
+        """Reading and writing so many bytes of memory."""
+        return moved / self._memory
+
+    def attention(self, flops: float, share: float, precision: str = "bf16") -> float:
+        """Fused attention of so many operations, at a share of the peak."""
+        return flops / (self.gpu.peak.get(precision, self.gpu.peak["bf16"]) * share)
+
+    def rate(self, precision: str) -> float:
+        """FLOP/s that large matrix products keep up."""
+        best = self.gpu.measured.get(precision) or BEST * self.gpu.peak.get(precision, self.gpu.peak["bf16"])
+        return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
+
+    def _clock(self, best: float) -> float:
+        """How far clocks stay below those of a short product at `best` FLOP/s, for want of power.
+
+        Never above them; and arithmetic beyond what a watt can feed makes products neither faster nor slower.
+        """
+        sustained, throttle, per_watt = self.constants.sustained, self.constants.throttle, best / 1e12 / self.gpu.power
+        most = sustained / (2 * throttle)  # TFLOP/s a watt at which products are fastest
+        falls = sustained - throttle * min(per_watt, most)
+        return min(1.0, falls * min(1.0, most / per_watt))
+
+    @cached_property
+    def _memory(self) -> float:
+        return self.gpu.bandwidth * self.constants.memory
+
+
+@lru_cache(maxsize=1 << 16)
+def _tiled(m: int, n: int, k: int, batch: int, multiprocessors: int) -> float:
+    """The operations of a product as if all multiprocessors were busy until its last tile is done."""
+    found = []
+    for rows, columns, share in TILES:
+        tiles = ceil(m / rows) * ceil(n / columns) * batch
+        for parts in SPLITS:
+            deep = ceil(k / parts) if parts == 1 else max(ceil(k / parts), LEAST_SPLIT)
+            waves = ceil(tiles * parts / multiprocessors)
+            depth = ceil(deep / DEPTH) * DEPTH
+            each = 2 * rows * columns * depth * (1 + SPLIT_COST * (parts - 1))
+            found.append(waves * multiprocessors * each / share)
+    return min(found)

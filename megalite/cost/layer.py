@@ -1,0 +1,232 @@
+"""The time of one layer, of the output layer and of the embedding, for one micro-batch. Imports no torch.
+
+A pass takes as long as its kernels, one after another, and the communication that is not hidden behind them; or as long
+as the host needs to launch them, if that is longer.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from megalite.config.layers import Heads
+from megalite.cost.cluster import Cluster
+from megalite.cost.constants import FITTED, Constants
+from megalite.cost.kernels import ALIGNED, Kernels
+from megalite.cost.network import Group, Net
+from megalite.cost.program import HOST_BACKWARD, Program, attention_shares
+from megalite.cost.share import Share
+from megalite.plan.parts.part import Product
+from megalite.plan.recompute_modes import Mode
+from megalite.plan.traffic.window import attended_pairs
+
+MERGE = (12, 8)  # bytes for each element of attention's result, to add what other ranks' keys give: forward, backward
+LOOK_UP = 6  # elements read and written for each of the embedding's output, forward and backward
+SHORT = 3  # how sharply the longer of device and host decides; from Megatron's layers, whose kernels differ in length
+ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
+USUAL = 2  # bytes of an element in the precision that programs' bytes are counted in
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time by what takes it.
+
+    products: matrix products. attention: scores, and what is summed by them. passes: over memory. tensor, context:
+    exposed communication of these kinds of parallelism. data: that of data parallelism. host: waiting for launches.
+    offload: tensors on their way from or to host memory.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    data: float = 0.0
+    host: float = 0.0
+    offload: float = 0.0
+
+    @cached_property
+    def total(self) -> float:
+        return float(sum(getattr(self, name) for name in KINDS))
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, name) + getattr(other, name) for name in KINDS))
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(*(getattr(self, name) * times for name in KINDS))
+
+
+KINDS = tuple(field.name for field in fields(Seconds))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Times of one layer and micro-batch.
+
+    backward: what is recomputed included. weights: of it, the seconds that make the gradients of weights. inputs: all
+    else of it by itself, with all launches: as long at least as what weights leave of the whole.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weights: float
+    inputs: Seconds
+
+
+class LayerModel:
+    """Times of a layer, the embedding and the head, for a rank's `share` done by `program` on `cluster`."""
+
+    def __init__(self, share: Share, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
+        self.share, self.program, self.cluster = share, program, cluster
+        self.overlap = constants.overlap
+        self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
+        self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)
+
+    def layer(self, recompute: Mode | None = None) -> LayerTime:
+        """The time of a layer. recompute: in place of the share's."""
+        program, recompute = self.program, recompute or self.share.recompute
+        forward, backward, weights = self._alone
+        launched = program.host, program.host * HOST_BACKWARD
+        if recompute == "full":
+            backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
+        elif recompute == "selective" and program.repeats is None:
+            backward += Seconds(attention=forward.attention)
+        elif recompute == "selective":
+            backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
+        inputs = _launched(replace(backward, products=backward.products - weights), launched[1])
+        forward, backward = _launched(forward, launched[0]), _launched(backward, launched[1])
+        if program.waits:
+            waits = Seconds(host=program.waits)
+            forward, backward = forward + waits, backward + waits if recompute == "full" else backward
+        return LayerTime(forward, backward, weights, inputs)
+
+    @cached_property
+    def _alone(self) -> tuple[Seconds, Seconds, float]:
+        """Forward and backward without launches, with nothing made again; and what makes the gradients of weights."""
+        share, matrices = self.share, self.share.products(_aligned(self.share.tokens))
+        products = sum(self.kernels.matmul(*product, precision=share.precision) for product in matrices)
+        inputs = sum(self.kernels.matmul(m, k, n, precision=share.precision) for m, n, k in matrices)
+        weights = sum(self.kernels.matmul(k, n, m, precision=share.precision) for m, n, k in matrices)
+        attention, passes = self._attention(), self._passes()
+        if share.precision == "fp8":
+            passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
+        tensor, context = self._tensor(), self._context(attention)
+        forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
+        return forward, Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), weights
+
+    def _casts(self, products: list[Product]) -> tuple[float, float]:
+        """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""
+        there, back = self.program.casts
+        inputs = sum(product.rows * product.inputs for product in products)
+        results = sum(product.rows * product.outputs for product in products)
+        return self.kernels.passes(there * inputs), self.kernels.passes(back * (inputs + results))
+
+    def head(self) -> tuple[float, float, float]:
+        """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
+        share, t, v = self.share, _aligned(self.share.tokens), self.share.vocab / self.share.tp
+        precision = share.outside
+        forward = self.kernels.matmul(t, v, share.width, precision=precision)
+        weights = self.kernels.matmul(v, share.width, t, precision=precision)
+        backward = self.kernels.matmul(t, share.width, v, precision=precision) + weights
+        whole = share.vocab if self.program.gathers_logits else v
+        logits = self.kernels.passes(self.program.logit * share.element / USUAL * t * whole)
+        if self.program.gathers_logits:
+            forward += self.net.collective("all_gather", share.element * t * whole, self.tp)
+        return forward + logits / 3, backward + logits * 2 / 3, weights
+
+    def embedding(self) -> float:
+        """The look-up, forward and backward."""
+        return self.kernels.passes(LOOK_UP * self.share.element * self.share.tokens * self.share.width)
+
+    def _attention(self) -> tuple[float, float]:
+        """Scores and values: forward, backward."""
+        each = [self._scores(heads) for heads in self.share.heads]
+        return sum(there for there, _ in each), sum(back for _, back in each)
+
+    def _scores(self, heads: Heads) -> tuple[float, float]:
+        share, program, s = self.share, self.program, self.share.sequence
+        if program.attention == "unfused":
+            batch = max(1, share.micro * heads.count // share.tp)
+            products = self.kernels.matmul(s, s, heads.width, batch)
+            products += self.kernels.matmul(s, heads.value_width, s, batch)
+            scores = batch * s * s
+            there, back = (self.kernels.passes(each * scores) for each in program.scores)
+            return products + there, 2 * products + back
+        seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
+        flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
+        there, back = attention_shares(program, self.cluster.gpu.name, heads.width)
+        forward = self.kernels.attention(flops, there, share.outside)
+        return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, share.outside)
+
+    def _passes(self) -> tuple[float, float]:
+        """Passes over activations: forward, backward."""
+        share, program, tokens = self.share, self.program, self.share.tokens
+        stream = share.width / (share.tp if program.sequence_parallel else 1)
+        inner, heads = share.passed
+        of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
+        each = zip(of_stream, of_ffn, program.heads, strict=True)
+        wider = share.element / USUAL
+        merges = {"ring": share.cp - 1, "all_gather": min(1, share.cp - 1), "ulysses": 0}[share.method]
+        outputs = sum(each.outputs for each in share.heads)
+        merged = [merges * bytes_moved * outputs / share.tp for bytes_moved in MERGE]
+        there, back = (
+            self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c + more))
+            for (a, b, c), more in zip(each, merged, strict=True)
+        )
+        return there, back
+
+    def _tensor(self) -> tuple[float, float]:
+        """Exposed tensor-parallel communication: forward, backward.
+
+        Half of an all-reduce's worth gathers inputs of products, which may be in 8 bits by then; the other half
+        reduces results, and so does backward with gradients.
+        """
+        share, program = self.share, self.program
+        stream = share.element * share.tokens * share.width
+        half = self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
+        if program.rearranges and share.tp > 1:
+            half += 2 * self.kernels.passes(2 * stream) * (1 - program.hidden)
+        gathers = half / (2 if program.gathers_fp8 and share.precision == "fp8" else 1)
+        return gathers + half, 2 * half + (gathers if program.gathers_again else 0.0)
+
+    def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
+        """Exposed context-parallel communication: forward, backward.
+
+        A ring passes keys and values on while it attends to those it has, and gradients in backward. Half of that is
+        taken to be exposed, as published runs show. Who gathers all of them begins with its own keys and values; the
+        gradients are reduced at the end. All-to-alls of Ulysses hide behind nothing.
+        """
+        share = self.share
+        if share.cp == 1 or not share.heads:
+            return 0.0, 0.0
+        (heads,) = share.heads
+        keys = share.element * (heads.keys + heads.values) / share.tp
+        keys *= share.micro * (heads.scores.window_in(share.sequence) or share.sequence)
+        if share.method == "ulysses":
+            copied = max(heads.keys, share.cp * heads.width) + max(heads.values, share.cp * heads.value_width)
+            every = share.element * (heads.queries + heads.outputs + copied) / share.tp * share.tokens
+            both = self.net.collective("all_to_all", every, self.cp)
+            return both, both
+        if share.method == "all_gather":
+            gathered = self.net.collective("all_gather", keys, self.cp)
+            own = attention[0] / share.cp
+            return max(0.0, gathered - own), max(0.0, gathered - own) + 2 * gathered
+        gathered, wide = (
+            (share.cp - 1) * self.net.transfer(keys / share.cp, self.cp),
+            max(4, share.element) / share.element,
+        )
+        again = 1 + (wide if self.program.wide_keys else 1)
+        there, back = (
+            max(compute, sent) + self.overlap * min(compute, sent) - compute
+            for compute, sent in zip(attention, (gathered, again * gathered), strict=True)
+        )
+        return there, back
+
+
+def _aligned(tokens: int) -> int:
+    """A number of tokens, in whole vectors: these lie along the features, so that no number of tokens is an odd one."""
+    return -(-tokens // ALIGNED) * ALIGNED
+
+
+def _launched(device: Seconds, host: float) -> Seconds:
+    """Seconds of kernels that the host launches one by one: those that are shorter than a launch wait for it."""
+    alone = device.total
+    return device + Seconds(host=(alone**SHORT + host**SHORT) ** (1 / SHORT) - alone)

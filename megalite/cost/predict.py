@@ -1,0 +1,367 @@
+"""The predicted time of a training step of a configuration on a cluster. Imports no torch.
+
+The pipeline's own table runs on a clock with the times of its stages (`schedule.simulate`). Of a long step only its
+beginning and end are run: in between, every micro-batch adds as much as the one before.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.base.errors import InputError
+from megalite.config.schema import Config
+from megalite.cost.cluster import Cluster
+from megalite.cost.layer import KINDS, Seconds
+from megalite.cost.link_clocks import groups, times, total
+from megalite.cost.muon import muon_seconds
+from megalite.cost.schedule_tables import PICTURED, Cost, costs_of, enough
+from megalite.cost.slowest_gpu import waiting
+from megalite.cost.stages import HALVED, HOST_SHARE, WHOLE, Shared, StageTime, Timer, transfer_seconds
+from megalite.plan.memory.activations import Activations
+from megalite.plan.model.size import flops_per_token
+from megalite.plan.pipeline import micro_batches
+from megalite.plan.resolved import Plan, resolve
+from megalite.schedule.actions import Action, Kind, Table
+from megalite.schedule.generate import NAMES
+from megalite.schedule.simulate import Timeline, simulate
+
+UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
+HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
+ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of `config` on `cluster`.
+
+    seconds: of a step. spread: half the width of the interval, relative. parts: seconds of the busiest pipeline rank by
+    what takes them: those of `layer.Seconds`, "bubble" (waiting for other stages), "optimizer", and "slowest" (waiting
+    for the slowest GPU). busy: by rank, seconds in which it computes. stages: their times.
+    """
+
+    config: Config
+    cluster: Cluster
+    plan: Plan
+    seconds: float
+    spread: float
+    parts: Mapping[str, float]
+    busy: tuple[float, ...]
+    stages: tuple[StageTime, ...]
+
+    @property
+    def low(self) -> float:
+        return self.seconds / (1 + self.spread)
+
+    @property
+    def high(self) -> float:
+        return self.seconds * (1 + self.spread)
+
+    @property
+    def gpus(self) -> int:
+        return self.config.parallel.layout.world_size
+
+    @property
+    def step_tokens(self) -> int:
+        return self.config.batch.global_ * self.config.model.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.step_tokens / self.seconds / self.gpus
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, with causal attention counted as the half that is computed."""
+        return self._utilization(flops_per_token(self.config.model, "causal"))
+
+    @cached_property
+    def mfu_full(self) -> float:
+        """The same with attention counted in full, as Megatron-LM and PaLM do."""
+        return self._utilization(flops_per_token(self.config.model, "full"))
+
+    def _utilization(self, flops: int) -> float:
+        peak = self.cluster.gpu.peak
+        return flops * self.tokens_per_second / peak.get(self.config.train.precision, peak["bf16"])
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which the busiest pipeline rank waits for others."""
+        return self.parts["bubble"] / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """The share of a step in which communication is not hidden."""
+        return sum(self.parts[kind] for kind in ("tensor", "context", "data")) / self.seconds
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step of a plan on the clock, looked at as closely as is asked for. Only its beginning and end are run.
+
+    How long a step waits for the slowest GPU is not in it: for all layouts on as many GPUs it is the same share.
+    """
+
+    plan: Plan
+    timer: Timer
+
+    @property
+    def least(self) -> float:
+        """Seconds that it takes at least: where a part is left out, each micro-batch what a rank does for it."""
+        return self.begun[0] + self.left_out * self.pace + self.update
+
+    @property
+    def seconds(self) -> float:
+        """`predict`'s seconds but for the wait for the slowest GPU, which take less time to find."""
+        return self.makespan + self.update
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds without the update: on the clock, but no less than links need for what they carry."""
+        return max(self.clocked, self.sending)
+
+    @cached_property
+    def sending(self) -> float:
+        """Seconds for which the fullest link of a rank is busy."""
+        return sending_seconds(self.plan, self.stages, self.timer)
+
+    @cached_property
+    def clocked(self) -> float:
+        """Seconds on the clock. What is left out takes as long as the rounds before, or `pace`.
+
+        The latter is too long where the slowest rank waits in these rounds, and would catch up in later ones.
+        """
+        return self.begun[0] + (self.left_out * max(self.round, self.pace) if self.left_out else 0.0)
+
+    @cached_property
+    def round(self) -> float:
+        """Seconds that each micro-batch of the last two rounds adds. Two, as rounds may alternate."""
+        last = 2 * self.plan.config.parallel.pp
+        return (self.begun[0] - self._run(self._few - last)[0]) / last
+
+    @cached_property
+    def begun(self) -> tuple[float, float]:
+        """Of the part that is run: the end of the last action, and that of the last compute."""
+        return self._run(self._few)
+
+    @cached_property
+    def stages(self) -> list[StageTime]:
+        return self.timer.stages(self.plan)
+
+    @cached_property
+    def update(self) -> float:
+        return _update(self.plan, self.stages, self.timer)
+
+    @cached_property
+    def left_out(self) -> int:
+        """Micro-batches."""
+        return micro_batches(self.plan.config) - self._few
+
+    @cached_property
+    def _few(self) -> int:
+        return enough(self.plan.config, micro_batches(self.plan.config))
+
+    @cached_property
+    def pace(self) -> float:
+        """Seconds of a micro-batch on the slowest rank."""
+        return _pace(self.plan, self.stages)
+
+    def _run(self, m: int) -> tuple[float, float]:
+        config, tables = self.plan.config, self.timer.tables
+        named = config.parallel.pipeline.schedule in NAMES
+        clock = tables.clock(config, m) if named else tables.clock_of(self.plan.table(m))
+        costs = [seconds_of(cost, self.stages) for cost in clock.classes]
+        return clock.run(costs, transfer_seconds(self.plan.config, self.timer.net))
+
+
+def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: Plan | None = None) -> Prediction:
+    """The prediction for a checked `config`, in which `parallel.dp_shard` and `batch.micro` are numbers.
+
+    timer: of the cluster, where several are predicted. Raises InputError for a schedule that cannot run, and for a step
+    that would take more FLOP/s than the peak.
+    """
+    timer = timer or Timer(cluster)
+    plan = plan or resolve(config, costing=timer.costs)
+    trial, m = Trial(plan, timer), micro_batches(config)
+    stages, makespan, update = trial.stages, trial.makespan, trial.update
+    tail = trial.begun[0] - trial.begun[1] + trial.makespan - trial.clocked
+    split = _split(plan, timer, m)
+    busy = [_busy(plan, stages, split, rank, m) for rank in range(config.parallel.pp)]
+    busiest = max(busy, key=lambda seconds: seconds.total)
+    parts = {kind: getattr(busiest, kind) for kind in KINDS}
+    parts |= {"data": parts["data"] + tail, "bubble": 0.0}
+    idle = makespan - busiest.total - tail
+    waited = "bubble" if config.parallel.pp > 1 else "data"  # without other stages: for the first weights
+    parts[waited] += idle if idle > ROUNDING * makespan else 0.0
+    parts["optimizer"] = update
+    seconds = makespan + update
+    parts["slowest"] = seconds * (waiting(cluster.gpu.spread, config.parallel.layout.world_size) - 1)
+    found = Prediction(
+        config,
+        cluster,
+        plan,
+        seconds + parts["slowest"],
+        timer.constants.spread,
+        parts,
+        tuple(seconds.total for seconds in busy),
+        tuple(stages),
+    )
+    _refuse_impossible(found)
+    return found
+
+
+def _refuse_impossible(found: Prediction) -> None:
+    """Raises InputError for more FLOP/s than the peak: figures of the cluster contradict each other."""
+    if found.mfu <= 1:
+        return
+    gpu, precision = found.cluster.gpu, found.config.train.precision
+    peak, measured = gpu.peak.get(precision, gpu.peak["bf16"]), gpu.measured.get(precision)
+    best = "" if measured is None else f", gpu.measured.{precision} = {measured / 1e12:g}"
+    raise InputError(
+        f"cluster {found.cluster.name}: a step of {found.seconds:.3g} s would be {found.mfu:.0%} of the peak: "
+        f"figures of the file contradict each other (gpu.peak.{precision} = {peak / 1e12:g} TFLOP/s{best}, "
+        f"gpu.power = {gpu.power:g} W); correct them"
+    )
+
+
+def timeline(prediction: Prediction, timer: Timer) -> Timeline:
+    """When every action runs in a step that is cut short after PICTURED rounds, for pictures."""
+    config = prediction.config
+    table = _table(prediction.plan, timer, enough(config, micro_batches(config), PICTURED))
+    of = costs_of(table)
+    return simulate(
+        table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer.net)
+    )
+
+
+def _table(plan: Plan, timer: Timer, m: int) -> Table:
+    """The schedule of a step of `m` micro-batches; of a named one, only what ranks compute, gather and reduce."""
+    named = plan.config.parallel.pipeline.schedule in NAMES
+    return timer.tables.of(plan.config, m) if named else plan.table(m)
+
+
+def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
+    """Seconds that another micro-batch adds at least to a long step: a rank's passes, or its reductions, if they take
+    longer and pile up."""
+    schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data.mode
+    whole = schedule in WHOLE
+    most = 0.0
+    for rank in range(plan.config.parallel.pp):
+        mine = [stages[stage] for stage in plan.stages_of(rank)]
+        back = (sum(stage.halves) if schedule in HALVED else stage.backward.total for stage in mine)
+        computes = sum(stage.forward.total for stage in mine) + sum(back)
+        reduces = 0.0
+        if mode in ("zero2", "zero3"):
+            computes += whole * sum(stage.longer[False] for stage in mine)
+            reduces = (schedule in HALVED) * sum(stage.reduce for stage in mine)
+        most = max(most, computes, reduces)
+    return most
+
+
+def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
+    """Seconds of a step for which the fullest link of a rank is busy, in the direction in which it sends."""
+    config, placement, net = plan.config, plan.placement, timer.net
+    m, last, pipeline = micro_batches(config), plan.stages - 1, groups(config)["pp"]
+    each_time = m if config.parallel.data.mode in ("zero2", "zero3") else 1
+    splits = _table(plan, timer, min(m, enough(config, m))).splits_backward
+    by_stage = {
+        id(stage): total(
+            (
+                times(stage.sent.passes, m),
+                stage.sent.gather,
+                times(stage.sent.reduce, each_time),
+                times(stage.sent.replicas, each_time if splits else 1),
+            )
+        )
+        for stage in {id(stage): stage for stage in stages}.values()
+    }
+    one = net.links("messages", Activations(config).stream, pipeline)
+    tied = config.model.tie_embeddings and placement[0] != placement[last]
+    found = dict[tuple[object, ...], float]()
+    for rank in range(config.parallel.pp):
+        mine = plan.stages_of(rank)
+        messages = sum(
+            (stage < last and placement[stage + 1] != rank) + (stage > 0 and placement[stage - 1] != rank)
+            for stage in mine
+        )
+        copies = tied and rank in (placement[0], placement[last])
+        key = *sorted(id(stages[stage]) for stage in mine), messages, copies
+        if key not in found:
+            sent = [by_stage[id(stages[stage])] for stage in mine]
+            sent.append(times(one, m * messages))
+            if copies:
+                sent.append(net.links("messages", Shared(config, net).of_copy, pipeline))
+            found[key] = max(total(sent))
+    return max(found.values())
+
+
+def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
+    """How long an action takes."""
+    stage = stages[cost.stage]
+    match cost.kind:
+        case Kind.F:
+            return stage.forward.total
+        case Kind.B:
+            return stage.backward.total + (stage.longer[cost.last] if cost.reduces else 0.0)
+        case Kind.I:
+            return stage.halves[0]
+        case Kind.W:
+            return stage.halves[1]
+        case Kind.GATHER:
+            return stage.gather
+        case Kind.REDUCE:
+            return stage.reducing(cost.last) if cost.split else 0.0  # else it is in the backward pass
+    return 0.0
+
+
+def _split(plan: Plan, timer: Timer, m: int) -> Mapping[int, float]:
+    """Backward passes that are split in a step of `m` micro-batches, by stage. Empty where a schedule splits none."""
+    config = plan.config
+    few, pp = enough(config, m), config.parallel.pp
+    if not _table(plan, timer, few).splits_backward:
+        return {}
+
+    def counted(m: int) -> Counter[int]:
+        programs = _table(plan, timer, m).programs
+        return Counter(
+            item.stage for each in programs for item in each if isinstance(item, Action) and item.kind is Kind.I
+        )
+
+    found, before = counted(few), counted(few - pp) if few < m else Counter[int]()
+    return {stage: found[stage] + (m - few) * (found[stage] - before[stage]) / pp for stage in range(plan.stages)}
+
+
+def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank: int, m: int) -> Seconds:
+    """The time in which a rank computes in a step of `m` micro-batches, slowed by reductions beside it.
+
+    split: as `_split` gives it. Reductions run beside whole passes.
+    """
+    found = Seconds()
+    each_time = plan.config.parallel.data.mode in ("zero2", "zero3")
+    for stage in plan.stages_of(rank):
+        time = stages[stage]
+        longer = sum(time.halves) / time.backward.total - 1
+        found += (time.forward + time.backward) * m + time.backward * (longer * split.get(stage, 0.0))
+        if not split:
+            found += Seconds(data=time.longer[True] + (m - 1) * time.longer[False] * each_time)
+    return found
+
+
+def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
+    """Seconds of the optimizer on the fullest rank, and of handing over the gradients of a step."""
+    config = plan.config
+    layout = config.parallel.layout
+    shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
+    held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
+    seconds = adamw_seconds(held / shards, config.optim.offload, timer)
+    if config.optim.name == "muon":
+        seconds += muon_seconds(plan, timer)
+    return seconds + timer.kernels.passes(held * Shared(config, timer.net).last)
+
+
+def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
+    """Seconds to update `count` parameters with AdamW, whose states may be in host memory."""
+    if offloaded:
+        moved = 2 * 4 * count / (timer.cluster.gpu.host * HOST_SHARE)
+        return moved + count * UPDATE_ON_HOST / HOST_MEMORY + timer.kernels.passes(4 * count)
+    return timer.kernels.passes(count * timer.program.optimizer)

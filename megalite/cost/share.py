@@ -1,0 +1,89 @@
+"""A rank's share of a micro-batch, from which the times of kernels and communication follow. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megalite.config.layers import Heads, LayerKind
+from megalite.config.schema import Config
+from megalite.plan.model.weights import embedding
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Passed, Product
+from megalite.plan.parts.sizes import BYTES
+from megalite.plan.recompute_modes import Mode
+
+
+class Computed(Protocol):
+    """What times ask of a part of a layer; every `plan.parts.part.Part` answers it."""
+
+    @property
+    def heads(self) -> Heads | None: ...
+
+    def products(self, tokens: float, tp: int) -> list[Product]: ...
+
+    def passed(self, tp: int) -> Passed: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Layers of one kind, and how much of a micro-batch a rank has.
+
+    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products.
+    """
+
+    parts: tuple[Computed, ...]
+    width: int
+    vocab: int
+    sequence: int
+    tp: int = 1
+    cp: int = 1
+    micro: int = 1
+    recompute: Mode = "none"
+    precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    method: Literal["ring", "ulysses", "all_gather"] = "ring"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on the rank."""
+        return self.micro * self.sequence // self.cp
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation's element, and of a weight's in a matrix product."""
+        return BYTES.get(self.precision, 2)
+
+    @property
+    def outside(self) -> Literal["bf16", "fp32", "fp64"]:
+        """The precision of attention and of the output layer, which fp8 leaves in bf16."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def heads(self) -> list[Heads]:
+        """Of each part that has attention."""
+        return [part.heads for part in self.parts if part.heads is not None]
+
+    @property
+    def passed(self) -> Passed:
+        """What kernels between matrix products read or write."""
+        found = [part.passed(self.tp) for part in self.parts]
+        return Passed(sum(each.hidden for each in found), sum(each.heads for each in found))
+
+    def products(self, tokens: float) -> list[Product]:
+        """The matrix products of a layer's forward pass, of so many tokens."""
+        return [product for part in self.parts for product in part.products(tokens, self.tp)]
+
+
+def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share:
+    """The share of a rank of `config`, of layers of `kind`."""
+    model, parallel = config.model, config.parallel
+    return Share(
+        parts=Layer(model.width, kind).parts,
+        width=model.width,
+        vocab=embedding(model).part(parallel.tp)[0] * parallel.tp,
+        sequence=model.sequence_length,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        micro=config.batch.micro_size,
+        recompute=recompute,
+        precision=config.train.precision,
+        method=parallel.context.method,
+    )

@@ -1,0 +1,363 @@
+"""The times of a plan's pipeline stages, for one micro-batch on one rank, also as a search for an order takes them.
+
+Imports no torch.
+
+Communication of data parallelism runs beside the compute of layers, as FSDP2's hooks start it. A layer's gathering and
+its reduction are on the same wires, one after the other, and a backward pass waits for each layer's before it goes on:
+it takes the sum over its parts of what takes longer. The first gather of a pass is hidden by nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.schema import Config
+from megalite.cost.activation_room import room_for
+from megalite.cost.cluster import Cluster
+from megalite.cost.constants import FITTED, Constants
+from megalite.cost.kernels import Kernels
+from megalite.cost.layer import LayerModel, LayerTime, Seconds
+from megalite.cost.link_clocks import Part, elements, end_links, groups, layer_links, partial_links, times, total
+from megalite.cost.network import Collective, Group, Links, Net
+from megalite.cost.program import MEGALITE, Program
+from megalite.cost.schedule_tables import Tables
+from megalite.cost.share import Share, share_of
+from megalite.plan.automatic import OrderCosts
+from megalite.plan.automatic import costs_of as sizes_of
+from megalite.plan.memory.activations import Activations
+from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.model.size import layer_parameters
+from megalite.plan.parts.sizes import BYTES
+from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
+from megalite.plan.recompute_modes import Mode
+from megalite.plan.resolved import Plan, resolve
+from megalite.schedule.problem import Beside, StageCosts
+
+# By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
+# of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
+SPLIT = 0.035
+HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
+WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
+HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
+
+
+def beside(compute: float, communication: float, constants: Constants) -> float:
+    """Seconds of both at once: the longer, and a share of the other, which takes its multiprocessors."""
+    return max(compute, communication) + constants.overlap * min(compute, communication)
+
+
+class Sent(NamedTuple):
+    """For how long links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
+    gathered once a step, while gradients are reduced, and while replicas sum them."""
+
+    passes: Links
+    gather: Links
+    reduce: Links
+    replicas: Links
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage and one micro-batch.
+
+    backward: of B, the whole backward pass. inputs, weights: of I and W, if it is split. gather: before the first F
+    of a step, where weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over
+    replicas then. longer: by how much a whole backward pass takes longer with the first beside it, and with both.
+    parameters: of a rank, before they are sharded. sent: on the links.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    inputs: float
+    weights: float
+    gather: float
+    reduce: float
+    replicas: float
+    longer: tuple[float, float]
+    parameters: float
+    sent: Sent
+
+    def reducing(self, last: bool) -> float:
+        """To reduce the gradients after one backward pass, and on the last of a step over replicas too."""
+        return self.reduce + (self.replicas if last else 0.0)
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Seconds of an I and a W."""
+        return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
+
+    def as_costs(self, size: StageCosts) -> StageCosts:
+        """For a search for an order, with the memory of `size`."""
+        return StageCosts(self.forward.total, self.backward.total, *self.halves, size.kept, size.waiting)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A unit gathered at once. inputs, weights: of backward, as in a layer's time; parameters: of a rank, before
+    sharding."""
+
+    part: Part
+    forward: Seconds
+    backward: Seconds
+    inputs: Seconds
+    weights: float
+    parameters: float
+
+
+class Timer:
+    """Times on a cluster, remembered: a search asks for the same layer in many layouts. program: whose kernels run."""
+
+    def __init__(self, cluster: Cluster, constants: Constants = FITTED, program: Program = MEGALITE) -> None:
+        self.cluster, self.constants, self.program = cluster, constants, program
+        self.net, self.tables = Net(cluster, constants), Tables(self.costs)
+        self.kernels = Kernels(cluster.gpu, constants)
+        self._models: dict[Share, LayerModel] = {}
+        self._layers: dict[Share, LayerTime] = {}
+        self._ends: dict[Share, tuple[Piece, Piece]] = {}
+        self._sent: dict[object, tuple[Links, Links]] = {}
+
+    def layer(self, share: Share) -> LayerTime:
+        if share not in self._layers:
+            self._layers[share] = self._model(replace(share, recompute="none")).layer(share.recompute)
+        return self._layers[share]
+
+    def _model(self, share: Share) -> LayerModel:
+        if share not in self._models:
+            self._models[share] = LayerModel(share, self.program, self.cluster, self.constants)
+        return self._models[share]
+
+    def ends(self, share: Share) -> tuple[Piece, Piece]:
+        """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes."""
+        if share not in self._ends:
+            model = self._model(share)
+            forward, backward, weights = model.head()
+            looked = model.embedding()
+            sent = self.net.collective("all_gather", share.element * share.tokens * share.width, model.tp)
+            size = share.vocab * share.width / share.tp
+            there, back = Seconds(passes=looked / 3, tensor=sent), Seconds(passes=looked * 2 / 3, tensor=sent)
+            there_last, back_last = Seconds(forward, tensor=sent), Seconds(backward, tensor=sent)
+            inputs = Seconds(backward - weights, tensor=sent)
+            self._ends[share] = (
+                Piece("embedding", there, back, back, 0.0, size),
+                Piece("head", there_last, back_last, inputs, weights, size),
+            )
+        return self._ends[share]
+
+    def stages(self, plan: Plan) -> list[StageTime]:
+        """The times of every stage of `plan`."""
+        shared, found = Shared(plan.config, self.net), dict[object, StageTime]()
+        stages = []
+        for stage in range(plan.stages):
+            kinds = [id(plan.kinds[layer]) for layer in plan.layers[stage]]  # quicker to compare than kinds
+            key = stage == 0, stage == plan.stages - 1, *kinds, *plan.modes[stage]
+            if key not in found:  # most stages are like the one before
+                found[key] = self._stage(plan, stage, shared)
+            stages.append(found[key])
+        return stages
+
+    def costs(self, config: Config, *, with_room: bool = True) -> OrderCosts:
+        """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
+
+        With `train.recompute: budget`, layers count as if they recomputed nothing, as what they do follows from the
+        order; and there is no room, since they would recompute more to let more micro-batches be under way.
+        """
+        if config.train.recompute == "budget":
+            return self.costs_of(resolve(replace(config, train=replace(config.train, recompute="none"))))
+        costs = self.costs_of(resolve(config))
+        if not with_room or config.parallel.pipeline.memory is not None:
+            return costs
+        memory = config.batch.memory
+        limit = self.cluster.gpu.memory * FOR_TENSORS if memory is None else memory * GIB
+        return replace(costs, room=room_for(config, costs, limit))
+
+    def costs_of(self, plan: Plan) -> OrderCosts:
+        """The same for the stages of `plan`, whose layers recompute as it says."""
+        times, sizes = self.stages(plan), sizes_of(plan.config)
+        stages = tuple(time.as_costs(size) for time, size in zip(times, sizes, strict=True))
+        transfer, beside = transfer_seconds(plan.config, self.net), _beside(plan.config, times)
+        return OrderCosts(stages, self.cluster.name, transfer, beside)
+
+    def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
+        zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"
+        forward = backward = Seconds()
+        inputs = weights = gather = reduce = replicas = parameters = 0.0
+        longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
+        edge = None  # the first unit of a pass: nothing hides its gather
+        for piece, mode, count in self._pieces(plan, stage):
+            moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
+            again, over = (moved.gathered, moved.sent.gather) if zero3 else (0.0, self.net.nothing)
+            copied, added = (self.kernels.passes(each * piece.parameters) for each in (shared.copied, shared.added))
+            copies = Seconds(passes=copied * zero3)
+            compute, alone = piece.backward + copies + Seconds(passes=added), piece.inputs + copies
+            forward += self._with(piece.forward + copies, again, there, over) * count
+            backward += (whole := self._with(compute, again, back, over)) * count
+            inputs += self._with(alone, again, back, over).total * count
+            reduced, summed = (moved.reduced, moved.sent.reduce), (moved.summed, moved.sent.replicas)
+            for last, beside_it in enumerate(([reduced], [reduced, summed])):
+                seconds = again + sum(each for each, _ in beside_it)
+                slower = self._with(compute, seconds, back, over, *(links for _, links in beside_it))
+                longer[last] += (slower.total - whole.total) * count
+            weights += (piece.weights + added) * count
+            gather += moved.gathered * count
+            reduce += moved.reduced * count
+            replicas += moved.summed * count
+            parameters += piece.parameters * count
+            for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
+                of_stage.append(times(each, count))
+            edge = edge or moved
+        assert edge is not None
+        if zero3:
+            forward, backward = forward + Seconds(data=edge.gathered), backward + Seconds(data=edge.gathered)
+            inputs, gather = inputs + edge.gathered, 0.0
+            sent[0].append(edge.sent.gather)
+        elif gather:  # layers wait for their own weights only
+            gather = edge.gathered + max(0.0, gather - forward.total) + self.kernels.passes(shared.copied * parameters)
+        return StageTime(
+            forward,
+            backward,
+            inputs,
+            weights,
+            gather,
+            reduce,
+            replicas,
+            (longer[0], longer[1]),
+            parameters,
+            Sent(*(total(each) for each in sent)),
+        )
+
+    def _with(self, compute: Seconds, communication: float, *links: Links) -> Seconds:
+        """Compute, and how much longer it takes with communication beside it, and for links that both of them need."""
+        alone = compute.total
+        busy = max(map(sum, zip(*links, strict=True)))
+        return compute + Seconds(data=max(beside(alone, communication, self.constants), busy) - alone)
+
+    def _links(self, config: Config, part: Part, mode: Mode) -> tuple[Links, Links]:
+        """Links in both passes of a part."""
+        key = part, mode, share_of(config, layer_kinds(config.model)[0])
+        if key not in self._sent:
+            if isinstance(part, str):
+                self._sent[key] = end_links(config, self.net, part)
+            else:
+                self._sent[key] = layer_links(config, self.net, part, mode)
+        return self._sent[key]
+
+    def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, Mode, int]]:
+        """What a stage is made of, in order, and how often."""
+        config = plan.config
+        embedding, head = self.ends(share_of(config, plan.kinds[0]))
+        if stage == 0:
+            yield embedding, "none", 1
+        found: dict[tuple[LayerKind, Mode], int] = {}
+        for kind, mode in plan.recomputed(stage):
+            found[kind, mode] = found.get((kind, mode), 0) + 1
+        for (kind, mode), count in found.items():
+            yield self._layer(config, kind, mode), mode, count
+        if stage == plan.stages - 1:
+            yield head, "none", 1
+
+    def _layer(self, config: Config, kind: LayerKind, mode: Mode) -> Piece:
+        time = self.layer(share_of(config, kind, mode))
+        size = layer_parameters(config.model, kind).total / config.parallel.tp
+        forward, backward, inputs = time.forward, time.backward, time.inputs
+        if config.train.offload_activations:
+            moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
+            forward, backward, inputs = (self._offloaded(each, moved) for each in (forward, backward, inputs))
+        return Piece(kind, forward, backward, inputs, time.weights, size)
+
+    def _offloaded(self, compute: Seconds, moved: float) -> Seconds:
+        """Compute beside a copy, which has an engine of its own."""
+        return compute + Seconds(offload=max(0.0, moved - compute.total))
+
+
+class Shared:
+    """Times in which data-parallel ranks gather and reduce the parameters of a part.
+
+    copied: bytes that FSDP2 reads and writes for a parameter to take it out of the buffer of an all-gather. added: such
+    bytes of a micro-batch's gradients, on average: to put them into the buffer of a reduce-scatter, or to add them to
+    those before, which the first micro-batch of a step does not. last: such bytes at the end of a step. FSDP2 does all
+    of this between kernels, on the stream that computes (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    """
+
+    def __init__(self, config: Config, net: Net) -> None:
+        parallel = config.parallel
+        layout, tp = parallel.layout, parallel.tp
+        self._net = net
+        self._element = BYTES[config.train.precision]
+        self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
+        self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
+        replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
+        self._replicas = Group(replicas, tp * self._shards.size)
+        self.gathers = self._shards.size > 1
+        self._config = config
+        self._known: dict[Part, Moved] = {}
+        w, r, m = self._element, self._gradient, micro_batches(config)
+        reduces = self.gathers or replicas > 1
+        self.copied = 2 * w if self.gathers else 0
+        self.last = 0
+        at_once = parallel.data.mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
+        if at_once and reduces:
+            self.added = float(w + r)
+        else:
+            self.added = (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m)
+            self.last = 2 * r if reduces else 0
+
+    def seconds(self, part: Part) -> tuple[float, float, float]:
+        """Seconds to gather a part, to reduce over the shards, and to sum over replicas what each has reduced."""
+        found = (self._net.collective(*each) for each in self._collectives(part))
+        gathered, reduced, summed = found
+        return gathered, reduced, summed
+
+    @property
+    def of_copy(self) -> float:
+        """Bytes that the two ranks with a copy of a tied embedding send each other."""
+        count = elements(self._config.model, "embedding", self._shards.stride, self._shards.size)
+        return max(self._element, 4) * count / self._shards.size
+
+    def moved(self, part: Part) -> "Moved":
+        """The same, with what it keeps busy."""
+        if part not in self._known:
+            gather, reduce, replicas = (self._net.links(*each) for each in self._collectives(part))
+            reduce = total((reduce, partial_links(self._config, self._net, part, self._gradient)))
+            self._known[part] = Moved(*self.seconds(part), Sent(self._net.nothing, gather, reduce, replicas))
+        return self._known[part]
+
+    def _collectives(self, part: Part) -> tuple[tuple[Collective, float, Group], ...]:
+        shards, count = self._shards, elements(self._config.model, part, self._shards.stride, self._shards.size)
+        whole = self._gradient * count
+        return (
+            ("all_gather", self._element * count, shards),
+            ("reduce_scatter", whole, shards),
+            ("all_reduce", whole / shards.size, self._replicas),
+        )
+
+
+class Moved(NamedTuple):
+    """Seconds to gather a part, to reduce its gradients and to sum them over replicas; and for how long links are busy
+    with these."""
+
+    gathered: float
+    reduced: float
+    summed: float
+    sent: Sent
+
+
+def _beside(config: Config, times: Sequence[StageTime]) -> Beside | None:
+    """What data-parallel ranks of stages with these `times` exchange; None without FSDP2."""
+    mode = sharding_mode(config)
+    if mode is None:
+        return None
+    return Beside(
+        gathers=tuple(time.gather for time in times) if mode != "zero3" else None,
+        each=mode in ("zero2", "zero3"),
+        slower=tuple(time.longer for time in times),
+        after_split=tuple((time.reducing(False), time.reducing(True)) for time in times),
+    )
+
+
+def transfer_seconds(config: Config, net: Net) -> float:
+    """Seconds to send a micro-batch's activations to the next stage."""
+    layout = config.parallel.layout
+    if layout.pp == 1:
+        return 0.0
+    return net.transfer(Activations(config).stream, groups(config)["pp"])

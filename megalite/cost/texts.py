@@ -1,0 +1,78 @@
+"""Predictions in words: seconds, money, and what takes a step's time. Imports no torch."""
+
+from megalite.config.schema import Config
+from megalite.cost.predict import Prediction
+from megalite.cost.whole_run import DAY, HOUR
+from megalite.plan.automatic import OrderCosts
+
+MINUTE, LONG = 60.0, 999.5  # seconds; from LONG on, a time is told in minutes
+UNITS = (  # of times: from how many seconds on, the seconds of one, and its name
+    (2 * DAY, (DAY, "days")),
+    (2 * HOUR, (HOUR, "hours")),
+    (LONG, (MINUTE, "minutes")),
+    (0.9995, (1.0, "s")),
+    (0.9995e-3, (1e-3, "ms")),
+    (0.0, (1e-6, "µs")),
+)
+PARTS = {  # of `Prediction.parts`, in words
+    "products": "matrix products",
+    "attention": "attention",
+    "passes": "passes over memory",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "data": "data-parallel communication, exposed",
+    "bubble": "waiting for other pipeline stages",
+    "host": "waiting for the host's launches",
+    "offload": "copies to and from host memory",
+    "optimizer": "optimizer",
+    "slowest": "waiting for the slowest GPU",
+}
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which a time is told: its seconds, and its name. Two days and two hours are the least of theirs."""
+    return next((unit for least, unit in UNITS if seconds >= least), UNITS[-1][1])
+
+
+def number(value: float) -> str:
+    """Three digits, or all of a large number: `0.0123`, `45.6`, `1,234`."""
+    return f"{value:,.0f}" if value >= 999.5 or value == 0 else f"{value:#.3g}".rstrip(".")
+
+
+def seconds_text(seconds: float, beside: float | None = None) -> str:
+    """`1.23 s`, `45.6 ms`, or minutes, hours and days where `seconds`, or those that stand beside them, are as long."""
+    length = seconds if beside is None else beside
+    size, name = time_unit(length if length >= LONG else min(seconds, LONG / 2))
+    return f"{seconds / size:,.1f} {name}" if size >= MINUTE else f"{number(seconds / size)} {name}"
+
+
+def step_text(prediction: Prediction) -> str:
+    """The time of a step with its interval."""
+    middle = prediction.seconds
+    low, high = seconds_text(prediction.low, middle), seconds_text(prediction.high, middle)
+    return f"{seconds_text(middle)} ({low} – {high})"
+
+
+def searched_text(config: Config, costs: OrderCosts) -> str:
+    """For what times, and for how many activations on a rank, `schedule: auto` is searched."""
+    cluster, memory = costs.cluster, config.parallel.pipeline.memory
+    times = "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
+    if memory is not None:
+        held = f"a rank may hold {memory:g} GiB of activations"
+    elif costs.room is not None:
+        room = "its GPU has room for" if config.batch.memory is None else "batch.memory has room for"
+        held = f"a rank may hold the activations that {room}"
+    else:
+        held = "a rank may hold as many activations as the fullest one of 1f1b"
+        if cluster is not None and config.train.recompute != "budget":
+            held += ", since no order is known to fit the GPU"
+    return f"stages take {times}, and {held}"
+
+
+def money(dollars: float) -> str:
+    """`$1,234`, `$12.34 M`, `$1.20 B`, or `under $0.01`."""
+    if dollars < 0.01:
+        return "under $0.01" if dollars else "$0"
+    if dollars >= 999.995e6:
+        return f"${dollars / 1e9:,.2f} B"
+    return f"${dollars / 1e6:,.2f} M" if dollars >= 1e6 else f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"

@@ -1,0 +1,1 @@
+"""The mesh of ranks, and collectives with gradients."""

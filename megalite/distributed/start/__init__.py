@@ -1,0 +1,1 @@
+"""How ranks start: processes, signals, finding each other."""

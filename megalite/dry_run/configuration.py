@@ -1,0 +1,18 @@
+"""What a dry run runs: which configuration, and which rank. The prediction that it is compared with is of the same."""
+
+from dataclasses import replace
+
+from megalite.config.schema import Config
+from megalite.plan.traffic.window import busiest
+
+
+def as_counted(config: Config) -> Config:
+    """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled."""
+    on_cpu, train = replace(config.run, device="cpu"), replace(config.train, compile=False)
+    return replace(config, run=on_cpu, train=train, kernels="torch")
+
+
+def busiest_rank(config: Config, pp: int) -> int:
+    """Of the ranks of pipeline rank `pp`, one that sends most: only context parallelism with windows is uneven."""
+    layout = config.parallel.layout
+    return layout.rank(pp=pp, cp=busiest(layout.cp, config.model.sequence_length, config.model.attention.window))

@@ -1,0 +1,1 @@
+"""The fastest layouts of a model on a cluster."""

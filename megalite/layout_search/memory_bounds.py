@@ -1,0 +1,285 @@
+"""The memory of a layout, estimated without its schedule: never more than a walk through it finds. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any, NamedTuple, TypeVar
+
+from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.schema import SCHEDULES, Config
+from megalite.cost.held_bytes import StageBytes, most_held
+from megalite.cost.layout_choice import Choice, mode_of
+from megalite.cost.schedule_tables import Tables, filled
+from megalite.layout_search.micro_batches_in_flight import flight
+from megalite.plan.memory.activations import Activations
+from megalite.plan.model.size import layer_parameters
+from megalite.plan.parts.sizes import BYTES
+from megalite.plan.pipeline import placement
+from megalite.plan.recompute_modes import Mode, every_nth
+from megalite.plan.split import balance
+from megalite.schedule.generate import NAMES, V_SHAPED
+
+N = TypeVar("N", int, float)
+Alike = tuple[tuple[int, ...], bool, bool]  # a stage: its layers' kinds, and whether it is the first and the last
+ONCE = ("ddp", "zero1")  # modes whose gradients are reduced once a step
+
+
+class Each(NamedTuple):
+    """Bytes for each parameter of a pipeline rank: optimizer states with the parameter; gathered weights; gradients
+    before they are reduced, and of them what a rank keeps."""
+
+    states: float
+    gathered: float
+    whole: float
+    reduced: float
+
+
+class First(NamedTuple):
+    """The first rank of a pipeline.
+
+    parameters: those of norms and of a second matrix of a tied embedding aside. stages: of each that counts, its layers
+    by kind. most, beside: as in a `Flight`. single: whether the rank has one stage.
+    """
+
+    parameters: float
+    stages: tuple[tuple[int, ...], ...]
+    most: int
+    beside: int | None
+    single: bool
+
+
+class Estimate:
+    """Bytes of the layouts of `config`.
+
+    pins: keys that keep their values. kinds: of layers, each with how many there are.
+    """
+
+    def __init__(self, config: Config, pins: Mapping[str, Any], kinds: Mapping[LayerKind, int]) -> None:
+        self.config, self.pins, self.kinds = config, pins, kinds
+        self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in kinds}
+        found, layers = list(kinds), layer_kinds(config.model)
+        numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
+        self.order = [numbers[id(kind)] for kind in layers]  # of every layer, which of `kinds` it is
+        self._parameters = self.before(self.layer_parameters)
+        self.matrix = config.model.vocab_size * config.model.width
+        self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
+        self._element = BYTES[config.train.precision]
+        self._wide = max(self._element, 4)
+        self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
+        self._known: dict[tuple[object, ...], Activations] = {}
+        self._keep: dict[tuple[object, ...], list[int]] = {}
+        self._splits: dict[tuple[int, int], Sequence[int]] = {}
+        self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
+        self._scheduled: dict[tuple[object, ...], Config] = {}
+        self._of_rank: dict[tuple[object, ...], float] = {}
+        self._kinds = found
+        self._made_of: dict[tuple[object, ...], list[Alike]] = {}
+        self._each_of: dict[tuple[object, ...], Each] = {}
+        self._firsts: dict[tuple[object, ...], First] = {}
+
+    def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
+        """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
+        values = [each[kind] for kind in self.kinds]
+        return tuple(accumulate(map(values.__getitem__, self.order), initial=0))
+
+    def memory(self, choice: Choice) -> float:
+        """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
+        return self.memories([choice])[0]
+
+    def memories(self, layouts: Sequence[Choice]) -> list[float]:
+        """`memory` of layouts that differ in data parallelism and offloading alone."""
+        if not layouts or layouts[0].schedule not in NAMES:  # where stages are is not known
+            return [self.of_states(choice) for choice in layouts]
+        first, active = self.first(layouts[0]), dict[bool, tuple[float, float | None]]()
+        found = list[float]()
+        for choice in layouts:
+            offloads = choice.offload_activations
+            if offloads not in active:
+                active[offloads] = self._activations(choice, first)
+            found.append(self._needed(choice, first, *active[offloads]))
+        return found
+
+    def lightest(self, choice: Choice, parameters: float, layers: float) -> float:
+        """What `memory` is at least, if the first rank has so many parameters and activations of so many layers."""
+        each, kept = self.each(choice), 0 if choice.offload_activations else min(self.kept(choice))
+        return parameters * (each.states + each.gathered) + layers * kept
+
+    def _needed(self, choice: Choice, first: First, most: float, beside: float | None) -> float:
+        """Bytes with a first rank, and with its activations: at most, and while all of its gradients are there."""
+        states, gathered, whole, reduced = self.each(choice)
+        held = states + gathered
+        after = states + reduced + gathered * first.single  # of several stages, others have freed weights
+        parameters = first.parameters
+        found = max(self._all / choice.pp * max(held, after), parameters * after, parameters * held + most)
+        if beside is not None:
+            found = max(found, parameters * (held + (whole if choice.mode in ONCE else reduced)) + beside)
+        return found
+
+    def _activations(self, choice: Choice, first: First) -> tuple[float, float | None]:
+        """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
+        if choice.offload_activations:
+            return 0.0, None if first.beside is None else 0.0
+        by_kind = self.kept(choice)
+        kept = min([sum(map(mul, counts, by_kind)) for counts in first.stages])
+        outside = self.sizes(choice).outside(1)[0] if first.single and choice.pp == 1 else 0
+        return first.most * kept + outside, None if first.beside is None else first.beside * kept
+
+    def of_actions(self, choice: Choice, tables: Tables, room: float) -> float:
+        """Bytes that the fullest of some ranks has at least, as its actions tell; 0 where that is not told.
+
+        tables: of schedules. Ranks are looked at until one needs more than `room`.
+        """
+        if choice.schedule not in NAMES:
+            return 0.0
+        m = choice.micro_batches(self.config.batch.global_)
+        config, owners, alike = self.scheduled(choice), self.owners(choice), self._alike(choice)
+        managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.precision == "bf16"
+        inputs, most = m * self.sizes(choice).inputs, 0.0
+        known, few = dict[Alike, StageBytes](), filled(config, m)
+        for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):
+            mine = {stage: alike[stage] for stage, owner in enumerate(owners) if owner == rank}
+            for what in {*mine.values()} - known.keys():
+                known[what] = self._stage(choice, *what)
+            held = {stage: known[what] for stage, what in mine.items()}
+            steps = tables.steps(config, few, rank)
+            states = self._held(choice, rank) * self.each(choice).states + inputs
+            most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
+            if most > room:
+                break
+        return most
+
+    def _alike(self, choice: Choice) -> list[Alike]:
+        """By stage, what it is made of."""
+        key = choice.pp, self._virtual(choice), choice.split
+        if key not in self._made_of:
+            ends = list(accumulate(self.split(choice), initial=0))
+            last = len(ends) - 2
+            self._made_of[key] = [
+                (tuple(self.order[begin:end]), stage == 0, stage == last)
+                for stage, (begin, end) in enumerate(pairwise(ends))
+            ]
+        return self._made_of[key]
+
+    def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
+        """What a stage holds. order: the kinds of its layers. first, last: of the model."""
+        each, mode = self.each(choice), mode_of(choice)
+        kinds, sizes = [self._kinds[number] for number in order], self.sizes(choice)
+        modes = [mode] * len(kinds)
+        if mixed(self.config, self.pins, choice):  # where it is for a budget, this is what is kept at least
+            every = 1 if choice.recompute == "budget" else self.config.train.recompute_every
+            modes = every_nth("full" if choice.recompute == "budget" else mode, every, len(kinds))
+        parts = Counter(zip(kinds, modes, strict=True))
+        kept = left = 0
+        for (kind, recomputes), count in parts.items():
+            part = sizes.layer(kind, recomputes)
+            kept += count * part.kept_bytes
+            left += count * sum(held.total() for held in part.put_off.values())
+        layers = sum(self.layer_parameters[kind] for kind in kinds)
+        ends = first + last if not self.config.model.tie_embeddings else first or last
+        all_of = layers + ends * self.matrix
+        least = min([self.layer_parameters[kind] for kind in kinds] + [self.matrix] * bool(ends))
+        return StageBytes(
+            kept,
+            left,
+            each.gathered * all_of,
+            each.whole * all_of,
+            each.whole * layers,
+            each.reduced * all_of,
+            each.whole * least,
+        )
+
+    def of_states(self, choice: Choice) -> float:
+        """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
+        each = self.each(choice)
+        after = each.states + each.reduced + each.gathered * (self._virtual(choice) == 1)
+        return self._all / choice.pp * max(each.states + each.gathered, after)
+
+    def first(self, choice: Choice) -> First:
+        """The first rank, and what is in flight there: in a V, or with one stage a rank, on the first stage."""
+        m = choice.micro_batches(self.config.batch.global_)
+        key = choice.pp, choice.schedule, choice.virtual, choice.split, m
+        if key not in self._firsts:
+            virtual, ends = self._virtual(choice), list(accumulate(self.split(choice), initial=0))
+            counted = range(0, len(ends) - 1, choice.pp) if choice.schedule == "interleaved_1f1b" else range(1)
+            layers = [self.order[ends[stage] : ends[stage + 1]] for stage in counted]
+            stages = {tuple(each.count(kind) for kind in range(len(self.kinds))) for each in layers}
+            flying = flight(choice.schedule, choice.pp, m, virtual)
+            self._firsts[key] = First(self._held(choice, 0), tuple(stages), *flying, virtual == 1)
+        return self._firsts[key]
+
+    def split(self, choice: Choice) -> Sequence[int]:
+        """Layers of every stage."""
+        if choice.split is not None:
+            return choice.split
+        key = choice.pp, self._virtual(choice)
+        if key not in self._splits:
+            self._splits[key] = balance(self.config.model, key[0] * key[1])
+        return self._splits[key]
+
+    def _virtual(self, choice: Choice) -> int:
+        """Stages of a rank."""
+        return choice.virtual or SCHEDULES.get(choice.schedule, 1)
+
+    def _held(self, choice: Choice, rank: int) -> float:
+        """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank, choice.split
+        if key not in self._of_rank:
+            split, owners = self.split(choice), self.owners(choice)
+            ends = list(accumulate(split, initial=0))
+            mine = [stage for stage, owner in enumerate(owners) if owner == rank]
+            layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
+            first, last = 0 in mine, len(split) - 1 in mine
+            outer = first + last if not self.config.model.tie_embeddings else first or last
+            self._of_rank[key] = layers + self.matrix * outer
+        return self._of_rank[key]
+
+    def scheduled(self, choice: Choice) -> Config:
+        """A configuration with the schedule of a layout, whatever else it has."""
+        key = choice.pp, choice.schedule, choice.virtual
+        if key not in self._scheduled:
+            self._scheduled[key] = choice.applied(self.config, self.pins)
+        return self._scheduled[key]
+
+    def owners(self, choice: Choice) -> Sequence[int]:
+        """By stage, its pipeline rank."""
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
+        if key not in self._placements:
+            self._placements[key] = placement(self.scheduled(choice))
+        return self._placements[key]
+
+    def each(self, choice: Choice) -> Each:
+        """Bytes for each parameter of a pipeline rank."""
+        shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
+        key = choice.tp, shards, choice.mode == "zero3", choice.offload_optimizer
+        if key not in self._each_of:
+            states = 0 if choice.offload_optimizer else 2 if self.config.optim.name == "adamw" else 1
+            gathers = choice.mode != "zero3" and self.config.train.precision == "bf16"
+            self._each_of[key] = Each(
+                (1 + states) * self._wide / shards / choice.tp,
+                self._element * gathers / choice.tp,
+                self._gradient / choice.tp,
+                self._gradient / shards / choice.tp,
+            )
+        return self._each_of[key]
+
+    def kept(self, choice: Choice) -> list[int]:
+        """Bytes that a layer of each kind keeps of a micro-batch."""
+        key = choice.tp, choice.cp, choice.micro, choice.method, choice.recompute
+        if key not in self._keep:
+            mode: Mode = "full" if mixed(self.config, self.pins, choice) else mode_of(choice)
+            sizes = self.sizes(choice)
+            self._keep[key] = [sizes.layer_bytes(kind, mode) for kind in self.kinds]
+        return self._keep[key]
+
+    def sizes(self, choice: Choice) -> Activations:
+        """Sizes of a layout's activations."""
+        key = choice.tp, choice.cp, choice.micro, choice.method, choice.offload_activations
+        if key not in self._known:
+            self._known[key] = Activations(choice.applied(self.config, self.pins))
+        return self._known[key]
+
+
+def mixed(config: Config, pins: Mapping[str, Any], choice: Choice) -> bool:
+    """Whether layers of a stage may recompute in different ways: what one of these takes is a bound, no more."""
+    return choice.recompute == "budget" or (config.train.recompute_every > 1 and "train.recompute" in pins)

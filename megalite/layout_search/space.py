@@ -1,0 +1,289 @@
+"""Layouts that a search may choose from, and what each costs at least. Imports no torch.
+
+A search goes through levels. A `Shape` fixes what decides the time of a layer: tp, cp, pp, the micro-batch and
+recompute. Its pipelines add the schedule, and its layouts data parallelism and offloading. All have a lower bound of
+their time, so that the search needs to look at few of them closely; layouts also have one of their memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import inf
+from typing import Any, NamedTuple
+
+from megalite.config.layers import layer_kinds
+from megalite.config.rules.numbers import every_divisor
+from megalite.config.schema import SCHEDULES, Config
+from megalite.cost.layout_choice import Choice, DataMode, Method, Recomputed, mode_of
+from megalite.cost.share import share_of
+from megalite.cost.stages import WHOLE, Timer
+from megalite.layout_search.memory_bounds import Estimate, mixed
+from megalite.layout_search.pipeline_bounds import Passes
+from megalite.layout_search.time_bounds import VIRTUAL, Least, Shape
+from megalite.layout_search.uneven_splits import MISSED, Moves
+from megalite.plan.pipeline import of_file
+from megalite.schedule.actions import MOST_ACTIONS, Table
+from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
+
+# Where in a choice the schedule begins, how states are shared out, and what is offloaded.
+SCHEDULE, SHARING, OFFLOADING = map(Choice._fields.index, ("schedule", "replicas", "offload_activations"))
+LARGEST_MICRO = 32  # sequences in a micro-batch
+LARGEST_CP = 64
+SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
+
+
+class Scheduled(NamedTuple):
+    """The schedules of a shape.
+
+    names: each with its virtual stages. split: whether any may split backward passes. parameters, layers: of the first
+    rank at least, the latter counted for each micro-batch in flight.
+    """
+
+    names: list[tuple[str, int | None]]
+    split: bool
+    parameters: float
+    layers: float
+
+
+class Space:
+    """The layouts of `config` on `gpus` GPUs of a cluster.
+
+    pins: keys of SEARCHED that keep the values that `config` has. offload: whether tensors may be moved to host memory
+    without being pinned there. limit: bytes that tensors may take; layers are moved where it
+    is near, or missed by up to `missed` times.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        gpus: int,
+        timer: Timer,
+        pins: Mapping[str, Any],
+        offload: bool,
+        limit: float = inf,
+        missed: float = MISSED,
+    ) -> None:
+        self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
+        self.model = config.model
+        self._too_large = list[Choice]()
+        self._sharings: dict[Shape, list[tuple[float, Choice]]] = {}
+        self.kinds: dict[Any, int] = {}
+        for kind in layer_kinds(config.model):
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+        self._times: dict[tuple[object, ...], Passes] = {}
+        self._scheduled: dict[tuple[int, bool, int], Scheduled] = {}
+        self.estimate = Estimate(config, pins, self.kinds)
+        self.least = Least(config, gpus, timer, pins, self.estimate, offload)
+        self.moves = Moves(self.estimate, self.least, limit, missed)
+
+    def shapes(self, limit: float) -> Iterator[Shape]:
+        """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
+        for tp in self._tensor():
+            for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
+                for method in self._methods(tp, cp):
+                    for pp in self._pinned("parallel.pp", lambda tp=tp, cp=cp: self._pipeline(tp, cp)):
+                        dp, rest = divmod(self.gpus, tp * cp * pp)
+                        if dp and not rest and self.config.batch.global_ % dp == 0:
+                            for first in self._with_batches(tp, cp, method, pp, dp):
+                                if self.estimate.of_states(first) <= limit:
+                                    yield self.least.shape(first, self._passes(first), self._schedules(first).split)
+                                else:
+                                    self._too_large.append(first)
+
+    def may_fit(self, first: Choice, limit: float) -> bool:
+        """Whether a shape may fit into `limit` bytes with any schedule and split; if not, it is remembered."""
+        schedules = self._schedules(first)
+        needed = self.estimate.lightest(first, schedules.parameters, schedules.layers)
+        if needed > self.moves.missed * limit:
+            self._too_large.append(first)
+        return needed <= self.moves.missed * limit
+
+    def tightest(self, limit: float) -> tuple[float, Choice] | None:
+        """Of the shapes that do not fit: the bytes and the first layout of the one that needs least."""
+        found: tuple[float, Choice] | None = None
+        for first in self._too_large:
+            if found is None or self.estimate.of_states(first) < found[0]:
+                needed = min((self.estimate.memory(choice) for choice in self.pipelines(first)), default=inf)
+                if needed < (inf if found is None else found[0]):
+                    found = needed, first
+        return found
+
+    def pipelines(self, first: Choice) -> Iterator[Choice]:
+        """A shape's first layout under each schedule that it can have, and that is not too long."""
+        head, tail = first[:SCHEDULE], first[SHARING:]
+        for name, virtual in self._schedules(first).names:
+            yield Choice._make((*head, name, virtual, *tail))
+
+    def sharings(self, shape: Shape) -> list[tuple[float, Choice]]:
+        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
+        if shape not in self._sharings:
+            found = self._sharings[shape] = []
+            for mode in self._modes(shape):
+                for replicas in self._replicas(shape, mode):
+                    choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
+                    found.append((self.least.of_sharing(shape, choice), choice))
+        return self._sharings[shape]
+
+    def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
+        head, split, offloading = pipeline[:SHARING], pipeline.split, list(self._offloading(pipeline.schedule))
+        for bound, shared in self.sharings(shape):
+            sharing = shared[SHARING:OFFLOADING]
+            for offloads in offloading:
+                yield bound, Choice._make((*head, *sharing, *offloads, split))
+
+    def _pinned(self, key: str, otherwise: Any) -> Any:
+        return [self.pins[key]] if key in self.pins else otherwise()
+
+    def _tensor(self) -> list[int]:
+        model, node = self.model, self.timer.cluster.gpus_per_node
+        sizes = (model.heads, model.kv_heads, model.ffn, model.sequence_length)
+        wanted = self._pinned("parallel.tp", lambda: [tp for tp in every_divisor(self.gpus) if tp <= node])
+        return [tp for tp in wanted if not any(size % tp for size in sizes)]
+
+    def _context(self, tp: int) -> list[int]:
+        length = self.model.sequence_length
+        fitting = every_divisor(self.gpus // tp)
+        return [cp for cp in fitting if cp == 1 or (cp <= LARGEST_CP and length // cp >= SHORTEST)]
+
+    def _methods(self, tp: int, cp: int) -> Iterator[Method]:
+        length, heads = self.model.sequence_length, self.model.heads
+        key = "parallel.context.method"
+        if cp == 1:
+            yield self.pins.get(key, self.config.parallel.context.method)
+            return
+        for method in self._pinned(key, lambda: ["ring", "all_gather", "ulysses"]):
+            chunks = 1 if method == "ulysses" else 2
+            if length % (chunks * cp * tp) == 0 and not (method == "ulysses" and heads % (cp * tp)):
+                yield method
+
+    def _pipeline(self, tp: int, cp: int) -> list[int]:
+        return [pp for pp in every_divisor(self.gpus // (tp * cp)) if pp <= self.model.layers]
+
+    def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
+        each = self.config.batch.global_ // dp
+        micros = every_divisor(each, LARGEST_MICRO)
+        split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
+        activations, optimizer = (
+            bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
+        )
+        for micro in self._pinned("batch.micro", lambda: micros):
+            if each % micro:
+                continue
+            for recompute in self._recompute():
+                yield Choice(
+                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer, split
+                )
+
+    def _recompute(self) -> list[Recomputed]:
+        found: list[Recomputed] = self._pinned("train.recompute", lambda: ["none", "selective", "full"])
+        compiled = self.config.train.compile
+        return [mode for mode in found if not (compiled and mode == "selective")]
+
+    def _passes(self, choice: Choice) -> Passes:
+        """Seconds of the model's passes for a micro-batch."""
+        key = choice.tp, choice.cp, choice.method, choice.micro, choice.recompute
+        if key not in self._times:
+            mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
+            config = self.estimate.sizes(choice).config
+            times = {kind: self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds}
+            embedding, head = self.timer.ends(share_of(config, next(iter(self.kinds))))
+            self._times[key] = Passes(
+                self.estimate.before({kind: time.forward.total for kind, time in times.items()}),
+                self.estimate.before({kind: time.backward.total for kind, time in times.items()}),
+                self.estimate.before({kind: time.weights for kind, time in times.items()}),
+                tuple((time.forward.total, time.backward.total, time.weights) for time in times.values()),
+                (embedding.forward.total, embedding.backward.total, embedding.weights),
+                (head.forward.total, head.backward.total, head.weights),
+            )
+        return self._times[key]
+
+    def _schedules(self, first: Choice) -> Scheduled:
+        """The schedules that a shape can have."""
+        m = first.micro_batches(self.config.batch.global_)
+        key = first.pp, first.recompute == "full", m
+        if key not in self._scheduled:
+            names = [
+                (name, virtual)
+                for name, virtual in self._named(first)
+                if self._can_be_placed(first.pp, m, name, virtual) and _can_be_planned(first.pp, m, name, virtual)
+            ]
+            parameters = layers = inf if names else 0.0
+            for name, virtual in names:
+                if name not in NAMES:  # where its stages are is not known
+                    parameters = layers = 0.0
+                    continue
+                rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
+                parameters = min(parameters, rank.parameters)
+                layers = min(layers, rank.most * min(map(sum, rank.stages)))
+            self._scheduled[key] = Scheduled(names, any(name not in WHOLE for name, _ in names), parameters, layers)
+        return self._scheduled[key]
+
+    def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:
+        """Whether every stage has a layer, as many have one as a pinned split says, and a file is for this pipeline."""
+        stages = pp * (virtual or SCHEDULES.get(schedule, 1))
+        split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
+        if stages > self.model.layers or (split is not None and len(split) != stages):
+            return False
+        file = self.file
+        return file is None or (file.ranks, file.micro_batches, file.stages) == (pp, m, stages)
+
+    @cached_property
+    def file(self) -> Table | None:
+        """The schedule of the pinned file, if one is pinned. Raises InputError for a bad file."""
+        schedule = self.pins.get("parallel.pipeline.schedule", AUTO)
+        return None if schedule in SCHEDULES else of_file(schedule)
+
+    def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
+        """Schedules and virtual stages. Halves of backward keep for W what full recompute has made again."""
+        pp = first.pp
+        key, of = "parallel.pipeline.schedule", "parallel.pipeline.virtual_stages"
+        if self.file is not None:
+            yield self.pins[key], self.pins.get(of, self.file.stages // self.file.ranks)
+            return
+        if self.pins.get(key) == AUTO:
+            for virtual in self._pinned(of, lambda: [None] if pp == 1 else [None, 2]):
+                yield AUTO, virtual
+            return
+        if pp == 1 and key not in self.pins:
+            yield "1f1b", None
+            return
+        splits = not self.config.train.compile and first.recompute != "full"
+        names = ["1f1b", "interleaved_1f1b", *(["zb_h1", "zb_h2", "zbv", "dualpipev"] if splits else [])]
+        for name in self._pinned(key, lambda: names):
+            if name == "interleaved_1f1b":
+                for virtual in self._pinned(of, lambda: VIRTUAL):
+                    yield name, virtual
+            elif self.pins.get(of) in (None, SCHEDULES[name]):
+                yield name, None
+
+    def _modes(self, shape: Shape) -> list[DataMode]:
+        if shape.dp * shape.choice.cp == 1:
+            return list(self._pinned("parallel.data.mode", lambda: ["zero1"]))
+        once = shape.micro_batches == 1  # gradients are reduced once in any case
+        return list(self._pinned("parallel.data.mode", lambda: ["ddp", "zero1", *([] if once else ["zero2"]), "zero3"]))
+
+    def _replicas(self, shape: Shape, mode: DataMode) -> list[int]:
+        if "parallel.dp_replicate" in self.pins:
+            found = [self.pins["parallel.dp_replicate"]]
+        elif "parallel.dp_shard" in self.pins:
+            found = [shape.dp // self.pins["parallel.dp_shard"]]
+        elif mode == "ddp":
+            found = [1]
+        else:  # sharded over all, over those of a node, or over eight nodes
+            near = max(1, self.timer.cluster.gpus_per_node // (shape.choice.tp * shape.choice.cp))
+            found = sorted({1, *(shape.dp // size for size in (near, 8 * near) if shape.dp % size == 0)})
+            found = [replicas for replicas in found if replicas < shape.dp or shape.dp == 1]
+        shard = self.pins.get("parallel.dp_shard")
+        return [n for n in found if n and shape.dp % n == 0 and shard in (None, shape.dp // n)]
+
+    def _offloading(self, schedule: str) -> Iterator[tuple[bool, bool]]:
+        either = [False, True] if self.offload else [False]
+        free = [False] if self.config.train.compile or schedule in SPLITTING else either
+        for activations in self._pinned("train.offload_activations", lambda: free):
+            for optimizer in self._pinned("optim.offload", lambda: either):
+                yield activations, optimizer
+
+
+def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:
+    """Whether a schedule is not too long. That of a file is known when it is read."""
+    return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MOST_ACTIONS

@@ -1,0 +1,190 @@
+"""Bytes that one rank keeps of a micro-batch for backward, and bytes that backward needs beside them.
+
+A stage consists of the units that FSDP2 gathers one by one: the embedding, every layer, the head. The parts of a layer
+tell what it keeps (`plan.parts`). With the inputs of its norms and 1/rms, 2·(hw + z)·T/t, that is eq. 4 of Korthikanti
+et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not keep.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.config.layers import LayerKind, layer_kinds, rotations
+from megalite.plan.memory.attention import AttentionMemory
+from megalite.plan.memory.units import Unit, Weights
+from megalite.plan.model.optimizer_states import state_names
+from megalite.plan.model.size import Parameters
+from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Kept, Moment, Weight
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.recompute_modes import Mode
+
+TOKEN = 8  # bytes of a token id
+ROWS = 128  # rows that cross_entropy handles at a time
+FEWEST, TILE = 4096, 128  # tokens: the lowest limit for a chunk of the head, and the unit that chunks are multiples of
+CLASSES = 1024  # classes whose logits the head widens at a time, to sum the gradient of its weight
+OFFLOAD_SHARE = 32  # a tensor below 1/32 of a layer's input, such as a statistic of its rows, is not worth a copy
+
+
+def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
+    """How many tokens the head makes logits of at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
+    wide, buffers = max(itemsize, 4), 2 if ranks > 1 else 1
+    most = max(width // buffers, FEWEST)
+    if tokens * itemsize <= buffers * most * itemsize + width * wide:
+        return max(tokens, 1)
+    even = -(-tokens // -(-tokens // most))
+    return min(-(-even // TILE) * TILE, most)
+
+
+@dataclass(frozen=True)
+class Activations(Sizes):
+    """Sizes of a configuration's activations on one rank, and the units that keep them."""
+
+    def embedding(self, with_head: bool) -> Unit:
+        """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
+        ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
+        # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
+        masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
+        moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * self._matrix))
+        tied = self.config.model.tie_embeddings and with_head
+        kept = (Kept("embedding", ids, "lookup"),)
+        weights = self._weights([embedding(self.config.model)])
+        return Unit("embedding", weights, self._matrix, kept, 2 * self.gathered, moments, with_stage=tied)
+
+    def tied_copy(self) -> Unit:
+        """The last stage's copy of the embedding, which the head uses."""
+        weights = self._weights([head(self.config.model)])
+        return Unit("embedding", weights, self._matrix, (), 0, (), with_stage=True, copy=True)
+
+    def layer(self, kind: LayerKind, mode: Mode) -> Unit:
+        """A layer of `kind` that recomputes as `mode` says."""
+        if (kind, mode) not in self._layers:
+            self._layers[kind, mode] = self._layer(kind, mode)
+        return self._layers[kind, mode]
+
+    @cached_property
+    def _layers(self) -> dict[tuple[LayerKind, Mode], Unit]:
+        """Layers that were asked for."""
+        return {}
+
+    def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
+        layer = Layer(self.config.model.width, kind)
+        everything, weights = layer.kept(self), [weight for _, weight in layer.weights()]
+        remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
+        cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
+        left = [kept for kept in everything if kept not in (*remade, *cheap)]
+        least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
+        offloaded = tuple(kept for kept in left if kept.bytes >= least)
+        passing = (*remade, *cheap, *offloaded)
+        last = layer.parts[-1].name
+        return Unit(
+            "layer",
+            self._weights(weights),
+            newest=math.prod(weights[-1].part(self.t)),
+            kept=tuple(kept for kept in left if kept.bytes < least),
+            forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == last),
+            backward=layer.backward(self),
+            remade=remade,
+            cheap=cheap,
+            offloaded=offloaded,
+            puts_off=True,
+        )
+
+    def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
+        """Bytes that a layer keeps from forward to backward, on the device and in host memory."""
+        part = self.layer(kind, mode)
+        return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
+
+    def outside(self, stages: int) -> dict[int, int]:
+        """By stage: bytes that the embedding and the head keep of a micro-batch; stages with neither are left out."""
+        ends = ((0, self.embedding(with_head=stages == 1)), (stages - 1, self.head()))
+        found: Counter[int] = Counter()
+        for stage, part in ends:
+            found[stage] += sum(kept.bytes for kept in part.kept)
+        return found
+
+    def head(self) -> Unit:
+        """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
+        model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
+        columns = self._columns
+        chunk, several = self._chunk, self.chunks_head
+        logits, inputs = chunk * columns * self.w, self.gathered or self.stream
+        block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
+        copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several else 0
+        kept = [
+            Kept("norms", self.stream + self.statistic, "norm"),
+            Kept("head", inputs + logits + self.z * chunk, "output"),
+        ]
+        if several:  # the gradient of the inputs, and the summed gradient of the weight
+            kept.append(Kept("head", inputs + self.z * self._matrix, "output"))
+        backward = (
+            Moment("loss", block),
+            Moment("output", copies if several else inputs, self.w * self._matrix),
+            Moment("norm", self.norm),
+        )
+        forward = max(block, copies) + (logits if several and self.t > 1 else 0)
+        weights = self._weights([final_norm(model), *([] if tied else [head(model)])])
+        return Unit("head", weights, model.width if tied else self._matrix, tuple(kept), forward, backward)
+
+    @property
+    def chunks_head(self) -> bool:
+        """Whether the head makes logits in several chunks; it then makes its gradients in F."""
+        return self._chunk < self.tokens
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens that the head makes logits of at a time."""
+        return min(chunk_tokens(self.tokens, self.config.model.width, self.w, self.t), self.tokens)
+
+    @property
+    def angles(self) -> int:
+        """Bytes of cosines and sines for a step: of the rank's positions, or of all if documents restart positions."""
+        model, resets = self.config.model, self.config.data.reset_positions
+        return model.sequence_length // (1 if resets else self.config.parallel.cp) * self._turning * self.z
+
+    @cached_property
+    def turns(self) -> int:
+        """Bytes of cosines and sines that a stage looks up for a micro-batch; 0 unless documents restart positions."""
+        return self.tokens * self._turning * self.z if self.config.data.reset_positions else 0
+
+    @property
+    def _turning(self) -> int:
+        """Cosines and sines of a position, in the tables of all rotations."""
+        return sum(rotation.width for rotation in rotations(self.config.model))
+
+    @property
+    def inputs(self) -> int:
+        """Bytes of a micro-batch's samples, and of the tokens, targets and positions that are made of the samples."""
+        made = 3 if self.config.data.reset_positions else 2
+        return TOKEN * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
+
+    def _weights(self, weights: Iterable[Weight]) -> Weights:
+        """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits."""
+
+        def elements(weight: Weight) -> int:
+            return math.prod(weight.part(self.t))
+
+        def states(weight: Weight) -> int:
+            return len(state_names(self.config.optim, weight.role)) * elements(weight)
+
+        several = list(weights)
+        return Weights(Parameters.of(several, elements), Parameters.of(several, states))
+
+    @property
+    def _columns(self) -> int:
+        """Tokens of the vocabulary on one rank, with padding."""
+        return embedding(self.config.model).part(self.t)[0]
+
+    @property
+    def _matrix(self) -> int:
+        """Elements of the embedding, or of the head, on one rank."""
+        return self._columns * self.config.model.width
+
+    @property
+    def repeats(self) -> bool:
+        """Whether attention of any layer repeats keys and values for every query head."""
+        heads = {kind.attention.heads for kind in layer_kinds(self.config.model)}
+        return any(AttentionMemory(self, each, normed=False).repeats for each in heads)

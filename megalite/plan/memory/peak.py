@@ -1,0 +1,136 @@
+"""Bytes that one pipeline rank holds at the peak of a training step, by kind and component.
+
+The prediction walks through the rank's program, in the same table that the runner executes. On the way, the parts of
+stages (`plan.activations`) keep activations from forward to backward, gradients accumulate or are reduced, and weights
+are gathered and freed.
+
+    P  parameters of the rank's stages before data-parallel sharding, N those of one part
+    D  ranks over which parameters are sharded: dp_shard · cp, or 1 with mode ddp
+    w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
+
+    parameters          pP/D
+    optimizer states    pP/D for each state: AdamW has two, Muon has one for a matrix inside of a layer
+    gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); 0 where a single
+                        data-parallel rank computes in the precision of its parameters
+    gradients           rP until they are reduced, then pP/D. They are reduced after every micro-batch (zero2, zero3) or
+                        after the last one (ddp, zero1). The part that was reduced last takes another rN until the
+                        next part is reduced
+    activations         see plan.activations
+    temporaries         those of backward; wN of gradients being made; wN to gather the next part (zero3);
+                        activations recomputed or fetched from the host; those of Muon's step (plan.muon)
+    host memory         offloaded tensors; the copy of parameters and optimizer states that `checkpoint.async` stages
+
+Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
+and memory that kernels allocate internally. The allocator may reuse a buffer that a pipeline has sent or received only
+when NCCL has ended all transfers posted before the buffer was freed. So the further the host is ahead of its GPU, the
+more such buffers live. They do not exhaust memory: before the allocator gives up, it waits for them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megalite.base.errors import InputError
+from megalite.config.schema import Config
+from megalite.plan.automatic import Costing
+from megalite.plan.memory.activations import Activations
+from megalite.plan.memory.moment_text import Instant
+from megalite.plan.memory.units import Item
+from megalite.plan.memory.walk import HOST, Walk, on_device
+from megalite.plan.pipeline import actions, as_full, fullest_steps
+from megalite.plan.resolved import Plan, resolve
+
+KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one pipeline rank at the peak of the fullest step of a run. Host memory is counted at its own peak."""
+
+    pp: int
+    bytes: dict[Item, int]
+    micro_batches: int  # of that step
+    instant: Instant  # of the peak
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds on the device."""
+        return on_device(self.bytes)
+
+    def of(self, kind: str) -> dict[str, int]:
+        """Bytes of one kind by component."""
+        return {component: size for (found, component), size in self.bytes.items() if found == kind}
+
+
+def rank_memory(config: Config, pp: int, costing: Costing | None = None) -> Memory:
+    """The predicted memory of pipeline rank `pp`; `parallel.dp_shard` and `batch.micro` must be numbers.
+
+    costing: as for `resolve`. Raises InputError for a schedule that cannot run.
+    """
+    return _fullest(resolve(config, costing=costing), pp)
+
+
+def memory_of_ranks(config: Config, costing: Costing | None = None) -> list[Memory]:
+    """The predicted memory of every pipeline rank, which all ranks with the same pp coordinate have in common.
+
+    costing: as for `resolve`.
+    """
+    return list(each_rank(config, resolve(config, costing=costing)))
+
+
+def each_rank(config: Config, plan: Plan) -> Iterator[Memory]:
+    """The results of `memory_of_ranks` one by one, so that a caller can stop early. plan: of `config`."""
+    return (_fullest(plan, pp) for pp in range(config.parallel.pp))
+
+
+def actions_of_peaks(config: Config) -> int:
+    """How many actions are in the schedules that `memory_of_ranks` walks through."""
+    return sum(actions(config, as_full(config, m)) for m in fullest_steps(config))
+
+
+def enough_micro_batches(plan: Plan, pp: int, full: int) -> int:
+    """A small number of micro-batches with the same peak on pipeline rank `pp` as a step of `full` micro-batches."""
+    p = plan.config.parallel.pp
+    wanted, _ = _peak(plan, pp, full)
+    for m in sorted({1, 2, 3, *(2**i for i in range(2, 12)), *(p * i for i in range(1, 9))}):
+        if m >= full:
+            break
+        try:
+            if _peak(plan, pp, m)[0] == wanted:
+                return m
+        except InputError:  # the schedule cannot have so few
+            continue
+    return full
+
+
+def _fullest(plan: Plan, pp: int) -> Memory:
+    inputs = Activations(plan.config).inputs
+    steps = []
+    for m in fullest_steps(plan.config):
+        peak, instant = _peak(plan, pp, m)
+        steps.append(Memory(pp, peak | {("activations", "inputs"): m * inputs}, m, instant))
+    return max(steps, key=lambda memory: memory.total)
+
+
+def _peak(plan: Plan, pp: int, m: int) -> tuple[dict[Item, int], Instant]:
+    """Bytes that a rank holds at the peak of a step of `m` micro-batches, without the inputs of the step, and when."""
+    config = plan.config
+
+    def walk(m: int) -> tuple[Counter[Item], Instant]:
+        walk = Walk(plan, m, pp)
+        return Counter(walk.run()), walk.instant
+
+    if config.parallel.pipeline.schedule != "gpipe":
+        return walk(as_full(config, m))
+    few = 32
+    while few < m:  # if one more micro-batch adds activations to the peak, every further one adds as many
+        *steps, (last, instant) = [walk(few - 2), walk(few - 1), walk(few)]
+        counts = [*(step for step, _ in steps), last]
+        before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(counts))
+        grow = {kind == HOST for (kind, _), size in growth.items() if size > 0}
+        if growth == before and grow == {False, config.train.offload_activations}:
+            grown = {item: size + (m - few) * growth[item] for item, size in last.items()}
+            return grown, instant.of_last(few, m)
+        few *= 2
+    return walk(m)

@@ -1,0 +1,72 @@
+"""The parts of a pipeline stage for `plan.walk`: where many layers repeat, those in the middle count as one part."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import TypeVar
+
+from megalite.config.layers import LayerKind
+from megalite.plan.memory.activations import Activations
+from megalite.plan.memory.units import Unit
+from megalite.plan.recompute_modes import Mode
+
+T = TypeVar("T")
+Recomputed = tuple[LayerKind, Mode]  # a layer, and how it recomputes
+ENDS = 2  # repetitions at each end that a walk visits one by one; those between count as one
+
+
+def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], stages: int) -> dict[int, list[Unit]]:
+    """By stage: the parts of the stage, first to last. Layers that repeat often are taken as one part.
+
+    layers: by stage, the layers of the stages to return. stages: how many stages the pipeline has.
+    """
+    one = cache(sizes.layer)  # one Unit for equal layers of all stages, so its cached properties are computed once
+
+    @cache
+    def repeated(layer: Recomputed, times: int) -> Unit:
+        return one(*layer).repeated(times) if times > 1 else one(*layer)
+
+    def parts(stage: int) -> list[Unit]:
+        found = [repeated(layer, times) for layer, times in condensed(layers[stage])]
+        last = [sizes.head()] if stage == stages - 1 else []
+        if stage == 0:
+            return [sizes.embedding(with_head=stages == 1), *found, *last]
+        return [*([sizes.tied_copy()] if last and sizes.config.model.tie_embeddings else []), *found, *last]
+
+    return {stage: parts(stage) for stage in layers}
+
+
+def condensed(layers: Sequence[T]) -> list[tuple[T, int]]:
+    """The layers of a stage in order, each with the number of layers like it that are taken as one.
+
+    Layers repeat one by one or in groups. In the middle, every repetition changes the bytes held by the same amount. So
+    memory peaks at the first or the last repetition, and a walk visits only two at each end one by one.
+    """
+    period, count = _period(layers), len(layers)
+    repetitions = count // period if period else 0
+    if repetitions > 2 * ENDS:
+        unit, middle = list(layers[:period]), repetitions - 2 * ENDS
+        ends = [(layer, 1) for layer in unit * ENDS]
+        rest = [(layer, 1) for layer in layers[repetitions * period :]]
+        found = [*ends, *((layer, middle) for layer in unit), *ends, *rest]
+    else:
+        found = [(layer, 1) for layer in layers]
+    return [entry for key, run in groupby(found) for entry in _condensed_run(*key, len(list(run)))]
+
+
+def _condensed_run(layer: T, times: int, count: int) -> list[tuple[T, int]]:
+    if times > 1:
+        return [(layer, times * count)]
+    ends = [(layer, 1)] * ENDS
+    return [*ends, (layer, count - 2 * ENDS), *ends] if count > 2 * ENDS else [(layer, 1)] * count
+
+
+def _period(layers: Sequence[T]) -> int:
+    """After how many layers the sequence repeats itself."""
+    border, borders = 0, [0]  # Knuth, Morris and Pratt's table
+    for layer in layers[1:]:
+        while border and layer != layers[border]:
+            border = borders[border - 1]
+        border += layer == layers[border]
+        borders.append(border)
+    return len(layers) - borders[-1]

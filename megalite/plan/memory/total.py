@@ -1,0 +1,119 @@
+"""The bytes of a pipeline rank at their most, without what they are of: a search looks at hundreds of layouts."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from megalite.plan.memory.units import Unit
+from megalite.plan.memory.walk import HOST, PutOff, Walk
+from megalite.plan.parts.part import Moment
+from megalite.plan.pipeline import as_full, fullest_steps
+from megalite.plan.resolved import Plan
+from megalite.schedule.actions import Action
+
+
+class Gradients(NamedTuple):
+    """What a walk knows of the gradients of a stage, by index of a part: those of `Walk` of the same names."""
+
+    whole: frozenset[int] = frozenset()
+    sharded: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
+    reducing: int = 0
+
+
+class Effect(NamedTuple):
+    """What an action does: bytes that it adds, and has at most beyond those before it, and what it leaves.
+
+    put_off: what an I leaves to its W.
+    """
+
+    adds: int
+    most: int
+    left: Gradients
+    put_off: list[PutOff] | None
+
+
+class Total(Walk):
+    """A walk that counts the bytes on the device alone.
+
+    An action does the same for every micro-batch, as long as the gradients of its stage are in the same state. So it is
+    walked through once for each such state, and looked up from then on.
+    """
+
+    def __init__(self, plan: Plan, m: int, pp: int) -> None:
+        super().__init__(plan, m, pp)
+        self.effects: dict[tuple[object, ...], Effect] = {}
+        self.now = dict.fromkeys(self.parts, Gradients())  # of every stage; those of `Walk` may be older
+
+    def most_bytes(self) -> int:
+        """What `on_device` tells of `run`."""
+        self.run()
+        return self.most
+
+    def _forward(self, action: Action) -> None:
+        self._once(action, super()._forward)
+
+    def _backward(self, action: Action) -> None:
+        self._once(action, super()._backward)
+
+    def _weight_gradients(self, action: Action) -> None:
+        self._once(action, super()._weight_gradients)
+
+    def _once(self, action: Action, walk: Callable[[Action], None]) -> None:
+        """Walk through an action, or do what that did before."""
+        kind, stage, micro = action
+        key = kind, stage, self.reductions.get(action), self.now[stage]
+        effect = self.effects.get(key)
+        if effect is None:
+            before, most = self.total, self.most
+            self.most = 0
+            self._set(stage, self.now[stage])
+            walk(action)
+            effect = Effect(self.total - before, self.most - before, self._get(stage), self.put_off.get((stage, micro)))
+            self.effects[key] = effect
+            self.total, self.most = before, most
+        self.most = max(self.most, self.total + effect.most)
+        self.total += effect.adds
+        self.now[stage] = effect.left
+        if effect.put_off is not None:
+            self.put_off[stage, micro] = effect.put_off
+
+    def _get(self, stage: int) -> Gradients:
+        every = range(len(self.parts[stage]))
+        return Gradients(
+            frozenset(index for index in every if (stage, index) in self.whole),
+            tuple((index, self.sharded[stage, index]) for index in every if (stage, index) in self.sharded),
+            tuple((index, self.shared[stage, index]) for index in every if (stage, index) in self.shared),
+            self.reducing[stage],
+        )
+
+    def _set(self, stage: int, state: Gradients) -> None:
+        for index in range(len(self.parts[stage])):
+            self.whole.discard((stage, index))
+            self.sharded.pop((stage, index), None)
+            self.shared.pop((stage, index), None)
+        self.whole |= {(stage, index) for index in state.whole}
+        for index, each in state.sharded:
+            self.sharded[stage, index] = each
+        for index, size in state.shared:
+            self.shared[stage, index] = size
+        self.reducing[stage] = state.reducing
+
+    def _keep(self, part: Unit) -> None:
+        self.total += part.kept_bytes
+
+    def _release(self, part: Unit, moment: Moment, puts_off: bool) -> None:
+        self.total += part.change[moment.name, puts_off]
+
+    def _hold(self, kind: str, component: str, size: int) -> None:
+        if kind != HOST:
+            self.total += size
+
+    def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
+        if self.total + temporaries + gathered > self.most and not self.passing:
+            self.most = self.total + temporaries + gathered
+
+
+def fullest(plan: Plan, ranks: Iterable[int]) -> int:
+    """The bytes of `Memory.total` on the fullest of `ranks`; not for gpipe, whose steps are too long to be walked."""
+    inputs, steps = plan.sizes.inputs, fullest_steps(plan.config)
+    return max(Total(plan, as_full(plan.config, m), rank).most_bytes() + m * inputs for rank in ranks for m in steps)

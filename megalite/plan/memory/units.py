@@ -1,0 +1,133 @@
+"""Units of a stage, which FSDP2 gathers one by one (embedding, layers, head): what a rank keeps, what backward takes.
+
+Backward of a unit is a sequence of moments. Each moment has temporaries. At its end some kept tensors are released.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from megalite.plan.model.size import Parameters
+from megalite.plan.parts.part import Kept, Moment
+
+Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of the model
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of elements: of parameters, and of all states that the optimizer keeps of these parameters."""
+
+    parameters: Parameters
+    states: Parameters
+
+    @cached_property
+    def total(self) -> int:
+        """The number of parameters."""
+        return self.parameters.total
+
+    @cached_property
+    def by_component(self) -> tuple[tuple[str, int, int], ...]:
+        """Each component of the model that has parameters here, with the numbers of parameters and state elements."""
+        both = zip(asdict(self.parameters).items(), asdict(self.states).values(), strict=True)
+        return tuple((name, count, states) for (name, count), states in both if count)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The embedding, a layer or the head of a stage, as one rank holds it."""
+
+    name: str
+    weights: Weights  # on this rank, before data-parallel sharding
+    newest: int  # elements of the last weight
+    kept: tuple[Kept, ...]
+    forward: int  # temporaries of the forward pass, where it takes most
+    backward: tuple[Moment, ...]  # in order
+    remade: tuple[Kept, ...] = ()  # made again when backward begins, by full recompute
+    cheap: tuple[Kept, ...] = ()  # made again when backward needs it, by selective recompute
+    offloaded: tuple[Kept, ...] = ()  # in host memory until backward reaches the unit that follows in the model
+    puts_off: bool = False  # a split backward leaves the weight gradients to W
+    with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
+    copy: bool = False  # a copy of the first stage's tied embedding
+    times: int = 1  # how many equal units in a row this one stands for; bytes are of all, parameters of one
+
+    @cached_property
+    def again(self) -> dict[str, int]:
+        """By moment of backward: bytes that selective recompute makes again for it."""
+        return {at.name: sum(kept.bytes for kept in self.cheap if kept.until == at.name) for at in self.backward}
+
+    @cached_property
+    def freed(self) -> dict[str, Counter[Item]]:
+        """By moment of backward: bytes of the kept tensors that backward does not need after the moment."""
+        return {at.name: _bytes(held for held in self._held if held[1].until == at.name) for at in self.backward}
+
+    @cached_property
+    def retained(self) -> dict[str, Counter[Item]]:
+        """By moment of a split backward: bytes that stay for W, of kept tensors and of output gradients."""
+        needed = [(kind, kept) for kind, kept in self._for_backward if kept.for_weights]
+        return {
+            at.name: _bytes(held for held in needed if held[1].until == at.name) + _put_off(at) for at in self.backward
+        }
+
+    @cached_property
+    def put_off(self) -> dict[str, Counter[Item]]:
+        """By moment of a split backward: bytes that are held until W makes the moment's weight gradients."""
+        needed = self._for_backward
+        return {
+            at.name: _bytes(held for held in needed if held[1].for_weights == at.name) + _put_off(at)
+            for at in self.backward
+        }
+
+    @cached_property
+    def _for_backward(self) -> list[tuple[str, Kept]]:
+        """All tensors that are held or made again for backward, with their kinds."""
+        return [*self._held, *(("temporaries", kept) for kept in self.cheap)]
+
+    @cached_property
+    def _held(self) -> list[tuple[str, Kept]]:
+        """The tensors that are held from forward on, or from the beginning of backward on, with their kinds."""
+        made = [("temporaries", kept) for kept in (*self.remade, *self.offloaded)]
+        return [*(("activations", kept) for kept in self.kept), *made]
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes on the device that a forward pass keeps."""
+        return sum(kept.bytes for kept in self.kept)
+
+    @cached_property
+    def change(self) -> dict[tuple[str, bool], int]:
+        """By moment of backward, and whether weight gradients are put off: by how much it changes the bytes kept."""
+        freed = {at.name: self.freed[at.name].total() for at in self.backward}
+        return {
+            (at.name, puts_off): puts_off * self.retained[at.name].total() - freed[at.name]
+            for at in self.backward
+            for puts_off in (False, True)
+        }
+
+    def repeated(self, times: int) -> "Unit":
+        """A unit that stands for `times` units like this one."""
+
+        def all_of(group: tuple[Kept, ...]) -> tuple[Kept, ...]:
+            return tuple(replace(kept, bytes=times * kept.bytes) for kept in group)
+
+        moments = tuple(replace(x, weights=times * x.weights, put_off=times * x.put_off) for x in self.backward)
+        return replace(
+            self,
+            kept=all_of(self.kept),
+            backward=moments,
+            remade=all_of(self.remade),
+            cheap=all_of(self.cheap),
+            offloaded=all_of(self.offloaded),
+            times=times,
+        )
+
+
+def _put_off(moment: Moment) -> Counter[Item]:
+    return Counter({("gradients", "put off"): moment.put_off})
+
+
+def _bytes(group: Iterable[tuple[str, Kept]]) -> Counter[Item]:
+    found: Counter[Item] = Counter()
+    for kind, kept in group:
+        found[kind, kept.component] += kept.bytes
+    return found

@@ -1,0 +1,403 @@
+"""A walk through one pipeline rank's program that adds up the bytes held; `plan.memory` explains the letters."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.config.schema import Config
+from megalite.plan.memory.moment_text import Instant
+from megalite.plan.memory.repeated_layers import parts_of
+from megalite.plan.memory.units import Item, Unit
+from megalite.plan.muon import step_temporaries
+from megalite.plan.parts.part import Moment
+from megalite.plan.parts.sizes import BYTES
+from megalite.plan.resolved import Plan
+from megalite.schedule.actions import SENDS, Action, Exchange, Kind
+from megalite.schedule.reductions import reductions
+
+HOST = "host memory"
+ADDING, REDUCING = "adding up gradients", "reducing gradients"  # moments of a part
+PartKey = tuple[int, int]  # a stage, and the index of a part in it
+
+
+def on_device(held: Mapping[Item, int]) -> int:
+    """Bytes of all kinds but host memory."""
+    return sum(size for (kind, _), size in held.items() if kind != HOST)
+
+
+@dataclass(frozen=True)
+class PutOff:
+    """Weight gradients of one moment that a split backward leaves to W, and the bytes held for them."""
+
+    key: PartKey
+    moment: Moment
+    held: Counter[Item]
+
+
+@dataclass(frozen=True)
+class States:
+    """How parameters and gradients are held."""
+
+    plan: Plan
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @cached_property
+    def mode(self) -> str:
+        return self.config.parallel.data.mode
+
+    @cached_property
+    def w(self) -> int:
+        return BYTES[self.config.train.precision]
+
+    @cached_property
+    def p(self) -> int:
+        return max(self.w, 4)
+
+    @cached_property
+    def r(self) -> int:
+        return 2 if self.config.parallel.data.reduce_precision == "bf16" else self.p
+
+    @cached_property
+    def shards(self) -> int:
+        parallel = self.config.parallel
+        return parallel.layout.dp_shard * parallel.cp if parallel.data.sharded else 1
+
+    @cached_property
+    def managed(self) -> bool:
+        """Whether FSDP2 gathers weights and reduces gradients."""
+        return self.plan.fsdp
+
+    @cached_property
+    def replicas(self) -> bool:
+        """Whether sharded gradients are also summed over replicas, in buffers of their own."""
+        parallel = self.config.parallel
+        return parallel.dp_replicate > 1 or (not parallel.data.sharded and parallel.layout.dp * parallel.cp > 1)
+
+    @cached_property
+    def frees(self) -> bool:
+        """Whether gathered weights are freed after every use."""
+        return self.managed and self.mode == "zero3"
+
+
+class Walk:
+    """A step of `m` micro-batches on one pipeline rank, action by action: the bytes held, and their peak."""
+
+    def __init__(self, plan: Plan, m: int, pp: int) -> None:
+        self.config, self.table, self.pp = plan.config, plan.table(m), pp
+        self.states, self.sizes = States(plan), plan.sizes
+        self.parts = parts_of(self.sizes, {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}, plan.stages)
+        self.reductions = reductions(self.table, pp)
+        self.held: Counter[Item] = Counter()
+        self.peak: Counter[Item] = Counter()
+        self.doing: Action | Exchange | str = "before the step"
+        self.at: PartKey | None = None  # the part that is being computed
+        self.peak_at: tuple[Action | Exchange | str, PartKey | None, str] = self.doing, None, ""
+        self.total = self.most = 0  # bytes on the device
+        self.on_host = self.most_on_host = 0
+        self.host_peak: Counter[Item] = Counter()
+        self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers fetched from the host
+        self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
+        self.sharded: dict[PartKey, int] = {}  # parts with reduced gradients, and the bytes of an element
+        self.shared: Counter[PartKey] = Counter()  # bytes of the buffer in which replicas sum a part, until its next
+        self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
+        self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, kept until FSDP2 reduces again
+        self.sending = 0  # tensors on their way to other ranks
+        self.passing = False  # in layers that are taken as one, where memory never peaks
+
+    def run(self) -> dict[Item, int]:
+        """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
+        for stage, parts in self.parts.items():
+            for part in parts:
+                self._hold_states(part)
+                if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
+                    self._hold(HOST, "checkpoint", self._saved(part))
+        self._hold("activations", "attention", self.sizes.angles)
+        self._see()
+        for item in self.table.programs[self.pp]:
+            self.doing = item
+            if isinstance(item, Exchange):
+                self._exchange(item)
+                continue
+            match item.kind:
+                case Kind.F:
+                    self._forward(item)
+                case Kind.B | Kind.I:
+                    self._backward(item)
+                case Kind.W:
+                    self._weight_gradients(item)
+                case Kind.GATHER | Kind.RESHARD:
+                    sign = 1 if item.kind is Kind.GATHER else -1
+                    for part in self.parts[item.stage]:
+                        self._hold_weights("gathered weights", part, sign * self.states.w)
+        self.doing = "update of the weights"
+        self._see(step_temporaries(self.states.plan, self.pp))
+        return {item: size for item, size in (self.peak | self.host_peak).items() if size}
+
+    @property
+    def instant(self) -> Instant:
+        """The moment at which `run` has found the peak."""
+        doing, key, what = self.peak_at
+        return Instant(doing, self._named(*key) if key is not None else "", what)
+
+    def _named(self, stage: int, index: int) -> str:
+        parts = self.parts[stage]
+        if parts[index].name != "layer":
+            return f"the {parts[index].name}"
+        before = sum(part.times for part in parts[:index] if part.name == "layer")
+        return f"layer {self.states.plan.layers[stage][before]}"
+
+    def _forward(self, action: Action) -> None:
+        self._hold("activations", "attention", self.sizes.turns)
+        if action.stage > 0 and not self._offloads_input(action.stage):
+            self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
+        for _, part in self._through(action.stage):
+            self._keep(part)
+            gathered = self._gathered(part)
+            self._see(part.forward + (gathered if self.states.shards > 1 else 0), gathered)
+        if action.stage < self.table.stages - 1:
+            self._hold("activations", "between stages", self.sizes.stream)
+        self._see()
+
+    def _backward(self, action: Action) -> None:
+        """Action B or I. After I, the tensors from which weight gradients are made stay until W."""
+        split, states = action.kind is Kind.I, self.states
+        reduction = self.reductions[action]
+        parts = self.parts[action.stage]
+        # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
+        waiting = parts[0].backward[-1].weights if parts[0].with_stage and not parts[0].copy else 0
+        for index, part in self._through(action.stage, backwards=True):
+            key = action.stage, index
+            puts_off = split and part.puts_off
+            beside = self._gathered(parts[index - 1]) if index > 0 and states.shards > 1 else 0
+            for kept in part.remade:
+                self._hold("temporaries", kept.component, kept.bytes)
+            if part.offloaded:
+                self._fetch(action, index, part.times)
+                self._fetch(action, index - 1, 1)
+            made = 0
+            # Until the last layer has added to it, the gradient of its output is the received one, held anyway.
+            given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
+            for moment in part.backward:
+                made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
+                again = part.again[moment.name]
+                summed = waiting if index == 0 else 0
+                taken = moment.temporaries - given
+                self._see(taken + made + again + beside + summed, self._gathered(part), moment.name)
+                if moment.name == "gate and up":
+                    given = 0
+                self._release(part, moment, puts_off)
+                if puts_off and moment.weights:
+                    put_off = PutOff(key, moment, part.put_off[moment.name])
+                    self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
+            if waiting and index in (0, len(parts) - 1):
+                self._hold("gradients", "waiting", waiting if index else -waiting)
+            if puts_off:
+                continue
+            if reduction.by_layer:
+                self._reduce(action, index, beside)
+            else:
+                self._add_up(key, part, beside)
+        if reduction.now and not reduction.by_layer:
+            self._reduce_all(action)
+        self._end_reductions(action)
+        self._hold("activations", "attention", -self.sizes.turns)
+        if action.stage > 0:
+            self._hold("activations", "between stages", self.sizes.stream)
+            self._see()
+            if self._offloads_input(action.stage):
+                self._hold("activations", "between stages", -self.sizes.stream)
+        if action.stage < self.table.stages - 1:
+            self._hold("activations", "between stages", -self.sizes.stream)
+
+    def _weight_gradients(self, action: Action) -> None:
+        """Action W: make the weight gradients that the layers of a stage have put off, then reduce as FSDP2 does."""
+        made: Counter[PartKey] = Counter()
+        for put_off in self.put_off.pop((action.stage, action.micro), []):
+            self.at = put_off.key
+            self.passing = self.parts[action.stage][put_off.key[1]].times > 1
+            new = put_off.moment.weights
+            self._see(made.total() + new + put_off.moment.again, what=put_off.moment.name)
+            if not self._adds_at_once(put_off.key):
+                made[put_off.key] += new
+            for (kind, component), size in put_off.held.items():
+                self._hold(kind, component, -size)
+        self.at, self.passing = None, False
+        self._see(made.total())
+        for index, part in self._through(action.stage):
+            if part.puts_off:
+                key = action.stage, index
+                made.pop(key, None)
+                self._add_up(key, part, made.total())
+        if self.reductions[action].now:
+            self._reduce_all(action)
+        self._end_reductions(action)
+
+    def _through(self, stage: int, backwards: bool = False) -> Iterator[tuple[int, Unit]]:
+        """The parts of a stage and their indexes, one by one."""
+        numbered = list(enumerate(self.parts[stage]))
+        for index, part in reversed(numbered) if backwards else numbered:
+            self.at, self.passing = (stage, index), part.times > 1
+            yield index, part
+        self.at, self.passing = None, False
+
+    def _gathered(self, part: Unit) -> int:
+        """Bytes of weights that are gathered only while `part` is in use."""
+        return self.states.w * part.weights.total if self.states.frees and not part.with_stage else 0
+
+    def _keep(self, part: Unit) -> None:
+        """Hold the tensors that a forward pass keeps."""
+        for kept in part.kept:
+            self._hold("activations", kept.component, kept.bytes)
+        for kept in part.offloaded:
+            self._hold(HOST, kept.component, kept.bytes)
+
+    def _release(self, part: Unit, moment: Moment, puts_off: bool) -> None:
+        """Free the tensors that were kept until `moment`, except for those that a split backward keeps for W."""
+        for (kind, component), size in part.freed[moment.name].items():
+            self._hold(kind, component, -size)
+        for (kind, component), size in part.retained[moment.name].items() if puts_off else ():
+            self._hold(kind, component, size)
+
+    def _fetch(self, action: Action, index: int, wanted: int) -> None:
+        """Fetch offloaded tensors of a part to the device; if the part is many layers, tensors of `wanted` layers."""
+        if index < 0:
+            return
+        part, key = self.parts[action.stage][index], (action.micro, (action.stage, index))
+        missing = max(0, wanted - self.fetched[key])
+        self.fetched[key] += missing
+        for kept in part.offloaded:
+            size = missing * (kept.bytes // part.times)
+            self._hold("temporaries", kept.component, size)
+            self._hold(HOST, kept.component, -size)
+
+    def _offloads_input(self, stage: int) -> bool:
+        """Whether the first layer offloads its input; the tensor that the stage has received then stays as well."""
+        return any(kept.given for kept in self.parts[stage][0].offloaded)
+
+    def _adds_at_once(self, key: PartKey) -> bool:
+        """Whether new gradients are added at once to those that are held; if FSDP2 widens gradients, it adds later."""
+        return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
+
+    def _add_up(self, key: PartKey, part: Unit, beside: int) -> None:
+        """Keep the gradients of `part`, which backward has just made, or add them to those that are held."""
+        states = self.states
+        summed = key in self.whole
+        if not summed:
+            self._hold_weights("gradients", part, states.r)
+            self.whole.add(key)
+        if states.r != states.w:
+            self._see((0 if summed else states.w * part.weights.total) + beside, what=ADDING)
+
+    def _reduce_all(self, action: Action) -> None:
+        """Reduce the gradients of all parts in the order of the model, as FSDP2 does at the end of a backward pass."""
+        for index, _ in self._through(action.stage):
+            self._reduce(action, index, 0)
+
+    def _reduce(self, action: Action, index: int, beside: int) -> None:
+        """Reduce the gradients that a part has accumulated, or else those just made; `beside` more bytes are in use."""
+        states, key, part = self.states, (action.stage, index), self.parts[action.stage][index]
+        summed = key in self.whole
+        made = 0 if summed else states.w * part.weights.total
+        whole = states.r * part.weights.total
+        self._release_reduced(action.stage)
+        self._share(key, 0)
+        self._see(made + beside + whole, what=REDUCING)
+        self._hold("gradients", "being reduced", whole)
+        self.reducing[action.stage] = whole
+        if summed:
+            self._hold_weights("gradients", part, -states.r)
+            self.whole.remove(key)
+        if states.shards > 1:  # FSDP2 still holds the gradient that it handled last
+            copy = part.newest * (states.r if summed else states.w)
+        else:  # without other ranks to reduce with, FSDP2 divides by 1, into a copy
+            copy = whole
+        reduced = whole // states.shards
+        self._see(beside + copy + reduced, what=REDUCING)
+        waits = states.replicas and not self.reductions[action].replicas
+        held, each = self.sharded.get(key, 0), states.r if waits else states.p
+        if states.r != each:
+            more = each * part.weights.total // states.shards if held else 0
+            self._see(beside + copy + reduced + more, what=REDUCING)
+        if held != each:
+            self._hold_weights("gradients", part, each - held, states.shards)
+            self.sharded[key] = each
+        if states.replicas and not waits and (held or states.r != states.p):
+            self._share(key, part.times * reduced)
+
+    def _end_reductions(self, action: Action) -> None:
+        """After the last backward pass of a stage, free the buffers of its reductions; only the results stay."""
+        if self.reductions[action].last:
+            self._release_reduced(action.stage)
+            for index in range(len(self.parts[action.stage])):
+                self._share((action.stage, index), 0)
+
+    def _release_reduced(self, stage: int) -> None:
+        self._hold("gradients", "being reduced", -self.reducing.pop(stage, 0))
+
+    def _share(self, key: PartKey, size: int) -> None:
+        """Replace the buffer in which replicas sum the gradients of a part by one of `size` bytes."""
+        self._hold("gradients", "being reduced", size - self.shared.pop(key, 0))
+        if size:
+            self.shared[key] = size
+
+    def _exchange(self, exchange: Exchange) -> None:
+        """Hold buffers for the tensors to receive, and free the tensors that the exchange before has sent."""
+        sends = sum(action.kind in SENDS for action in exchange.actions)
+        self._hold("activations", "between stages", -self.sending * self.sizes.stream)
+        self._hold("activations", "between stages", (len(exchange.actions) - sends) * self.sizes.stream)
+        self.sending = sends
+        self._see()
+
+    def _hold_states(self, part: Unit) -> None:
+        """Hold parameters and optimizer states of a part, which exist from the first step on."""
+        states, offload = self.states, self.config.optim.offload
+        self._hold_weights("parameters", part, states.p, states.shards)
+        for component, count, moments in part.weights.by_component:
+            if offload:  # beside the states, copies of weights and gradients
+                self._hold(HOST, component, part.times * (states.p * (moments + 2 * count) // states.shards))
+            else:
+                self._hold("optimizer states", component, part.times * (states.p * moments // states.shards))
+        if states.frees and part.with_stage:
+            self._hold_weights("gathered weights", part, states.w)
+
+    def _saved(self, part: Unit) -> int:
+        """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
+        p, shards = self.states.p, self.states.shards
+        counts = (count for _, *counts in part.weights.by_component for count in counts)
+        return part.times * sum(p * count // shards for count in counts)
+
+    def _is_second_copy(self, stage: int, part: Unit) -> bool:
+        """Whether a part is a tied embedding that this rank's first stage has too; a checkpoint saves only one."""
+        return stage > 0 and part.copy and 0 in self.parts
+
+    def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:
+        """Hold `each` bytes for every parameter of `part`, sharded over `shards` ranks; release if negative."""
+        for component, count, _ in part.weights.by_component:
+            self._hold(kind, component, part.times * (each * count // shards))
+
+    def _hold(self, kind: str, component: str, size: int) -> None:
+        self.held[kind, component] += size
+        if kind != HOST:
+            self.total += size
+            return
+        self.on_host += size
+        if self.on_host > self.most_on_host:
+            self.most_on_host = self.on_host
+            self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST})
+
+    def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
+        """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far.
+
+        what: the moment in the part that is being computed.
+        """
+        if not self.passing and self.total + temporaries + gathered > self.most:
+            self.most = self.total + temporaries + gathered
+            now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
+            self.peak = self.held + Counter(now)
+            self.peak_at = self.doing, self.at, what
+            for item in [item for item in self.peak if item[0] == HOST]:
+                del self.peak[item]

@@ -1,0 +1,20 @@
+"""The states that an optimizer keeps of every parameter."""
+
+from megalite.config.schema import Optim
+from megalite.plan.model.roles import Kind, Role
+
+ADAMW = ("exp_avg", "exp_avg_sq")
+MUON = ("momentum_buffer",)
+
+
+def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
+    """The states that the optimizer keeps of a parameter, by PyTorch's names.
+
+    Each state has the size, the placement and the data type of its parameter.
+    """
+    return MUON if uses_muon(optim, role) else ADAMW
+
+
+def uses_muon(optim: Optim, role: Role) -> bool:
+    """Whether Muon updates a parameter: a matrix inside of a layer. AdamW updates the others."""
+    return optim.name == "muon" and role.kind is Kind.MATRIX

@@ -1,0 +1,120 @@
+"""How many parameters a model has, and how many floating-point operations a token costs.
+
+L layers, q features of all query heads, s sequence length.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from itertools import accumulate
+from math import prod
+from operator import attrgetter
+from typing import Literal, TypeVar
+
+from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.schema import Model
+from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Weight
+
+Attention = Literal["causal", "full"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Number of parameters by component; biases count with their matrix, query and key norms with the norms."""
+
+    embedding: int = 0
+    attention: int = 0
+    mlp: int = 0
+    norms: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())  # astuple copies deeply, and plans ask often
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> "Parameters":
+        return Parameters(*(number * times for number in astuple(self)))
+
+    @staticmethod
+    def of(weights: Iterable[Weight], count: Callable[[Weight], int] = attrgetter("elements")) -> "Parameters":
+        """How many parameters `weights` have by component, or the sums of another `count` of each weight."""
+        found = Counter[str]()
+        for weight in weights:
+            found[weight.role.component] += count(weight)
+        return Parameters(**found)
+
+
+def layer_parameters(model: Model, kind: LayerKind) -> Parameters:
+    """Parameters of one decoder layer."""
+    return Parameters.of(weight for _, weight in layer_weights(model, kind))
+
+
+def model_parameters(model: Model) -> Parameters:
+    """Parameters of the whole model; a head that uses the embedding's weight has none of its own."""
+    (alone,) = stage_parameters(model, [model.layers])
+    return alone
+
+
+def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
+    """Parameters on each pipeline stage, `split[i]` layers on stage i.
+
+    The embedding is on the first stage, the final norm and the head on the last. In a pipeline of several
+    stages a tied head is counted: the last stage holds a copy of the embedding's weight.
+    """
+    last = len(split) - 1
+    shares_weight = model.tie_embeddings and last == 0
+    found = [_of_layers(model, kinds) for kinds in by_stage(layer_kinds(model), split)]
+    found[0] += Parameters.of([embedding(model)])
+    found[last] += Parameters.of([final_norm(model), *([] if shares_weight else [head(model)])])
+    return found
+
+
+def _of_layers(model: Model, kinds: Sequence[LayerKind]) -> Parameters:
+    return sum((layer_parameters(model, kind) * count for kind, count in Counter(kinds).items()), Parameters())
+
+
+def by_stage(kinds: Sequence[T], split: Sequence[int]) -> list[Sequence[T]]:
+    """By stage: the entries of its layers. kinds: one entry for each layer of the model, first to last."""
+    return [kinds[end - count : end] for end, count in zip(accumulate(split), split, strict=True)]
+
+
+def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "causal") -> int:
+    """Floating-point operations of one layer's forward pass, per token.
+
+    Each weight of a matrix takes 2. Attention scores and values take 4·q·s with full attention, and half of that with
+    causal attention. With a window of n tokens they take 4·q·n, and with causal attention 4·q·(n - n²/2s).
+    """
+    s, scores = model.sequence_length, 0
+    for heads in (part.heads for part in Layer(model.width, kind).parts if part.heads is not None):
+        n = heads.scores.window_in(s) or s
+        pairs = 2 * (heads.queries + heads.outputs) * n
+        scores += pairs * (2 * s - n) // (2 * s) if attention == "causal" else pairs
+    return layer_matrix_flops(model, kind) + scores
+
+
+def layer_matrix_flops(model: Model, kind: LayerKind) -> int:
+    """Floating-point operations per token of the matrix products with weights in one layer's forward pass."""
+    return round(sum(2 * prod(product) for product in Layer(model.width, kind).products(1, 1)))
+
+
+def head_forward_flops(model: Model) -> int:
+    """Floating-point operations of the output layer's forward pass, per token."""
+    return 2 * model.vocab_size * model.width
+
+
+def flops_per_token(model: Model, attention: Attention = "causal") -> int:
+    """Floating-point operations to train on one token; backward takes twice as many as forward.
+
+    With L layers without windows, each weight of a matrix takes 6, the head's included, and attention takes 6·L·q·s
+    (causal) or 12·L·q·s (full). The embedding lookup, norms and recomputation are not counted (PaLM, arXiv
+    2204.02311, app. B).
+    """
+    kinds = Counter(layer_kinds(model)).items()
+    layers = sum(count * layer_forward_flops(model, kind, attention) for kind, count in kinds)
+    return 3 * (layers + head_forward_flops(model))

@@ -1,0 +1,35 @@
+"""Name, shape and role of every weight of a model, without building it."""
+
+from collections.abc import Iterator
+
+from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.schema import Model
+from megalite.plan.model import roles
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Weight
+
+
+def weights(model: Model) -> dict[str, Weight]:
+    """All weights by global name; a head that uses the embedding's weight has none of its own."""
+    found = {"embed.weight": embedding(model)}
+    for number, kind in enumerate(layer_kinds(model)):
+        found |= {f"layers.{number}.{name}": weight for name, weight in layer_weights(model, kind)}
+    found["head.norm.weight"] = final_norm(model)
+    return found if model.tie_embeddings else {**found, "head.output.weight": head(model)}
+
+
+def embedding(model: Model) -> Weight:
+    return Weight((model.vocab_size, model.width), roles.EMBEDDING)
+
+
+def final_norm(model: Model) -> Weight:
+    return Weight((model.width,), roles.FINAL_NORM)
+
+
+def head(model: Model) -> Weight:
+    return Weight((model.vocab_size, model.width), roles.HEAD)
+
+
+def layer_weights(model: Model, kind: LayerKind) -> Iterator[tuple[str, Weight]]:
+    """The weights of a layer, each with its name inside of the layer."""
+    return Layer(model.width, kind).weights()

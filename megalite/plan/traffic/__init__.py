@@ -1,0 +1,1 @@
+"""The collectives and messages of a training step."""

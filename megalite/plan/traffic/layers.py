@@ -1,0 +1,79 @@
+"""Transfers inside of embedding, layers and head, of one micro-batch: those of tensor and context parallelism.
+
+The sizes have the letters of `plan.activations`. G is a tensor [s, b, h] gathered over tp, hwT bytes.
+
+    phase             tp                                          cp, each layer
+    forward           layer: gathers 2G, scatters 2G              keys and values arrive: ring c - 1 messages each way,
+                      embedding: scatters G; head: gathers G      all_gather one gathering, ulysses two exchanges
+                      head: statistics of the loss, by chunk
+    recompute         full only: the same again, until all        the same again
+                      that backward needs is there
+    backward          conjugates of forward's; gathers again      keys and values arrive again, and their gradients,
+                      what column-parallel layers take            float32 or wider, return; ulysses: two exchanges
+    weight gradients  where backward is split, that gathering
+
+A norm of all heads together sums one number per token over tp, for queries and for keys, forward and backward.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.config.layers import LayerKind
+from megalite.config.schema import Config
+from megalite.plan.memory.activations import Activations, chunk_tokens
+from megalite.plan.parts.layer import Layer
+from megalite.plan.recompute_modes import Mode
+from megalite.plan.traffic.transfers import Transfers, over
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """The transfers of a rank at position `cp` of the context-parallel group."""
+
+    config: Config
+    cp: int
+
+    @cached_property
+    def sizes(self) -> Activations:
+        return Activations(self.config)
+
+    def embedding(self) -> tuple[Transfers, Transfers]:
+        """Forward and backward of the look-up."""
+        return (
+            self.sizes.over_tp("reduce_scatter", "forward: scatter of the embeddings"),
+            self.sizes.over_tp("all_gather", "backward: gather of the embeddings' gradient"),
+        )
+
+    def head(self) -> tuple[Transfers, Transfers]:
+        """Forward and backward of the head, which makes its weight's gradient at once even if backward is split."""
+        forward = self.sizes.over_tp("all_gather", "forward: gather of the head's input")
+        return (
+            forward + self._statistics(),
+            self.sizes.over_tp("reduce_scatter", "backward: scatter of the head's input gradient"),
+        )
+
+    def forward(self, kind: LayerKind) -> Transfers:
+        return self._layer(kind).forward_transfers(self.sizes, self.cp)
+
+    def backward(self, kind: LayerKind, mode: Mode, split: bool) -> Transfers:
+        """Backward of a layer that recomputes as `mode` says. split: gradients of weights are put off."""
+        return self._layer(kind).backward_transfers(self.sizes, self.cp, mode == "full", split)
+
+    def weight_gradients(self, kind: LayerKind) -> Transfers:
+        """What a layer sends for the gradients of its weights, in backward or in W."""
+        return self._layer(kind).weight_transfers(self.sizes)
+
+    def _layer(self, kind: LayerKind) -> Layer:
+        return Layer(self.config.model.width, kind)
+
+    def _statistics(self) -> Transfers:
+        """Log-sum-exp and target's logit of every token, gathered from all ranks that share the vocabulary."""
+        sizes, tp = self.sizes, self.config.parallel.tp
+        chunk = chunk_tokens(sizes.tokens, self.config.model.width, sizes.w, tp)
+        found: Transfers = Counter()
+        for start in range(0, sizes.tokens, chunk) if tp > 1 else ():
+            rows = min(chunk, sizes.tokens - start)
+            purpose = "forward: statistics of the loss"
+            found += over("tp", "all_gather", tp * rows * 2 * sizes.z, sizes.z, purpose)
+        return found

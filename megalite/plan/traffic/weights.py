@@ -1,0 +1,168 @@
+"""Transfers of weights and gradients, of one stage: what FSDP2 gathers and reduces, and partial sums over tp.
+
+FSDP2 handles the parameters of a group (the embedding, a layer, the head) as one flat tensor, in which rows of every
+parameter are padded to a multiple of the ranks. With D ranks, and w, r and p as in `plan.memory`:
+
+    gather    w bytes for every padded element, over fsdp. zero1, zero2: once a step. zero3: see `Gathering`.
+    reduce    r bytes for every padded element, over fsdp, then 1/D of it over dp_replicate; when, the schedule says.
+              Where backward is split, only of the parameters whose gradients have been made since the last reduction.
+    partial   gradients of norms of the residual stream and of single heads are partial sums of tp's ranks. FSDP2 sums
+              them when it reduces their group: in r, if the gradients of several actions have been added up or are
+              handed over at the end of an action; else as backward makes them, in w. Without FSDP2, they are summed
+              once a step.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from megalite.config.layers import LayerKind
+from megalite.plan.memory.walk import States
+from megalite.plan.model.roles import Kind
+from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
+from megalite.plan.parts.part import Weight
+from megalite.plan.resolved import Plan
+from megalite.plan.traffic.transfers import NAMES, Transfer, Transfers, axis_sizes
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP2 gathers and reduces together."""
+
+    name: str
+    weights: tuple[Weight, ...]
+    tp: int
+    with_stage: bool = False  # gathered as long as the stage is in use, since its first and its last module need it
+
+    def padded(self, shards: int, matrices_only: bool = False) -> int:
+        """Elements on a tensor-parallel rank, with rows padded to a multiple of `shards`."""
+        wanted = (weight.part(self.tp) for weight in self.weights if put_off(weight) or not matrices_only)
+        return sum(-(-rows // shards) * shards * prod(others) for rows, *others in wanted)
+
+    @cached_property
+    def partial(self) -> tuple[int, ...]:
+        """Elements of each parameter whose gradient is a partial sum over tp."""
+        return tuple(weight.elements for weight in self.weights if not weight.role.split)
+
+
+@dataclass(frozen=True)
+class WeightTraffic:
+    """The weights and gradients of stage `stage`."""
+
+    plan: Plan
+    stage: int
+
+    @cached_property
+    def states(self) -> States:
+        return States(self.plan)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of the stage in the order in which forward uses them."""
+        model, last = self.plan.config.model, self.stage == self.plan.stages - 1
+        tied, found = last and model.tie_embeddings, []
+        if self.stage == 0 or tied:
+            found.append(self._group("the embedding", [embedding(model)], with_stage=tied))
+        one = {kind: self._layer(kind) for kind in {self.plan.kinds[layer] for layer in self.plan.layers[self.stage]}}
+        found += [one[self.plan.kinds[layer]] for layer in self.plan.layers[self.stage]]
+        if last:
+            found.append(self._group("the head", [final_norm(model)] if tied else [final_norm(model), head(model)]))
+        return found
+
+    def gathers(self, groups: Iterable[Group], phase: str) -> Transfers:
+        """The gathering of `groups`."""
+        each, shards, found = self.states.w, self.states.shards, Transfers()
+        for group, times in Counter(groups).items() if shards > 1 else ():
+            transfer = Transfer("all_gather", "fsdp", each * group.padded(shards), NAMES[each])
+            found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
+        return found
+
+    def reduces(self, replicas: bool, widened: bool, matrices_only: bool) -> Transfers:
+        """The reduction of the gradients of all groups.
+
+        replicas: over them too. widened: gradients have r bytes already. matrices_only: those of matrices in layers
+        were put off, and those of all else have been reduced before.
+        """
+        states, found = self.states, Transfers()
+        each, shards, over = states.r, states.shards, axis_sizes(self.plan.config)["dp_replicate"]
+        for group, times in Counter(self.groups).items():
+            size, purpose = each * group.padded(shards, matrices_only), f"gradients: sum of those of {group.name}"
+            if shards > 1 and size:
+                found[Transfer("reduce_scatter", "fsdp", size, NAMES[each]), purpose] += times
+            if over > 1 and replicas and size:
+                found[Transfer("all_reduce", "dp_replicate", size // shards, NAMES[each]), purpose] += times
+        return found if matrices_only else found + self._partial_sums(states.r if widened else states.w)
+
+    def finishes(self) -> Transfers:
+        """What is summed at the end of a step where FSDP2 is not used."""
+        return Transfers() if self.states.managed else self._partial_sums(self.states.p)
+
+    def _partial_sums(self, each: int) -> Transfers:
+        found = Transfers()
+        for group, times in Counter(self.groups).items() if self.plan.config.parallel.tp > 1 else ():
+            for elements in group.partial:
+                transfer = Transfer("all_reduce", "tp", each * elements, NAMES[each])
+                found[transfer, "gradients: partial sums of norms"] += times
+        return found
+
+    def _layer(self, kind: LayerKind) -> Group:
+        return self._group("a layer", [weight for _, weight in layer_weights(self.plan.config.model, kind)])
+
+    def _group(self, name: str, weights: Iterable[Weight], with_stage: bool = False) -> Group:
+        return Group(name, tuple(weights), self.plan.config.parallel.tp, with_stage)
+
+
+class Gathering:
+    """Which groups of a stage FSDP2's hooks gather in a step with zero3.
+
+    A group is freed after it was used in forward, one that stays with the stage only in backward; each is gathered
+    where it is needed and not there. Backward of a group gathers one more ahead of its use: the group that was used
+    before it in forward. FSDP2 keeps one list of uses for all micro-batches until the last backward of a step. So if
+    forward has run before, the first group of a micro-batch also gathers the last group, for which the next forward
+    need not gather it. What is left of this at the end of a step is thrown away.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        staying = [index for index, group in enumerate(groups) if group.with_stage]
+        self.order = [index for index in range(len(groups)) if index not in staying] + staying
+        self.there: set[int] = set()  # groups that are gathered, or being gathered
+        self.uses: list[int] = []  # groups by use in forward
+        self.latest: list[list[int]] = [[] for _ in groups]  # by group: the uses that had no backward yet
+
+    def forward(self) -> list[Group]:
+        """The groups that a forward action gathers."""
+        gathered = [group for index, group in enumerate(self.groups) if index not in self.there]
+        self.there = {index for index, group in enumerate(self.groups) if group.with_stage}
+        for index in self.order:
+            self.latest[index].append(len(self.uses))
+            self.uses.append(index)
+        return gathered
+
+    def backward(self) -> list[Group]:
+        """The groups that a backward action gathers."""
+        gathered = []
+        for index in reversed(self.order):
+            use = self.latest[index].pop()
+            for needed in (index, self.uses[use - 1] if use else index):
+                if needed not in self.there:
+                    self.there.add(needed)
+                    gathered.append(self.groups[needed])
+            if not self.groups[index].with_stage:
+                self.there.discard(index)
+        self.there -= {index for index, group in enumerate(self.groups) if group.with_stage}
+        return gathered
+
+    def end(self) -> None:
+        """The last gradients of a step are reduced: FSDP2 forgets the uses, and what it has gathered ahead."""
+        self.there.clear()
+        self.uses.clear()
+        for uses in self.latest:
+            uses.clear()
+
+
+def put_off(weight: Weight) -> bool:
+    """Whether a split backward puts off the gradient of a weight: of the matrices in layers, and of no others."""
+    return weight.role.kind is Kind.MATRIX

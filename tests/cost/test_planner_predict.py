@@ -1,0 +1,261 @@
+"""The predicted time of a step: its parts, its limits, and what makes it longer or shorter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import megalite.cost.predict as predicting
+from megalite.base.errors import InputError
+from megalite.config.layers import layer_kinds
+from megalite.config.load import load
+from megalite.config.schema import Config
+from megalite.config.validate import check
+from megalite.cost.cluster import Cluster, Link, load_cluster
+from megalite.cost.flows import flows
+from megalite.cost.network import Group
+from megalite.cost.predict import Trial, predict, seconds_of, timeline
+from megalite.cost.program import MEGALITE
+from megalite.cost.schedule_tables import Cost
+from megalite.cost.share import share_of
+from megalite.cost.stages import SPLIT, Shared, Timer
+from megalite.plan.resolved import resolve
+from megalite.schedule.actions import Kind
+from megalite.schedule.generate import NAMES
+from megalite_kernels.adamw import bytes_moved as adamw_bytes
+from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
+from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
+from megalite_kernels.linear_cross_entropy import bytes_moved as loss_bytes
+from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
+
+H100 = load_cluster("h100_sxm")
+TIMER = Timer(H100)
+NETWORK = H100.network
+
+
+def configured(gpus: int, *keys: str, model: str = "tiny") -> Config:
+    given = ["run.device=cuda", "train.precision=bf16", *keys]
+    return check(load([f"configs/model/{model}.yaml"], given), gpus)
+
+
+def pipelined(schedule: str, pp: int, m: int, mode: str, layers: int, virtual: int) -> Config:
+    keys = [f"parallel.pp={pp}", f"parallel.pipeline.schedule={schedule}", f"parallel.data.mode={mode}"]
+    stages = [f"parallel.pipeline.virtual_stages={virtual}"] if schedule == "interleaved_1f1b" else []
+    return configured(2 * pp, *keys, *stages, f"model.layers={layers}", f"batch.global={2 * m}")
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_one_micro_batch_takes_as_long_under_zero1_as_under_zero2(replicas: int, pp: int) -> None:
+    keys = [f"parallel.pp={pp}", f"parallel.dp_replicate={replicas}", "batch.global=4", "batch.micro=1"]
+    once, each = (
+        predict(configured(4 * pp, *keys, f"parallel.data.mode={mode}"), H100, TIMER).seconds
+        for mode in ("zero1", "zero2")
+    )
+    assert once == pytest.approx(each, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(NAMES),
+    st.integers(2, 4),
+    st.integers(1, 45),
+    st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
+    st.integers(15, 24),
+    st.integers(2, 3),
+)
+@example("dualpipev", 2, 42, "zero2", 16, 2)  # whose reductions fall behind compute
+@example("1f1b", 3, 45, "ddp", 20, 2)  # whose rounds alternate
+@example("zb_h2", 3, 36, "zero3", 20, 2)  # whose slowest rank waits at first, and determines the pace after 51
+def test_a_step_that_is_cut_short_takes_as_long_as_the_whole(
+    schedule: str, pp: int, m: int, mode: str, layers: int, virtual: int
+) -> None:
+    config = pipelined(schedule, pp, m, mode, layers, virtual)
+    short = predict(config, H100, TIMER)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(predicting, "enough", lambda config, m, *_: m)
+        whole = predict(config, H100, TIMER)
+    trial = Trial(short.plan, TIMER)
+    catches_up = trial.left_out > 0 and trial.round < (1 - 1e-3) * trial.pace
+    assert -1e-3 <= short.seconds / whole.seconds - 1 <= (5e-3 if catches_up else 1e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 12), st.sampled_from(["zero1", "zero3"]), st.booleans()
+)
+def test_parts_add_up_to_the_step(schedule: str, pp: int, m: int, mode: str, offload: bool) -> None:
+    config = pipelined(schedule, pp, m, mode, 16, 2)
+    config = replace(config, optim=replace(config.optim, offload=offload))
+    found = predict(config, H100, TIMER)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.parts.values()) >= 0
+    assert found.low < found.seconds < found.high
+    assert max(found.busy) <= found.seconds
+    assert Trial(found.plan, TIMER).seconds == found.seconds
+    if m <= 2 * pp:
+        assert timeline(found, TIMER).makespan + found.parts["optimizer"] == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_utilization_follows_from_tokens_a_second() -> None:
+    config = configured(8, "batch.global=64", "parallel.tp=2", model="llama3_8b")
+    found = predict(config, H100, TIMER)
+    parameters = 7_504_924_672 - 32 * 2 * 4096 - 4096  # matrices of Llama 3 8B without the embedding
+    scores = 32 * 12 * 4096 * 8192  # of attention, in full
+    assert found.tokens_per_second == pytest.approx(64 * 8192 / found.seconds / 8)
+    assert found.mfu_full == pytest.approx((6 * parameters + scores) * found.tokens_per_second / 989.4e12, rel=2e-3)
+    assert found.mfu == pytest.approx((6 * parameters + scores / 2) * found.tokens_per_second / 989.4e12, rel=2e-3)
+
+
+def test_a_single_gpu_waits_for_nobody() -> None:
+    found = predict(configured(1, "batch.global=8", "batch.micro=2", model="llama3.2_1b"), H100, TIMER)
+    assert {found.parts[kind] for kind in ("tensor", "context", "data", "bubble", "offload")} == {0.0}
+    (stage,) = found.stages
+    compute = 4 * (stage.forward.total + stage.backward.total)
+    assert found.seconds == pytest.approx(compute + found.parts["optimizer"])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
+def test_without_a_pipeline_nothing_waits_for_other_stages(mode: str) -> None:
+    keys = ("batch.global=64", f"parallel.data.mode={mode}")
+    found = predict(configured(64, *keys, model="llama3.2_1b"), H100, TIMER)
+    assert found.bubble == 0
+    assert found.parts["data"] > 0
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+def test_what_is_recomputed_takes_time() -> None:
+    def seconds(mode: str) -> float:
+        return predict(configured(8, "batch.global=8", f"train.recompute={mode}", model="llama3_8b"), H100).seconds
+
+    assert seconds("none") < seconds("selective") < seconds("full")
+
+
+LAYOUTS = [
+    ["parallel.tp=8"],
+    ["parallel.pp=4", "parallel.tp=2"],
+    ["parallel.cp=4"],
+    ["parallel.data.mode=zero2"],
+    ["parallel.data.mode=zero3", "parallel.dp_replicate=2"],
+]
+
+
+def faster(link: Link) -> Link:
+    return replace(link.faster(2), latency=link.latency / 2)
+
+
+@pytest.mark.parametrize("keys", LAYOUTS)
+def test_faster_links_and_gpus_never_take_longer(keys: list[str]) -> None:
+    config = configured(16, "batch.global=32", *keys, model="llama3_8b")
+    gpu, levels = H100.gpu, tuple(replace(level, link=faster(level.link)) for level in H100.levels)
+    better: list[Cluster] = [
+        replace(H100, network=faster(NETWORK)),
+        replace(H100, levels=levels),
+        replace(H100, gpu=replace(gpu, bandwidth=2 * gpu.bandwidth)),
+        replace(H100, gpu=replace(gpu, power=1.2 * gpu.power)),
+    ]
+    usual = predict(config, H100, TIMER).seconds
+    assert all(predict(config, cluster).seconds <= usual for cluster in better)
+    assert any(predict(config, cluster).seconds < usual for cluster in better[:2])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
+def test_more_data_parallel_gpus_never_make_a_step_longer(mode: str) -> None:
+    each = [
+        predict(
+            configured(gpus, "batch.global=512", f"parallel.data.mode={mode}", model="llama3_8b"), H100, TIMER
+        ).seconds
+        for gpus in (8, 16, 64, 256)
+    ]
+    assert each == sorted(each, reverse=True)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_gathers_and_reductions_of_a_step_share_the_wire(mode: str) -> None:
+    """On slow links, they take longer than all compute, and no two of them run at once."""
+    timer = Timer(load_cluster("h100_pcie"))
+    keys = ("model.sequence_length=2048", "batch.global=1024", "batch.micro=1", f"parallel.data.mode={mode}")
+    found = predict(configured(64, *keys, model="llama3_8b"), timer.cluster, timer)
+    (stage,) = found.stages
+    elements = stage.parameters * (1 + 1e-3)  # rows that are padded, and the norms
+    gathered, reduced = (
+        timer.net.collective(kind, each * elements, Group(64, 1))  # type: ignore[arg-type]
+        for kind, each in (("all_gather", 2), ("reduce_scatter", 4))
+    )
+    wire = 16 * (reduced + 2 * gathered * (mode == "zero3"))
+    assert 16 * (stage.forward.products + stage.backward.products) < wire < found.seconds
+    assert found.seconds < 1.3 * (wire + found.parts["optimizer"])
+
+
+def test_links_that_both_kinds_of_parallelism_use_carry_all_of_it() -> None:
+    """Eight ranks of a node: those of tp and those that share weights are on the same NVLink."""
+    slow = replace(H100, levels=(replace(H100.levels[0], link=Link(5e9, 1e-6)),))
+    timer = Timer(slow)
+    keys = ("parallel.tp=2", "parallel.data.mode=zero3", "batch.global=64", "model.sequence_length=8192")
+    found = predict(configured(8, *keys, model="llama3_8b"), slow, timer)
+    each = {flow.axis: flow.seconds for flow in flows(found, timer)}
+    assert min(each.values()) > 0.2 * found.seconds
+    assert sum(each.values()) <= found.seconds
+
+
+def test_more_than_the_peak_is_an_error_that_names_the_figures() -> None:
+    gpu = replace(H100.gpu, measured={"bf16": 1.5 * H100.gpu.peak["bf16"]}, power=10_000.0)
+    wrong = replace(H100, gpu=gpu)
+    config = configured(1, "batch.global=64", "batch.micro=64", "model.sequence_length=512", model="llama3_70b")
+    with pytest.raises(InputError, match=r"h100_sxm: a step of .* would be 1\d\d% of the peak: .*gpu.power = 10000 W"):
+        predict(config, wrong)
+    assert predict(config, H100).mfu < 1
+
+
+def test_bytes_of_passes_are_those_that_kernels_declare() -> None:
+    tokens, width, half = 64, 96, torch.bfloat16
+    there, back = (2 * moved / tokens / width for moved in norm_bytes(tokens, width, half))  # two norms of a layer
+    assert (MEGALITE.forward, MEGALITE.backward) == (there, back)
+    columns = 2 * width  # that the up and gate projections make
+    there, back = (moved / tokens / columns for moved in swiglu_bytes(tokens, width, half))
+    assert (MEGALITE.forward_ffn, MEGALITE.backward_ffn) == (there, back)
+    fewer, more = (sum(loss_bytes(tokens, 8, columns, tokens, half)) for columns in (1, 2))
+    weight = 3 * 8 * half.itemsize  # of a further column: it is read twice, and its gradient is written
+    assert MEGALITE.logit == (more - fewer - weight) / tokens
+    assert MEGALITE.optimizer == (adamw_bytes(width)[0] + grad_norm_bytes(width, torch.float32)[0]) / width
+
+
+@pytest.mark.parametrize(
+    ("keys", "copied", "added", "last"),
+    [
+        (["parallel.data.mode=zero3"], 4, 6, 0),  # copied out of all-gathers, and into reduce-scatters of float32
+        (["parallel.data.mode=zero2"], 4, 6, 0),
+        (["parallel.data.mode=zero3", "parallel.data.reduce_precision=bf16"], 4, 4, 0),
+        (["parallel.data.mode=zero1"], 4, 10 * 3 / 4, 8),  # three of four micro-batches are added to those before
+        (["parallel.data.mode=ddp"], 0, 10 * 3 / 4, 8),
+        (["parallel.data.mode=ddp", "train.precision=fp32"], 0, 12 * 3 / 4, 8),
+    ],
+)
+def test_what_fsdp2_moves_besides_the_products(keys: list[str], copied: int, added: float, last: int) -> None:
+    config = configured(8, "batch.global=32", "batch.micro=1", *keys, model="llama3_8b")
+    shared = Shared(config, TIMER.net)
+    assert (shared.copied, shared.added, shared.last) == (copied, added, last)
+
+
+def test_what_is_moved_for_weights_takes_time() -> None:
+    config = configured(8, "batch.global=32", "batch.micro=1", "parallel.data.mode=zero3", model="llama3_8b")
+    (stage,) = TIMER.stages(resolve(config))
+    share = share_of(config, layer_kinds(config.model)[0])
+    layers = TIMER.layer(share)
+    moved = TIMER.kernels.passes((4 + 4 + 6) * stage.parameters)
+    ends = sum((each.forward + each.backward).passes for each in TIMER.ends(share))
+    passes = 32 * (layers.forward + layers.backward).passes
+    assert (stage.forward + stage.backward).passes == pytest.approx(passes + ends + moved)
+
+
+def test_halves_of_a_backward_pass_take_longer_than_the_whole() -> None:
+    """By a share; and the half for the inputs has all launches, which decide how long tiny layers take."""
+    for model, most in (("llama3_8b", 1.01), ("tiny", 2)):
+        config = configured(4, "parallel.pp=2", "batch.global=16", "parallel.pipeline.schedule=zb_h1", model=model)
+        (stage, _) = TIMER.stages(resolve(config))
+        halves = [seconds_of(Cost(kind, 0), [stage]) for kind in (Kind.I, Kind.W)]
+        whole = seconds_of(Cost(Kind.B, 0), [stage])
+        assert 1 - 1e-9 <= sum(halves) / ((1 + SPLIT) * whole) <= most
+        assert min(halves) > 0

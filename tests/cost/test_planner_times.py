@@ -1,0 +1,152 @@
+"""Times of kernels and collectives: what holds of them whatever the constants are."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.cost.cluster import Level, Link, known_clusters, load_cluster
+from megalite.cost.constants import FITTED
+from megalite.cost.kernels import BEST, Kernels
+from megalite.cost.layer import LayerModel
+from megalite.cost.network import Group, Net
+from megalite.cost.program import MEGALITE
+from megalite_tools.plan.published.work import Work
+
+H100 = load_cluster("h100_sxm")
+KERNELS = Kernels(H100.gpu)
+SIZES = st.integers(1, 2048).map(lambda number: 8 * number)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(known_clusters()))
+def test_no_product_is_faster_than_the_gpu_can_be(m: int, n: int, k: int, name: str) -> None:
+    gpu = load_cluster(name).gpu
+    time = Kernels(gpu).matmul(m, n, k)
+    assert time >= 2 * m * n * k / gpu.peak["bf16"]
+    assert time >= 2 * (m * k + k * n + m * n) / gpu.bandwidth
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 4))
+def test_more_work_takes_no_less_time(m: int, n: int, k: int, times: int) -> None:
+    time = KERNELS.matmul(m, n, k)
+    assert KERNELS.matmul(m * times, n, k) >= time
+    assert KERNELS.matmul(m, n * times, k) >= time
+    assert KERNELS.matmul(m, n, k * times) >= time
+    assert KERNELS.matmul(m, n, k, batch=times) >= time
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+def test_no_layer_nor_head_is_faster_than_its_precision(precision: str) -> None:
+    work = Work(1, 4096, 32, 8, 128, 14336, 32000, 8192, precision=precision)  # type: ignore[arg-type]
+    model, peak = LayerModel(work.share, MEGALITE, H100), H100.gpu.peak[precision]
+    attention = 4 * work.tokens * work.sequence / 2 * work.q
+    layer, (forward, backward, _) = model.layer(), model.head()
+    assert layer.forward.total > (2 * work.tokens * work.layer_parameters + attention) / peak
+    assert layer.backward.total > (4 * work.tokens * work.layer_parameters + 2 * attention) / peak
+    assert forward + backward > 6 * work.tokens * work.width * work.vocab / peak
+
+
+def test_large_products_run_at_the_rate_that_clocks_allow() -> None:
+    size = 16384
+    rate = 2 * size**3 / KERNELS.matmul(size, size, size)
+    assert 0.9 * KERNELS.rate("bf16") < rate <= KERNELS.rate("bf16")
+    assert KERNELS.rate("bf16") < H100.gpu.measured["bf16"]
+
+
+def test_a_card_with_less_power_is_slower() -> None:
+    weaker = Kernels(replace(H100.gpu, power=500.0))
+    assert weaker.rate("bf16") < KERNELS.rate("bf16")
+
+
+@given(st.sampled_from(known_clusters()), st.sampled_from(["bf16", "fp8"]), st.floats(0.05, 20), st.floats(1, 8))
+def test_rates_are_bounded_and_grow_with_the_peak_and_with_power(
+    name: str, precision: str, power: float, more: float
+) -> None:
+    """Whatever the file says: one with a tenth of its watts has slow products, not any that take no time."""
+    gpu = load_cluster(name).gpu
+    gpu = replace(gpu, power=power * gpu.power)
+    peak = {each: more * value for each, value in gpu.peak.items()}
+    for measured in ({}, gpu.measured):
+        before = Kernels(replace(gpu, measured=measured)).rate(precision)
+        best = measured.get(precision, BEST * gpu.peak.get(precision, gpu.peak["bf16"]))
+        assert 0 < before <= best
+        assert Kernels(replace(gpu, measured=measured, peak=peak)).rate(precision) >= before * (1 - 1e-12)
+        assert Kernels(replace(gpu, measured=measured, power=more * gpu.power)).rate(precision) >= before * (1 - 1e-12)
+
+
+def test_sizes_that_cannot_be_loaded_in_vectors_take_longer() -> None:
+    assert KERNELS.matmul(4096, 4096, 4095) > 1.5 * KERNELS.matmul(4096, 4096, 4096)
+
+
+NET = Net(H100)
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        (Group(8, 1), 361.4e9 * FITTED.node),  # in a node
+        (Group(2, 4), 361.4e9 * FITTED.node),
+        (Group(16, 8), 50e9 * FITTED.network),  # a rank of every node
+        (Group(16, 4), 2 * 50e9 * FITTED.network),  # two ranks of every node, each with an adapter
+        (Group(64, 1), min(361.4e9 * FITTED.node, 8 * 50e9 * FITTED.network)),
+    ],
+)
+def test_a_group_runs_at_the_rate_of_what_it_spans(group: Group, expected: float) -> None:
+    assert NET.bandwidth(group) == pytest.approx(expected)
+
+
+def test_boards_in_a_node_are_crossed_by_as_many_lanes_as_they_have_members() -> None:
+    boards = replace(H100, levels=(Level(4, Link(300e9, 7e-6)), Level(8, Link(25e9, 7e-6))))
+    assert Net(boards).bandwidth(Group(4, 1)) == pytest.approx(0.8 * 300e9 * FITTED.node)
+    assert Net(boards).bandwidth(Group(8, 1)) == pytest.approx(4 * 0.8 * 25e9 * FITTED.node)
+    assert Net(boards).bandwidth(Group(2, 4)) == pytest.approx(0.8 * 25e9 * FITTED.node)
+
+
+def test_an_all_to_all_and_messages_leave_a_node_by_each_gpus_own_adapter() -> None:
+    adapter, inside = 50e9 * FITTED.network, 361.4e9 * FITTED.node
+    whole, group = 1e9, Group(16, 1)  # eight of 16 equal parts are for the other node
+    starts = NET.collective("all_to_all", 0.0, group)
+    assert NET.collective("all_to_all", whole, group) - starts == pytest.approx(whole * 8 / 16 / adapter)
+    assert NET.links("all_to_all", whole, group) == pytest.approx(
+        (whole * 7 / 16 / inside + starts, whole / 2 / adapter + starts)
+    )
+    assert NET.bandwidth(group, "all_to_all") < NET.bandwidth(group) / 3
+    assert NET.bandwidth(Group(8, 1), "all_to_all") == NET.bandwidth(Group(8, 1))
+    assert NET.bandwidth(group, "messages") == pytest.approx(adapter)  # eight ranks nearer send none of its bytes
+    assert NET.transfer(whole, group) == pytest.approx(whole / adapter + NET.transfer(0.0, group))
+    assert NET.transfer(whole, Group(4, 4)) == NET.transfer(whole, group)  # stages of four ranks: every other message
+    assert NET.transfer(whole, Group(2, 4)) < NET.transfer(whole, group) / 5
+
+
+def test_a_link_is_busy_as_long_as_its_slowest_collective() -> None:
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        for group in (Group(8, 1), Group(16, 8), Group(64, 1)):
+            links = NET.links(kind, 1e8, group)  # type: ignore[arg-type]
+            assert max(links) == pytest.approx(NET.collective(kind, 1e8, group))  # type: ignore[arg-type]
+            assert (links[0] > 0, links[1] > 0) == (group.stride < 8, group.size * group.stride > 8)
+    assert NET.links("all_gather", 1e8, Group(1, 1)) == NET.nothing
+
+
+def test_gradients_of_keys_and_values_go_round_a_ring_in_float32() -> None:
+    work = Work(1, 256, 64, 64, 128, 256, 1024, 65536, cp=2)
+    model = LayerModel(
+        work.share, MEGALITE, replace(H100, levels=(Level(1, Link(1e6, 1e-6)),), network=Link(1e6, 1e-6))
+    )
+    there, back = (each.context + each.attention for each in (model.layer().forward, model.layer().backward))
+    assert back == pytest.approx(3 * there, rel=1e-2)  # keys and values again, and twice their bytes
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    group = Group(8, 1)
+    parts = sum(NET.collective(kind, 1e8, group) for kind in ("all_gather", "reduce_scatter"))  # type: ignore[arg-type]
+    assert NET.collective("all_reduce", 1e8, group) == pytest.approx(parts)
+    assert NET.collective("all_reduce", 1e8, Group(1, 1)) == 0
+
+
+@given(st.integers(2, 2048), st.integers(1, 64), st.floats(1, 1e12))
+def test_collectives_take_longer_for_more_bytes_and_more_ranks_of_a_ring(size: int, stride: int, whole: float) -> None:
+    group = Group(size, stride)
+    time = NET.collective("all_gather", whole, group)
+    assert time > 0
+    assert NET.collective("all_gather", 2 * whole, group) >= time

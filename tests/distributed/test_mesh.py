@@ -1,0 +1,101 @@
+from datetime import timedelta
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import SIZE, Ranks
+
+from megalite.config.layout import AXES, Layout
+from megalite.distributed.mesh import Mesh, connect
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=8),
+    Layout(pp=2, dp_replicate=2, tp=2),
+    Layout(pp=2, dp_shard=2, tp=2),
+    Layout(dp_replicate=2, dp_shard=2, tp=2),
+    Layout(pp=4, dp_shard=2),
+    Layout(pp=3, tp=2),
+]
+Seen = tuple[dict[str, int], int, dict[str, list[int]], list[int], list[int], dict[tuple[str, int], int]]
+
+
+def look(layout: Layout) -> Seen | None:
+    mesh = Mesh.build(layout, torch.device("cpu"))
+    if mesh is None:
+        return None
+    groups = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("pp", "dp_replicate", "fsdp", "tp")}
+    data = mesh.data.mesh.flatten().tolist()
+    along = {(axis, position): mesh.along(axis, position) for axis in AXES for position in range(getattr(layout, axis))}
+    return mesh.coordinates, mesh.dp_rank, groups, data, dist.get_process_group_ranks(mesh.world), along
+
+
+def neighbours(layout: Layout, rank: int, *axes: str) -> list[int]:
+    """The ranks that differ from `rank` only along `axes`."""
+    at = layout.coordinates(rank)
+    choices = [range(getattr(layout, axis)) for axis in axes]
+    return [layout.rank(**{**at, **dict(zip(axes, chosen, strict=True))}) for chosen in product(*choices)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_mesh_agrees_with_the_arithmetic_of_the_layout(layout: Layout, ranks: Ranks) -> None:
+    told = ranks.run(look, layout)
+    assert told[layout.world_size :] == [None] * (SIZE - layout.world_size)
+    for rank, (coordinates, dp_rank, groups, data, world, along) in enumerate(told[: layout.world_size]):
+        assert coordinates == layout.coordinates(rank)
+        assert dp_rank == layout.dp_rank(rank)
+        assert world == list(range(layout.world_size))
+        assert groups["pp"] == neighbours(layout, rank, "pp")
+        assert groups["dp_replicate"] == neighbours(layout, rank, "dp_replicate")
+        assert groups["fsdp"] == neighbours(layout, rank, "dp_shard", "cp")
+        assert groups["tp"] == neighbours(layout, rank, "tp")
+        assert data == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp")
+        for (axis, position), other in along.items():
+            assert other == neighbours(layout, rank, axis)[position]
+
+
+def stage_of(layout: Layout, sharded: bool) -> tuple[list[int], bool] | None:
+    """The ranks of the group of a stage, and whether it is a group of another use."""
+    mesh = Mesh.build(layout, torch.device("cpu"), sharded, with_stage=True)
+    if mesh is None:
+        return None
+    axes = [mesh.group(axis) for axis in ("dp_replicate", "fsdp", "tp")]
+    assert mesh.stage in mesh.groups
+    return dist.get_process_group_ranks(mesh.stage), mesh.stage in [mesh.world, *axes]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(pp=2, cp=2), Layout(pp=2, cp=2, tp=2)], ids=str)
+def test_a_stage_has_all_ranks_with_the_same_pp(layout: Layout, sharded: bool, ranks: Ranks) -> None:
+    told = ranks.run(stage_of, layout, sharded)
+    assert told[layout.world_size :] == [None] * (SIZE - layout.world_size)
+    for rank, (found, reused) in enumerate(told[: layout.world_size]):
+        assert found == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp", "tp")
+        split = [layout.dp_replicate, layout.dp_shard * layout.cp] if sharded else [layout.dp * layout.cp]
+        assert reused or (layout.pp > 1 and sum(size > 1 for size in (*split, layout.tp)) > 1)
+
+
+def test_nobody_asked_for_the_group_of_a_stage(ranks: Ranks) -> None:
+    assert ranks.run(has_stage, Layout(pp=2, dp_shard=2, tp=2)) == [False] * SIZE
+
+
+def has_stage(layout: Layout) -> bool:
+    mesh = Mesh.build(layout, torch.device("cpu"))
+    return mesh is not None and mesh.stage is not None
+
+
+def timeouts(layout: Layout, timeout: timedelta) -> set[timedelta] | None:
+    """Of the groups of a mesh over which the ranks have met."""
+    mesh = Mesh.build(layout, torch.device("cpu"), timeout=timeout)
+    if mesh is None:
+        return None
+    connect(mesh.groups, mesh.device)
+    return {group._get_backend(mesh.device).options._timeout for group in mesh.groups}
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, cp=2, tp=2), Layout(pp=3, tp=2)], ids=str)
+def test_ranks_meet_over_every_group_and_wait_as_long_as_they_are_told(layout: Layout, ranks: Ranks) -> None:
+    patience = timedelta(seconds=55)
+    told = ranks.run(timeouts, layout, patience)
+    assert told == [{patience}] * layout.world_size + [None] * (SIZE - layout.world_size)

@@ -1,0 +1,103 @@
+"""Memory counted in dry runs, beside real tensors and beside the prediction."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from memory_cases import CASES, DOCUMENTS, SIZES, configured
+from toy_jobs import make, one_rank
+
+from megalite.commands.verify import random_batch
+from megalite.dry_run.run import count_step, dry_run, main
+from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
+from megalite.plan.memory.walk import HOST
+from megalite.plan.resolved import resolve
+
+TOLERANCE = 0.01
+
+
+def device_total(found: dict[str, int]) -> int:
+    return sum(size for kind, size in found.items() if kind != HOST)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_prediction_is_what_a_dry_run_counts(name: str) -> None:
+    overrides, pp = CASES[name]
+    config = configured(overrides)
+    predicted, counted = rank_memory(config, pp), dry_run(config, pp).bytes
+    assert predicted.total == pytest.approx(device_total(counted), rel=TOLERANCE)
+    assert counted.keys() <= {*KINDS, HOST}
+    for kind in ("parameters", "optimizer states", HOST):
+        assert sum(predicted.of(kind).values()) == pytest.approx(counted.get(kind, 0), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"train.precision": "fp32", "batch.global": 2, "batch.micro": 2},
+        {"train.recompute": "selective", "batch.global": 2},
+        {"train.offload_activations": True, "optim.offload": True, "batch.global": 2},
+        {**DOCUMENTS, "data.end_of_document": 0, "batch.global": 2, "batch.micro": 2},
+    ],
+    ids=["fp32", "bf16, selective", "offloaded", "documents"],
+)
+def test_a_dry_run_counts_what_real_tensors_take(overrides: dict[str, object]) -> None:
+    config = configured(overrides)
+    dry = dry_run(config, 0).bytes
+    with one_rank():
+        job = make(config)
+        assert count_step(job, random_batch(job, 0))[0] == dry
+
+
+def test_a_whole_backward_between_the_halves_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.yaml"
+    path.write_text("name: a\nmicro_batches: 3\nplacement: [0]\nranks: [F0.0 F0.1 F0.2 I0.0 B0.1 W0.0 B0.2]\n")
+    mixed = {"parallel.pipeline.schedule": path, "parallel.data.mode": "zero2", "parallel.dp_shard": 2}
+    config = configured({**mixed, "batch.global": 6})
+    assert rank_memory(config, 0).total == pytest.approx(device_total(dry_run(config, 0).bytes), rel=TOLERANCE)
+
+
+def test_a_few_micro_batches_stand_for_many() -> None:
+    config = configured({"parallel.pp": 2, "parallel.data.mode": "zero1", "parallel.dp_shard": 2, "batch.global": 32})
+    few = enough_micro_batches(resolve(config), 0, 16)
+    assert few < 16
+
+    def counted(micro_batches: int) -> int:
+        return device_total(dry_run(replace(config, batch=replace(config.batch, global_=2 * micro_batches)), 0).bytes)
+
+    inputs = 8 * (3 * SIZES["sequence_length"] + 1)  # of a micro-batch: its sample, and tokens and targets made of it
+    assert device_total(dry_run(config, 0).bytes) == pytest.approx(counted(few) + (16 - few) * inputs, abs=64)
+    assert counted(1) < counted(few)
+
+
+def test_a_rank_of_a_large_job_is_counted_on_its_own() -> None:
+    sizes = {"model.width": 2048, "model.heads": 16, "model.ffn": 5504, "model.sequence_length": 4096}
+    layout = {"parallel.tp": 4, "parallel.dp_shard": 64, "parallel.pp": 2, "batch.global": 256}
+    config = configured({**sizes, **layout, "train.recompute": "full"})
+    assert rank_memory(config, 1).total == pytest.approx(device_total(dry_run(config, 1).bytes), rel=TOLERANCE)
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [f"model.{key}={value}" for key, value in SIZES.items()]
+    assert main(["--pp=1", "--world-size=4", "parallel.pp=2", *sizes]) == 0
+    assert (
+        json.loads(capsys.readouterr().out)["bytes"]
+        == dry_run(configured({"parallel.pp": 2, "parallel.dp_shard": 2}), 1).bytes
+    )
+
+
+def test_bad_input_is_told_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--pp=0", "model.heads=3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "model.heads = 3" in captured.err
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
+def test_long_sequences_run_in_parts_and_without_masks(method: str) -> None:
+    """128K tokens on 8 ranks: a mask of booleans would take 16 GiB, a rank's rows of it 2 GiB."""
+    layout = {"parallel.cp": 8, "parallel.context.method": method, "train.recompute": "full", "batch.global": 1}
+    documents = {"data.mask_documents": True, "data.end_of_document": 0}
+    counted = dry_run(configured({"model.sequence_length": 131_072, **layout, **documents}), 0).bytes
+    assert device_total(counted) < 1 << 30

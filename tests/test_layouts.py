@@ -2,9 +2,10 @@
 
 The layouts are all products of up to 8 over the five axes, pp up to 4. Each comes at least once, with one setting of
 every feature; settings are chosen, and layouts repeated, until every pair of settings that matter in one layout
-meets in one of them, whether an axis is used counting as a setting too. Layouts take turns, and a layout takes, from 50
-random candidates, the one with the most pairs not yet seen (the greedy algorithm of AETG: Cohen et al. 1997, IEEE
-Trans. Software Eng. 23(7)); one that has nothing new to offer is passed over.
+meets in one of them, whether an axis is used counting as a setting too. Layouts take turns. A candidate for a layout
+takes features in random order, each with the setting that makes the most pairs not yet seen with those before it; of a
+few candidates the best is taken (AETG: Cohen et al. 1997, IEEE Trans. Software Eng. 23(7)). A layout that has nothing
+new to offer is passed over.
 """
 
 import random
@@ -70,6 +71,7 @@ SCALED = {
 MATTERS = {"split": ("pp",), "mode": ("dp_replicate", "dp_shard", "cp"), "method": ("cp",)}
 LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4), *[(1, 2, 4, 8)] * 4)]
 LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= SIZE]
+CANDIDATES = 3
 Setting = tuple[str, object]
 Row = dict[str, object]  # one setting of every feature
 
@@ -99,6 +101,21 @@ def possible_pairs() -> set[tuple[Setting, Setting]]:
     return found
 
 
+def candidate(layout: Layout, missing: set[tuple[Setting, Setting]], choose: random.Random) -> Row:
+    """Settings of all features, chosen one after the other for the pairs that they make with those before."""
+    row: Row = {}
+    for name in choose.sample(list(FEATURES), len(FEATURES)):
+        values, before = choose.sample(FEATURES[name], len(FEATURES[name])), [*used(layout).items()]
+        before += [(other, value) for other, value in row.items() if matters(other, layout)]
+
+        def new(value: object, name: str = name, before: list[Setting] = before) -> int:
+            setting = (name, value)
+            return sum((other, setting) in missing or (setting, other) in missing for other in before)
+
+        row[name] = max(values, key=new) if matters(name, layout) else values[0]
+    return {name: row[name] for name in FEATURES}
+
+
 @cache
 def cases() -> list[tuple[Layout, Row]]:
     """Layouts with their features."""
@@ -106,7 +123,7 @@ def cases() -> list[tuple[Layout, Row]]:
     missing, chosen = set(possible_pairs()), []
     for turn in range(10):
         for layout in sorted(LAYOUTS, key=lambda layout: -layout.world_size):
-            candidates = [{name: choose.choice(values) for name, values in FEATURES.items()} for _ in range(50)]
+            candidates = [candidate(layout, missing, choose) for _ in range(CANDIDATES)]
             best = max(candidates, key=lambda row: len(pairs(layout, row) & missing))
             if turn == 0 or pairs(layout, best) & missing:
                 chosen.append((layout, best))
@@ -173,7 +190,7 @@ def test_the_configurations_cover_every_pair_of_settings() -> None:
 def test_layout_trains_as_one_process(layout: Layout, row: Row, ranks: Ranks) -> None:
     config = configuration(layout, row)
     assert validate(config, layout.world_size) == []
-    told = ranks.run(compare, config, 3, 1e-10)
+    told = ranks.run(compare, config, 2, 1e-10)  # the second has what the first leaves behind: moments, buffers, slots
     assert all(differences == told[0] for differences in told)
     tolerances = {difference.quantity: difference.tolerance for difference in told[0]}
     required = {
@@ -181,14 +198,14 @@ def test_layout_trains_as_one_process(layout: Layout, row: Row, ranks: Ranks) ->
         "gradient norm": 1e-12,
         "initial weights": 0.0,
         "gradients": 1e-11,
-        "weights after 3 steps": 1e-10,
+        "weights after 2 steps": 1e-10,
     }
     assert tolerances == pytest.approx(required, rel=1e-9, abs=0.0)
     assert [difference for difference in told[0] if not difference.passed] == []
 
 
 def test_three_stages_on_a_rank(ranks: Ranks) -> None:
-    """More than the two that the layouts above have."""
+    """More than the two that the layouts above have; and a step more."""
     row = cases()[0][1] | {"schedule": "interleaved_1f1b", "micro_batches": "ragged", "documents": "packed"}
     config = configuration(Layout(pp=2, dp_shard=2), row)
     pipeline = Pipeline("interleaved_1f1b", virtual_stages=3)

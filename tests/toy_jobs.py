@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.run.load import Restorer
 from megalite.checkpoint.run.save import Saver
@@ -126,16 +127,27 @@ def load_and_train(config: Config, path: Path, steps: int) -> Loaded:
 
 
 def load_each(config: Config, paths: Sequence[Path], steps: int) -> list[Loaded]:
-    """`load_and_train` of one after the other, all into one job."""
+    """`load_and_train` of one after the other, all into one job, which trains after the last alone."""
     job, results = make(replace(config, run=replace(config.run, seed=99))), []
     for path in paths:
+        if results:
+            spoil(job)
         progress = restorer(job, config).all(path)
         loaded = parts(job)
         states = [job.optimizer.states_of(param) for _, param in job.named_parameters()]
         assert {state["step"].item() for state in states if "step" in state} == {progress.updates}
-        losses = advance(job, progress.step, steps)
-        results.append((progress, loaded, losses, parts(job)))
-    return results
+        results.append((progress, loaded, [], {}))
+    progress, loaded, *_ = results.pop()
+    return [*results, (progress, loaded, advance(job, progress.step, steps), parts(job))]
+
+
+@torch.no_grad()
+def spoil(job: Job) -> None:
+    """Change all weights and states, so that what the next load leaves out cannot look as if it were loaded."""
+    for _, param in job.named_parameters():
+        for tensor in (param, *job.optimizer.states_of(param).values()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.mul_(-2)  # padding stays 0
 
 
 def fail_on_one_rank(config: Config, folder: Path, where: str) -> tuple[str, list[int]]:

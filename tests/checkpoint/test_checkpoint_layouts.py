@@ -78,7 +78,7 @@ def test_any_layout_loads_any_other(shape: str, written: Callable, ranks: Ranks)
         assert expected.keys() == found.keys()
         assert all(expected[name].equal(found[name]) for name in expected)
         assert all(tensor.any() for tensor in expected.values()), "zeros would compare equal to nothing loaded"
-        assert assemble([there for _, _, _, there in loads]).keys() == expected.keys()
+    assert assemble([there for _, _, _, there in loads]).keys() == expected.keys()
 
 
 def with_muon(config: Config) -> Config:

@@ -12,7 +12,7 @@ from wheel_install import ROOT, at
 from megalite import __version__
 
 ROOTS = {"megalite": "megalite", "megalite_kernels": "kernels", "megalite_launch": "launch", "megalite_tools": "tools"}
-DATA = ("launch/local.sh", "launch/base/slurm.sbatch", "launch/thresholds.yaml")
+DATA = ("launch/local.sh", "launch/slurm.sbatch", "launch/thresholds.yaml")
 
 
 def run(site: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

@@ -38,8 +38,8 @@ def test_a_table_is_aligned() -> None:
 
 @pytest.fixture(scope="module")
 def final() -> list[str]:
-    """The codes after which launch/base/slurm.sbatch may give up: the branches of its `case`."""
-    script = (ROOT / "launch/base/slurm.sbatch").read_text()
+    """The codes after which launch/slurm.sbatch may give up: the branches of its `case`."""
+    script = (ROOT / "launch/slurm.sbatch").read_text()
     (branches,) = re.findall(r"case \$code in\n(.*?)\nesac", script, re.DOTALL)
     return re.findall(r"^ *([\d| ]+)\) ", branches, re.MULTILINE)
 

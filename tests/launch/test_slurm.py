@@ -1,4 +1,4 @@
-"""launch/base/slurm.sbatch on a cluster of two nodes, with Slurm's own daemons on this machine."""
+"""launch/slurm.sbatch on a cluster of two nodes, with Slurm's own daemons on this machine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What launch/base/slurm.sbatch makes of exit codes, with stand-ins for the commands of Slurm."""
+"""What launch/slurm.sbatch makes of exit codes, with stand-ins for the commands of Slurm."""
 
 import os
 import subprocess

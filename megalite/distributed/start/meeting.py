@@ -170,7 +170,7 @@ def _address() -> tuple[str, int]:
     """Host and port of rank 0."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise InputError(f"{' and '.join(missing)} must name the node and port of rank 0; see launch/base/slurm.sbatch")
+        raise InputError(f"{' and '.join(missing)} must name the node and port of rank 0; see launch/slurm.sbatch")
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
         raise InputError(f"MASTER_PORT = {port}: must be a port number, 1 to 65535")

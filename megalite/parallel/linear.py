@@ -87,7 +87,8 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weights = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
+        x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
         group, product, factor = ctx.group, ctx.product, ctx.factor
         _, _, _, _, _, _, *wanted = ctx.needs_input_grad
         trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]

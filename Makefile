@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-.PHONY: install quickstart test test-fast test-oldest test-newest check docs wheel bench soak sweep-kills corrupt layouts faults gpu clean
+.PHONY: install quickstart test test-fast test-oldest test-newest check docs wheel bench soak sweep-kills corrupt layouts house faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -90,6 +90,10 @@ sweep-kills: install
 
 corrupt: install
 	PYTHONPATH=tests $(BIN)/python tests/soak/corrupt.py --out docs/corruption.md
+
+# Rooms, arrows, floors and names of the code: how it is laid out.
+house: install
+	$(BIN)/python tests/house.py
 
 layouts: install
 	$(BIN)/python tests/layout_search/layout_tables.py docs/layouts.md

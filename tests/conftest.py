@@ -21,6 +21,7 @@ from hypothesis import settings
 from ranks import Ranks
 from wheel_install import install
 
+from megalite.base.stop_signals import STOP, restore
 from megalite.config.layout import Layout
 from megalite.distributed.mesh import Mesh
 
@@ -56,6 +57,14 @@ SLURM = tuple(f"launch/test_{name}slurm.py" for name in ("", "disk_full_", "supe
 
 settings.register_profile("megalite", deadline=None, max_examples=50)
 settings.load_profile("megalite")
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """Give every test the handlers that the one before had: commands that run in this process set their own."""
+    before = {number: signal.getsignal(number) for number in STOP}
+    yield
+    restore(before)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import pytest
 import sentencepiece
 
 from megalite.data.odd_texts import ODD_TEXTS
+from megalite.data.sentence_piece import with_short_scores
 from megalite_tools.data.train_tokenizer import train_model
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -94,7 +95,7 @@ EXACT: dict[str, Callable[[], bytes]] = {
     "bpe, own pieces": lambda: piece_model(
         "bpe", user_defined_symbols=["<mask>", "abc", "\u2581\u2581"], control_symbols=["<sep>"]
     ),
-    "unigram, prefix": lambda: piece_model("unigram"),
+    "unigram, prefix": lambda: with_short_scores(piece_model("unigram")),  # long ones leave ties to rounding
     "characters": lambda: piece_model("char"),
     "carried": carried,
 }

@@ -107,7 +107,10 @@ def test_all_problems_are_told_at_once_with_file_key_and_run(expanded: Expander)
         ({"gpus": [1]}, "gpus: is not read by an experiment of the kind sweep"),
         ({"launch": {"cores": -1}}, r"launch\.cores = -1: must be above 0"),
         ({"launch": {"sbatch": {"time": 3}}}, r"launch\.sbatch: is not read with launch\.kind = local"),
-        ({"launch": {"cluster": "nowhere"}}, r"launch\.cluster = nowhere: is not known"),
+        (
+            {"launch": {"cluster": "nowhere"}},
+            r"launch\.cluster = nowhere: is no file, and no cluster that megalite comes with",
+        ),
         ({"launched": {}}, r"launched: unknown key; did you mean launch\?"),
         ({"experiment": {"seeds": []}}, r"experiment\.seeds"),
         ({"experiment": {"name": "../x"}}, r"experiment\.name"),

@@ -138,7 +138,10 @@ def test_a_prediction_that_leaves_the_runs_says_by_how_much(
         (["--flops", "1e17", "--cluster", "h100_sxm"], "--cluster: is read with --gpus only"),
         (["--flops", "1e17", "--gpus", "8-16"], "must be one number here"),
         (["--flops", "1e17", "--write", "run.txt"], "must end in .yaml"),
-        (["--flops", "1e17", "--gpus", "8", "--cluster", "nowhere"], "nowhere: is not known"),
+        (
+            ["--flops", "1e17", "--gpus", "8", "--cluster", "nowhere"],
+            "nowhere: is no file, and no cluster that megalite comes with",
+        ),
         (["--flops", "1e17", "--rates", "nowhere"], "experiment.yaml: cannot be read"),
         (["--flops", "1e17", "--gpus", "7"], ""),
         (["--flops", "1e36"], "larger than any model"),

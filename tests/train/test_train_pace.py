@@ -223,7 +223,7 @@ def test_a_cluster_that_is_none_is_refused_before_the_start(capsys: pytest.Captu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.commands.train.check_files", lambda config: None)
         assert main([*arguments, "run.cluster=h99"]) == 2
-        assert "run.cluster = h99: is not known" in capsys.readouterr().err
+        assert "run.cluster = h99: is no file, and no cluster that megalite comes with" in capsys.readouterr().err
         assert main([*arguments, f"run.cluster={tmp_path}/bad.yaml"]) == 2
         assert "bad.yaml" in capsys.readouterr().err
     assert main([*arguments, "run.cluster=''"]) == 2

@@ -198,7 +198,7 @@ BAD = [
     ([*SMALL, "--gpus", "8", "--max-memory", "nan"], "--max-memory"),
     ([*SMALL, "--gpus", "8", "--tokens", "-1"], "--tokens"),
     ([*SMALL, "--gpus", "8", "--top", "0"], "--top"),
-    ([*SMALL, "--gpus", "8", "--cluster", "nowhere"], "is not known"),
+    ([*SMALL, "--gpus", "8", "--cluster", "nowhere"], "is no file, and no cluster that megalite comes with"),
     ([*SMALL, "--gpus", "8", "--cluster", "nowhere.yaml"], "nowhere.yaml"),
     ([*SMALL, "--gpus", "8", "--write", "best.txt"], "must end in .yaml"),
     ([*SMALL, "--gpus", "8", "--write", MODEL], "there is such a file already"),

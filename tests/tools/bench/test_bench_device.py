@@ -186,7 +186,10 @@ def _forbidden(*_: object) -> Callable[..., Any]:
         (["--out", "{folder}/new.yaml"], "NVIDIA H900 with wings: no cluster is known with this device"),
         (["--out", "{folder}/old.yaml", "--base", "h100_sxm"], "there is such a file already"),
         (["--out", "{folder}/new.txt", "--base", "h100_sxm"], "must end in .yaml"),
-        (["--out", "{folder}/new.yaml", "--base", "h900"], "--base h900: is not known"),
+        (
+            ["--out", "{folder}/new.yaml", "--base", "h900"],
+            "--base h900: is no file, and no cluster that megalite comes with",
+        ),
         (["--json", "{folder}"], "is a folder"),
     ],
 )

@@ -164,7 +164,7 @@ def test_no_file_is_overwritten_and_no_cluster_guessed(tmp_path: Path, calibrate
     for arguments, told in (
         (["h100_sxm", run, "--out", tmp_path / "old.yaml"], "there is such a file already"),
         (["h100_sxm", run, "--out", tmp_path / "new.txt"], "must end in .yaml"),
-        (["h99", run, "--out", tmp_path / "new.yaml"], "h99: is not known"),
+        (["h99", run, "--out", tmp_path / "new.yaml"], "h99: is no file, and no cluster that megalite comes with"),
     ):
         code, _, err = calibrate(*arguments)
         assert code == 2

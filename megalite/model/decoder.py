@@ -55,10 +55,14 @@ class Layer(nn.Module):
         if not self.before:
             x = x + self.attention_norm(self.attention(x, angles, attend))
             return x + self.mlp_norm(self.mlp(x))
-        y = self.attention(self.attention_norm(x), angles, attend)
-        normed, x = self.mlp_norm.of_sum(x, self.attention_output_norm(y) if self.both else y)
-        y = self.mlp(normed)
-        return x + (self.mlp_output_norm(y) if self.both else y)
+        # Outputs have no names here, by which they would be held for longer than they are needed.
+        if self.both:
+            normed, x = self.mlp_norm.of_sum(
+                x, self.attention_output_norm(self.attention(self.attention_norm(x), angles, attend))
+            )
+            return x + self.mlp_output_norm(self.mlp(normed))
+        normed, x = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), angles, attend))
+        return x + self.mlp(normed)
 
 
 class Head(nn.Module):
